@@ -1,4 +1,4 @@
-"""Atomic writes of a run's files, and storage errors with the path."""
+"""Atomic writes of a run's files, and storage errors that name the path."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megarl.types import ConfigError, DiskFullError, EndedError, MegarlError, St
 
 _MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain fewer checkpoints with checkpoint.keep."
 LEAST_FREE_BYTES = 1 << 30
-"""Free bytes that a run folder's disk needs for metrics, samples and logs, without checkpoints and models."""
+"""Free bytes that metrics, samples and logs need on a run folder's disk, without checkpoints and models."""
 _FULL_BYTES = 1 << 20
-"""Free bytes below which a disk counts as full. A failed write may have left a part of a block free."""
+"""A disk with fewer free bytes counts as full. A failed write may have left part of a block free."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _REMOVED = (errno.ENOENT, errno.ENOTDIR)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""They count as storage errors only in the run folder, like errors about removed files."""
+"""Errors that count as storage errors only in the run folder. So do errors about removed files."""
 
 
 @contextmanager
 def storage_faults_named(path: Path) -> Iterator[None]:
-    """Inside this context an OSError becomes StorageError, or DiskFullError for a full disk.
+    """Turn an OSError inside this context into StorageError, or DiskFullError for a full disk.
 
-    It names `path` if the error has no file name. Only file operations belong inside, because a lost connection is an
+    The error names `path` if the OSError has no file name. Put only file operations inside: a lost connection is an
     OSError too.
     """
     try:
@@ -44,10 +44,7 @@ def storage_faults_named(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text atomically and durably: after a power failure it has the old or the new contents.
-
-    Raises OSError.
-    """
+    """Replace a file's text atomically: after a power failure it has the old or the new text. Raises OSError."""
     replace_bytes(path, text.encode("utf-8"))
 
 
@@ -57,31 +54,30 @@ def replace_bytes(path: Path, content: bytes, *, is_private: bool = False) -> No
     try:
         with partial.open("wb") as file:
             if is_private:
-                # Before the first byte, which another user could read.
+                # Before the first byte is written, which another user could read.
                 os.fchmod(file.fileno(), 0o600)
             file.write(content)
             file.flush()
-            # Before the rename: otherwise a power failure could leave the new name with empty contents.
+            # Before the rename: a power failure must not leave the new name with empty contents.
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    # The rename itself is durable only after an fsync of the folder.
+    # Only an fsync of the folder makes the rename durable.
     sync(path.parent)
 
 
 _REPLACED = ".replaced"
-"""End of the hidden name of a folder while a newer one takes its name."""
+"""Suffix of a folder's hidden name while a newer folder takes its place."""
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name, replacing an older one. The new name survives a power failure.
+    """Rename a complete folder to its final name, replacing an older folder. The new name survives a power failure.
 
-    `end_replacement` completes or undoes it after a kill.
+    `end_replacement` completes or undoes this after a kill.
     """
-    # A folder with files cannot be renamed over, so the older one is moved away first. Its deletion is slow and comes
-    # last.
+    # A rename cannot replace a folder with files, so move the older one away first. Its deletion is slow: do it last.
     replaced = _replaced_path(folder)
     # After a kill between two renames, `replaced` is the only complete folder until the new one has its name.
     if folder.exists():
@@ -90,11 +86,11 @@ def replace_folder(partial: Path, folder: Path) -> None:
     try:
         partial.rename(folder)
     except OSError:
-        # A full disk may have no room for the entry. The older folder stays then.
+        # A full disk may have no room for the entry. Then the older folder stays.
         if replaced.exists():
             replaced.rename(folder)
         raise
-    # Before the older folder goes: the rename is durable only after an fsync of the parent.
+    # Before the older folder is deleted: only an fsync of the parent makes the rename durable.
     sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -164,7 +160,6 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
 
 
 def _is_below(folder: Path, name: object) -> bool:
-    """Return whether an OSError's file name is the folder or a path inside it."""
     if not isinstance(name, str | bytes | os.PathLike):
         return False
     return Path(os.path.abspath(os.fsdecode(name))).is_relative_to(folder.absolute())
@@ -172,9 +167,7 @@ def _is_below(folder: Path, name: object) -> bool:
 
 @contextmanager
 def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Inside this context an error caused by a full disk becomes DiskFullError. `num_bytes` is the size of the write,
-    or None.
-    """
+    """Turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, or None."""
     try:
         yield
     except Exception as error:
@@ -206,7 +199,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None) -> DiskFullError:
     """Return the error for a write of `num_bytes` into `folder` on a full disk; None: unknown."""
     place = error.filename
-    # An error of a write, unlike one of an open, has no file name.
+    # Unlike an error of an open, an error of a write has no file name.
     if place is None:
         place = _full_place(folder)
     if folder is not None and (place is None or _is_below(folder, place)):
@@ -221,7 +214,7 @@ def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None)
 
 
 def _full_place(folder: Path | None) -> str | None:
-    """Return the first full place that a run writes to: its folder, temporary files, its output. None: none is full."""
+    """Return the first full place that a run writes to (its folder, temporary files, its output), or None."""
     for place in (folder, Path(tempfile.gettempdir())):
         if place is not None and _free_bytes(place) < _FULL_BYTES:
             return str(place)
@@ -260,7 +253,8 @@ def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
         if isinstance(cause, OSError):
             if cause.errno in numbers:
                 return cause
-        # Errors of libraries in C++ and Rust, such as torch and safetensors, have texts only. megarl's have classes.
+        # Libraries in C++ and Rust, such as torch and safetensors, raise errors with texts only. megarl's errors have
+        # classes.
         elif not isinstance(cause, MegarlError):
             text = str(cause)
             if (words := next((words for words in full_texts if words in text), None)) is not None:

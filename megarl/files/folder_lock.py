@@ -20,22 +20,21 @@ from megarl.files.strict_json import loads
 from megarl.types import RunFolderLockedError
 
 HOME = "owners"
-"""The lock's folder inside the locked folder. Its only file belongs to the newest owner."""
+"""Folder with the lock, inside the locked folder. Its only file belongs to the newest owner."""
 HEARTBEAT_SECONDS = 5.0
 """Seconds between two touches of the owner's file."""
 DEAD_SECONDS = 60.0
-"""Age of the last touch after which an owner on another machine counts as dead: 12 lost heartbeats."""
+"""An owner on another machine counts as dead when its last touch is this old: 12 lost heartbeats."""
 SILENT_SECONDS = 15.0
-"""Seconds without a heartbeat after which an owner is reported: 3 lost heartbeats."""
+"""An owner is reported after this time without a heartbeat: 3 lost heartbeats."""
 _POLL_SECONDS = 0.25
 _OWNER = re.compile(r"\d{8,}")
 _ENDED = b"ended"
-"""Content of an owner's file after its release. Overwriting needs no space, so a full disk allows it."""
+"""Content of an owner's file after its release. Overwriting needs no space, so it works on a full disk."""
 _UNKNOWN_START = -1
 _MOST_PID = (1 << 31) - 1
-"""Highest number that fits a process id."""
 _MOST_BYTES = 1 << 16
-"""Bytes read of an owner's file. This module writes fewer."""
+"""Maximum bytes read of an owner's file. This module writes fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,10 @@ class Owner:
     boot_id: str
     """Identity of the machine's boot: /proc/sys/kernel/random/boot_id."""
     pid_namespace: str
-    """Processes of another container have other numbers."""
+    """Identity of the container's process numbers (`pid_space.pid_namespace`)."""
     pid: int
     started: int
-    """In clock ticks since the boot. A reused `pid` has another start."""
+    """Start of the process in clock ticks since the boot. A reused `pid` has another start."""
     run: str
     job: str
     """Slurm's job id; empty outside of Slurm."""
@@ -63,7 +62,7 @@ class Owner:
 
     @classmethod
     def parse(cls, content: bytes) -> Self | None:
-        """Return the owner in a file's content, or None if it is not readable."""
+        """Return the owner in a file's content; None: not readable."""
         try:
             values = loads(content)
             owner = cls(**values)
@@ -71,7 +70,7 @@ class Owner:
             return None
         fields = {"pid": int, "started": int}
         is_valid = all(type(value) is fields.get(name, str) for name, value in asdict(owner).items())
-        # The values are printed: others could write control characters of a terminal into the file.
+        # Messages print the values. Others could write a terminal's control characters into the file.
         return owner if is_valid and 0 < owner.pid <= _MOST_PID and str(owner).isprintable() else None
 
     @property
@@ -98,12 +97,12 @@ class Owner:
 class FolderLock:
     """Ownership of a folder by this process, from `__init__` to `release`.
 
-    Each owner has a numbered file in `owners/`; the highest number owns the folder. An owner is made by an exclusive
-    creation of the next number, so of several takers one wins, also on NFS and Lustre. The highest file is never
+    Each owner has a numbered file in `owners/`; the highest number owns the folder. A process becomes owner by creating
+    the next number exclusively, so one of several takers wins, also on NFS and Lustre. The highest file is never
     renamed or removed, only overwritten. Therefore a slow taker that saw an older state cannot win.
 
-    A background thread touches the file every 5 s. If somebody has removed it, the thread and `check` write it again,
-    with the next number. `taken_from` is the dead owner before this one, None if the folder was free.
+    A background thread touches the file every 5 s. If somebody has removed the file, the thread and `check` write it
+    again with the next number. `taken_from` is the dead owner before this one; None: the folder was free.
     """
 
     def __init__(self, folder: Path, run: str, on_wait: Callable[[str], None] = lambda text: None) -> None:
@@ -125,7 +124,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise RunFolderLockedError if another process has taken the folder.
 
-        That happens after a stop of more than 60 s (a paused virtual machine, or a lost file server), and if somebody
+        This happens after a stop of more than 60 s (a paused virtual machine, or a lost file server), or if somebody
         removed `owners/`. Raises OSError if the folder is gone.
         """
         if self._is_owner() or self._restore():
@@ -138,7 +137,7 @@ class FolderLock:
         )
 
     def _is_owner(self) -> bool:
-        """Return whether this process's file is the newest. After a removal, another owner's file may have its name."""
+        """Return whether the newest file is this process's. After a removal, another owner's file may have its name."""
         with suppress(FileNotFoundError):
             return _newest(self._home) == self._file and _read(self._file)[0] == self._content
         return False
@@ -164,9 +163,9 @@ class FolderLock:
         if self._is_released.is_set():
             return
         self._is_released.set()
-        # Otherwise the thread may touch the file of a later owner in this process. It waits only for the event.
+        # Otherwise the thread may touch a later owner's file in this process. It waits only for the event.
         self._thread.join(_POLL_SECONDS)
-        # Missing if a later owner removed it; another's if `owners/` was removed.
+        # The file is missing if a later owner removed it, and another's if `owners/` was removed.
         with suppress(OSError):
             if not self._is_owner():
                 return
@@ -188,16 +187,16 @@ class FolderLock:
             try:
                 _create(mine, content)
             except FileExistsError:
-                # Another taker was faster. It owns the folder now, or it has ended already.
+                # Another taker was faster. It owns the folder now, or has already ended.
                 continue
             if _newest(self._home) == mine:
                 self._remove_older(number)
                 return mine
-            # An even later owner has removed the number seen before, so this one was free again.
+            # A still later owner has removed the number seen before, so that it was free again.
             mine.unlink(missing_ok=True)
 
     def _dead_owner(self, file: Path, on_wait: Callable[[str], None]) -> str | None:
-        """Return the owner in `file` as text, if its process is dead; None if it released the folder.
+        """Return the owner in `file` as text if its process is dead; None: it released the folder.
 
         Raises RunFolderLockedError if the process lives.
         """
@@ -213,14 +212,14 @@ class FolderLock:
                     raise self._in_use(owner)
                 return str(owner)
             now = _server_time(self._home)
-            # The same machine after a reboot: a touch before the boot is that of a process which the reboot ended.
+            # The same machine after a reboot: a touch before the boot is by a process that the reboot ended.
             is_of_earlier_boot = (
                 owner is not None
                 and owner.host == socket.gethostname()
                 and owner.boot_id != boot_id()
                 and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
             )
-            # A touch in the future says nothing of the present, so the watch itself has the same limit.
+            # A touch in the future proves nothing, so the watch has the same limit.
             if is_of_earlier_boot or now - touched > DEAD_SECONDS or time.monotonic() - began > DEAD_SECONDS:
                 return _text(owner)
             if first is None:
@@ -246,18 +245,18 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._is_released.wait(HEARTBEAT_SECONDS):
-            # An error passes: `check` notices a lost folder.
+            # Ignore errors: `check` notices a lost folder.
             with suppress(OSError):
                 if self._is_owner() or self._restore():
-                    # Without times, a file server uses its own clock.
+                    # Without times the file server uses its own clock.
                     os.utime(self._file)
 
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Watches the heartbeats of a run folder's owner, the driver. It only reads the folder.
+    """Watches the heartbeats of a run folder's owner, the driver. Only reads the folder.
 
-    It uses only this machine's monotonic clock, so the clocks of other machines do not matter.
+    It times them by this machine's monotonic clock, so other machines' clocks do not matter.
     """
 
     folder: Path
@@ -271,8 +270,8 @@ class Heartbeats:
     def silence(self) -> str:
         """Return a message if the driver is suspended or silent, else an empty string.
 
-        The driver is silent if no heartbeat arrived since a call more than 15 s ago, so the first call cannot notice
-        it. Raises OSError if the owner's file in `owners/` cannot be read.
+        The driver is silent if no heartbeat has arrived since a call more than 15 s ago. So the first call cannot
+        notice it. Raises OSError if the owner's file in `owners/` cannot be read.
         """
         newest = _newest(self.folder / HOME)
         if newest is None:
@@ -302,7 +301,7 @@ class Heartbeats:
 def owner_is_gone(folder: Path) -> bool:
     """Return whether the newest owner has ended: by its file, or because its process on this machine is gone.
 
-    False: it runs, or is on another machine, or nothing is known. Raises no error, and writes nothing.
+    False: it runs, is on another machine, or is unknown. Raises no error, and writes nothing.
     """
     try:
         newest = _newest(folder / HOME)
@@ -316,7 +315,7 @@ def owner_is_gone(folder: Path) -> bool:
 
 
 def _create(file: Path, content: bytes) -> None:
-    """Create a file. Raises FileExistsError if it exists, other OSErrors if it cannot be written."""
+    """Create a file. Raises FileExistsError if it exists, another OSError if it cannot be written."""
     # O_EXCL is atomic on NFS since version 3, on Lustre and on GPFS. Hard links are missing on some file systems.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -330,7 +329,7 @@ def _create(file: Path, content: bytes) -> None:
 
 
 def _read(file: Path) -> tuple[bytes, float]:
-    """Return a file's content, and the time of its last touch in seconds, by the file server's clock."""
+    """Return a file's content, and the time of its last touch in seconds by the file server's clock."""
     # Opening makes an NFS client ask its server; stat alone may return values that are a minute old.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -340,7 +339,7 @@ def _read(file: Path) -> tuple[bytes, float]:
 
 
 def _server_time(home: Path) -> float:
-    """Return the file server's present time in seconds. The same clock stamps the heartbeats."""
+    """Return the file server's time in seconds. The same clock stamps the heartbeats."""
     clock = home / f".clock-{uuid.uuid4().hex}"
     descriptor = os.open(clock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -351,7 +350,7 @@ def _server_time(home: Path) -> float:
 
 
 def _age_of(path: Path) -> float:
-    """Return the seconds since a file's last touch. Infinity: it is gone."""
+    """Return the seconds since a file's last touch; infinity: it is gone."""
     try:
         return _server_time(path.parent) - path.stat().st_mtime
     except FileNotFoundError:
@@ -359,12 +358,12 @@ def _age_of(path: Path) -> float:
 
 
 def _newest(home: Path) -> Path | None:
-    """Return the owner's file with the highest number. None: the folder never had one."""
+    """Return the owner's file with the highest number; None: the folder never had one."""
     try:
         names = [name for name in os.listdir(home) if _OWNER.fullmatch(name)]
     except FileNotFoundError:
         return None
-    # As numbers: the one after 99999999 has a digit more.
+    # Compare as numbers: the one after 99999999 has a digit more.
     return home / max(names, key=int) if names else None
 
 
@@ -379,11 +378,11 @@ def _text(owner: Owner | None) -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return a process's start in clock ticks since the boot. None: it has ended."""
+    """Return a process's start in clock ticks since the boot; None: it has ended."""
     if fields := stat_fields(pid):
-        # A zombie has ended; only its parent has not asked for its exit code yet.
+        # A zombie has ended; its parent has not read the exit code yet.
         return None if fields[0] in "ZX" else int(fields[19])
-    # With proc mounted as hidepid=2, another user's process has no folder there, but it has a descriptor.
+    # With hidepid=2, another user's process has no folder in /proc, but can be opened as a pidfd.
     try:
         os.close(os.pidfd_open(pid))
     except OSError:

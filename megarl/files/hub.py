@@ -1,7 +1,7 @@
 """Models and data sets of the Hugging Face Hub: look-up in this machine's cache, download, upload.
 
-The Hub's address and the token are those of huggingface_hub: HF_ENDPOINT, HF_TOKEN or the file that `hf auth login`
-writes. A token is never an argument, so recipes and logs have none.
+huggingface_hub determines the Hub's address and the token: HF_ENDPOINT, HF_TOKEN or the file that `hf auth login`
+writes. A token is never an argument, so that recipes and logs contain none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Patterns = tuple[str, ...]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _STALE = (".safetensors", ".safetensors.index.json")
-"""Endings of weight files. An upload removes those that the folder lacks from a repository's top."""
+"""Endings of weight files. An upload removes such files from a repository's top if the folder lacks them."""
 
 
 _FOLDERS = frozenset({"runs", "data", "datasets", "models", "checkpoints", "outputs"})
@@ -40,7 +40,7 @@ def is_hub_name(text: str) -> bool:
 def names_repository(path: str) -> bool:
     """Return whether a path counts as a name on the Hub: it is OWNER/NAME, and no folder OWNER exists here.
 
-    Usual names of folders do not count: a command in a wrong folder must not download from a stranger.
+    Usual folder names do not count: a command in a wrong folder must not download from a stranger.
     """
     owner = Path(path).parent
     return is_hub_name(path) and owner.name not in _FOLDERS and not owner.exists()
@@ -48,13 +48,13 @@ def names_repository(path: str) -> bool:
 
 @lru_cache(maxsize=64)
 def cached_folder(name: str, kind: Kind, only: Patterns | None = None, without: Patterns | None = None) -> Path | None:
-    """Return the folder of a model or data set in the Hub's cache (main revision). None: it is not complete there.
+    """Return the folder of a model or data set in the Hub's cache (main revision); None: it is not complete there.
 
-    `only` and `without` are file name patterns: files needed, and files not needed.
+    `only` and `without` are patterns of needed and of unneeded file names.
     """
     if not is_hub_name(name):
         return None
-    # Imported here, because huggingface_hub loads slowly and most runs have local folders.
+    # Imported here: huggingface_hub loads slowly, and most runs have local folders.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -72,9 +72,9 @@ def cached_folder(name: str, kind: Kind, only: Patterns | None = None, without: 
 
 
 def download(name: str, kind: Kind, *, only: Patterns | None = None, without: Patterns | None = None) -> Path:
-    """Download a model or data set into the Hub's cache, and return its folder there. A terminal shows the progress.
+    """Download a model or data set into the Hub's cache, and return its folder. A terminal shows the progress.
 
-    `only` and `without` are as in `cached_folder`. Raises DataError with the reason alone if there is no network, no
+    `only` and `without` are as in `cached_folder`. Raises DataError, with only the reason, if there is no network, no
     such repository, or no permission.
     """
     from huggingface_hub import snapshot_download
@@ -98,7 +98,7 @@ def download(name: str, kind: Kind, *, only: Patterns | None = None, without: Pa
         if disk_full(error) is not None:
             raise
         raise DataError(_first_line(error)) from None
-    # The answer "not in the cache" may be remembered.
+    # `cached_folder` may remember that the model was not in the cache.
     cached_folder.cache_clear()
     return Path(folder)
 
@@ -109,7 +109,7 @@ def download_command(name: str, kind: Kind) -> str:
 
 
 def check_push(option: str, name: str) -> None:
-    """Raise ConfigError if a model cannot be uploaded as `name`: a malformed name, or no token. Needs no network.
+    """Raise ConfigError if the name for an upload is malformed or there is no token. Needs no network.
 
     `option` is the command's option in errors.
     """
@@ -130,11 +130,11 @@ def check_push(option: str, name: str) -> None:
 
 
 def push(folder: Path, name: str, message: str, *, is_private: bool, without: Patterns = ()) -> Pushed:
-    """Upload a model folder to the repository `name` on the Hub, in one commit. The repository is created if missing.
+    """Upload a model folder to the repository `name` on the Hub in one commit. A missing repository is created.
 
-    Weights at the top of the repository that the folder lacks are removed. Hidden files and those in `without` are not
-    sent. `is_private` makes a new repository private. Raises ConfigError if an existing one is public although
-    `is_private` is set, StorageError if the Hub refuses the upload or cannot be reached.
+    Weights at the repository's top that the folder lacks are removed. Hidden files and those in `without` are not sent.
+    `is_private` makes a new repository private. Raises ConfigError if `is_private` is set but the repository is public,
+    and StorageError if the Hub refuses the upload or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -152,8 +152,8 @@ def push(folder: Path, name: str, message: str, *, is_private: bool, without: Pa
                 f"--private: {name} exists on the Hub and is public; leave the option out, or choose another name"
             )
         api.create_repo(name, private=is_private or None, exist_ok=True)
-        # transformers would read an older model.safetensors before the index of newer files.
-        # Weights in subfolders may be other variants, and transformers does not read them.
+        # transformers would read an older model.safetensors before the index of newer files. It does not read weights
+        # in subfolders, which may be other variants.
         top_files = [file for file in api.list_repo_files(name) if "/" not in file]
         stale = [file for file in top_files if file.endswith(_STALE) and file not in files]
         removed = [CommitOperationDelete(file) for file in stale]

@@ -1,4 +1,4 @@
-"""Objects that a recipe names: a built-in one by its name in a table, or a user's object by its import path.
+"""Objects that a recipe names: a built-in object by its name in a table, or a user's object by its import path.
 
 An import path is `package.module:name` or `path/to/file.py:name`.
 """
@@ -23,7 +23,7 @@ _sources_being_imported: list[str] = []
 
 
 def is_import_path(name: str, *, takes_files: bool = True) -> bool:
-    """Return whether a name has a form of an import path. The object need not exist."""
+    """Return whether a name has the form of an import path. The object need not exist."""
     source, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():
         return False
@@ -57,20 +57,19 @@ class Choices:
         )
 
     def load(self, name: str) -> Callable[..., Any]:
-        """Import and return the object called `name`. Raises the errors of `locate` and `import_object`."""
         return import_object(self.locate(name), self.field, self.kind)
 
 
 def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) -> Callable[..., Any]:
-    """Return the function with this name in a table, or the user's. Raises the errors of `import_object`."""
+    """Return the function with this name in a table, or the user's function. Raises the errors of `import_object`."""
     return table[name] if name in table else import_object(name, field)
 
 
 def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..., Any]:
-    """Import and return the function or class at an import path. Its module runs once in a process.
+    """Import and return the function or class at an import path. Its module runs once per process.
 
     A file's path is relative to the current folder. Raises ConfigError if the module cannot be imported or lacks the
-    object. The error begins with `field`, the recipe field with the path.
+    object. `field` is the recipe field with the path, for the error.
     """
     source, _, attribute = path.rpartition(":")
     _sources_being_imported.append(source)
@@ -100,7 +99,7 @@ def source_being_imported() -> str | None:
 
 
 def imported_object(path: str) -> Callable[..., Any] | None:
-    """Return the object at an import path if its module was imported before. No code runs."""
+    """Return the object at an import path if its module was imported before; no code runs."""
     source, _, attribute = path.rpartition(":")
     module = sys.modules.get(_module_name(Path(source)) if source.endswith(".py") else source)
     value = getattr(module, attribute, None)
@@ -108,7 +107,7 @@ def imported_object(path: str) -> Callable[..., Any] | None:
 
 
 def _module_name(path: Path) -> str:
-    """Return the name in `sys.modules` of a Python file's module, unique to the absolute path."""
+    """Return a Python file's module name in `sys.modules`, unique to the absolute path."""
     return f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
 
 
@@ -122,7 +121,7 @@ def _module_of_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, absolute)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs: dataclasses look up the module's annotations in sys.modules.
+    # Register before it runs: dataclasses look up the module's annotations in sys.modules.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""A lock between processes of one user on one machine. The kernel frees it when its process ends."""
+"""A lock between one user's processes on one machine. The kernel frees it when its process ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class MachineLock:
-    """The lock of a file, free until `acquire`. The end of its context and `close` free it again."""
+    """The lock of a file, free until `acquire`. `close` and the end of its context free it again."""
 
     def __init__(self, path: Path, *, creates: bool = True) -> None:
         """Open the file, or create it if `creates`. Raises OSError for a link and for another user's file."""
@@ -25,7 +25,7 @@ class MachineLock:
         return self._file >= 0
 
     def acquire(self) -> bool:
-        """Lock the file unless another process has its lock. Returns whether this process has it now."""
+        """Lock the file unless another process has. Returns whether this process now has the lock."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model folder, and checks that they are complete. Only headers of weights are read."""
+"""The files of a Hugging Face model folder, and checks that they are complete. Reads only the headers of weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ SINGLE = "model.safetensors"
 CHECKSUMS = "model.safetensors.checksums.json"
 """File with the checksums of an exported model's tensors."""
 CARD = "README.md"
-"""Name of a model card's file."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 _MAX_VALUES = {
@@ -30,7 +29,7 @@ _MAX_VALUES = {
     **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"), MEDIUM),
     # A quantised mixture of experts lists all its layers in config.json.
     **dict.fromkeys(("config.json", INDEX, CHECKSUMS, "manifest.json"), MEDIUM),
-    # It has the gradient norms and losses of train.spike_window steps.
+    # It holds the gradient norms and losses of train.spike_window steps.
     "driver.json": MEDIUM,
 }
 """Maximum number of JSON values by file name. All other files are small."""
@@ -80,11 +79,11 @@ def check_model_folder(folder: str | Path) -> list[str]:
 
 
 def find_folder(path: str) -> str:
-    """Return the folder of a model: an existing path, or the cached folder of a name on the Hub (OWNER/NAME).
+    """Return a model's folder: an existing path, or the cached folder of a name on the Hub (OWNER/NAME).
 
-    A path that is neither is returned unchanged.
+    Any other path is returned unchanged.
     """
-    # A local folder comes first: OWNER/NAME is a relative path too.
+    # Try a local folder first: OWNER/NAME is a relative path too.
     if Path(path).exists() or (cached := cached_folder(path, "model", without=UNREAD)) is None:
         return path
     return str(cached)
@@ -100,7 +99,7 @@ HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama",
 def missing_folder(folder: Path, file: str = "") -> str:
     """Return the error for a missing model folder: how to make it, or the command that downloads it.
 
-    With `file`, the command downloads only this file. It has the model's name on the Hub, if known.
+    With `file` the command downloads only this file. It has the model's name on the Hub, if known.
     """
     if command := input_command(folder):
         return f"{folder}: model folder not found; this command makes it: {command}"
@@ -118,21 +117,21 @@ def missing_folder(folder: Path, file: str = "") -> str:
 def download_commands(folder: Path, file: str = "") -> str:
     """Return the shell commands that download a missing model: into the Hub's cache, and into this folder.
 
-    `file` is as in `missing_folder`. They have the model's name on the Hub, if known.
+    `file` is as in `missing_folder`. The commands have the model's name on the Hub, if known.
     """
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
-    # A path of two parts may be a name on the Hub already.
+    # A path of two parts may itself be a name on the Hub.
     hub_name = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
     command = download_command(f"{hub_name} {file}".strip(), "model")
     return f"{command}; into this folder: {command} --local-dir {folder}"
 
 
 def weight_files(folder: str | Path) -> dict[str, set[str]]:
-    """Return the safetensors files of a model folder, each with the names of its tensors from the index.
+    """Return a model folder's safetensors files, each with the names of its tensors from the index.
 
-    Without an index the names are empty. Raises DataError for a folder without safetensors, or with two forms of the
-    weights, and for an index that is invalid or names a file outside the folder.
+    Without an index the names are empty. Raises DataError for a folder without safetensors or with two forms of the
+    weights. Raises it too for an index that is invalid or names a file outside the folder.
     """
     folder = Path(folder)
     if not (folder / INDEX).exists():
@@ -205,7 +204,7 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
 def companions(folder: str | Path) -> dict[str, Path]:
     """Return all files of a model folder except weights, their index, checksums and manifests, by relative path.
 
-    Files in hidden folders are left out.
+    Hidden folders are skipped.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
     return {
@@ -217,11 +216,9 @@ def companions(folder: str | Path) -> dict[str, Path]:
 
 
 def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of a file's tensors, by name. Raises DataError for a truncated file or a missing
-    tensor.
-    """
+    """Return dtype and shape of a file's tensors by name. Raises DataError for a truncated file or a missing tensor."""
     try:
-        # The numpy framework needs no torch; only the header is read.
+        # The numpy framework needs no torch. Only the header is read.
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             header = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
@@ -237,7 +234,7 @@ def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor in the header of a safetensors file: the format's code of its dtype, its shape, its bytes."""
+    """A tensor in a safetensors header: the format's code of its dtype, its shape, its bytes."""
 
     code: str
     shape: tuple[int, ...]

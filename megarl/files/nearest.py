@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that is fewest edits away from a word, if at most a third of its letters change.
+    """Return the choice with the fewest edits from a word, if they change at most a third of its letters.
 
     An edit inserts, removes or replaces a letter, or swaps two neighbours. Case, dashes and underscores are ignored.
     """

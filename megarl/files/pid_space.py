@@ -12,7 +12,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Return the namespace of process ids: processes of another container have other numbers."""
+    """Return the identity of this container's process ids: another container has other numbers."""
     return os.readlink("/proc/self/ns/pid")
 
 

@@ -1,4 +1,4 @@
-"""Reads YAML files that others may have written: never an error, never more work than the file's size."""
+"""Reads YAML files that others may have written: raises no error, and does no more work than the file's size needs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Any
 from megarl.files.strict_json import count_values
 
 MAX_BYTES = 1 << 20
-"""Longest text parsed: 1 MiB. A recipe with all fields and comments has 40 KiB; long lists of files need more."""
+"""Maximum bytes of a parsed text: 1 MiB. A recipe with all fields and comments has 40 KiB; long lists of files need
+more.
+"""
 MAX_VALUES = 1 << 15
-"""Limit of the parsed values. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
+"""Maximum parsed values. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
 
 
 def count_yaml_values(content: bytes) -> int:
-    """Return an upper bound of the number of values in a YAML text without aliases. It is not parsed."""
+    """Return an upper bound of the number of values in a YAML text without aliases, without parsing."""
     return count_values(content) + content.count(b"\n")
 
 
 def is_too_large(content: bytes) -> bool:
-    """Return whether a run's config.yaml has more bytes or more values than a report reads."""
+    """Return whether a run's config.yaml has more bytes or values than a report reads."""
     return len(content) > MAX_BYTES or count_yaml_values(content) > MAX_VALUES
 
 
 def read_mapping(content: bytes) -> dict[str, Any]:
     """Return the mapping in a YAML text. Empty: it is not a mapping, or not readable.
 
-    Texts with aliases are not readable: a few bytes of nested aliases stand for billions of values.
+    Texts with aliases are refused as unreadable: a few bytes of nested aliases stand for billions of values.
     """
     # Imported here: few commands read YAML.
     import yaml

@@ -1,4 +1,4 @@
-"""A temporary folder of one process that only its user can read, and removed even after a crash."""
+"""A process's temporary folder that only its user can read. It is removed even after a crash."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def parsed_value(content: bytes, max_values: int = SMALL) -> Any:
-    """Return the value of a JSON text. None: it is not valid JSON, or has more than `max_values` values."""
+    """Return the value of a JSON text; None: it is invalid, or has more than `max_values` values."""
     try:
         return loads(content, max_values)
     except ValueError:
@@ -31,13 +31,13 @@ def parsed_value(content: bytes, max_values: int = SMALL) -> Any:
 
 
 def parsed_object(content: bytes | None, max_values: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a text. Empty: it is not an object."""
+    """Return the JSON object in a text; empty: it is not an object."""
     value = parsed_value(content or b"{}", max_values)
     return value if isinstance(value, dict) else {}
 
 
 def object_or_empty(path: Path, max_values: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file. Empty: it is missing, unreadable or not an object."""
+    """Return the JSON object in a file; empty: it is missing, unreadable or not an object."""
     try:
         return parsed_object(path.read_bytes(), max_values)
     except OSError:
@@ -45,7 +45,7 @@ def object_or_empty(path: Path, max_values: int = SMALL) -> dict[str, Any]:
 
 
 def mapping_or_empty(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Empty: it is missing, broken or too large."""
+    """Return the mapping in a YAML file; empty: it is missing, broken or too large."""
     try:
         return read_mapping(path.read_bytes())
     except OSError:
@@ -61,7 +61,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the names in a folder in order. Empty: there is no such folder."""
+    """Return the names in a folder in order; empty: there is no such folder."""
     try:
         return tuple(sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):
@@ -69,6 +69,8 @@ def names_in(folder: Path) -> tuple[str, ...]:
 
 
 def list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
-    """Return the paths in a folder with names like `pattern`, with the number in its group, in order."""
+    """Return (number, path) of a folder's entries with names like `pattern`, in order. The pattern's group is the
+    number.
+    """
     matches = [(re.fullmatch(pattern, name), name) for name in names_in(folder)]
     return sorted((int(match[1]), folder / name) for match, name in matches if match)

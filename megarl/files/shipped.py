@@ -1,4 +1,4 @@
-"""Files delivered with megarl outside its package: recipes, scripts for Slurm, makers of tiny models and data."""
+"""Files delivered with megarl outside its package: recipes, Slurm scripts, makers of tiny models and data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.types import ConfigError
 
 SCHEMA = "recipe.schema.json"
-"""Name of the file with the JSON Schema of recipes, in the folder of the recipes."""
+"""File with the JSON Schema of recipes, in the folder of the recipes."""
 INPUT_COMMANDS = {
     "runs/quickstart_input/experts": "megarl make model --family qwen3_moe --num-layers 2 --out "
     "runs/quickstart_input/experts",
@@ -20,15 +20,15 @@ INPUT_COMMANDS = {
     "--initializer-range 0.08 --tool-words",
     "runs/tiny_tools_input/data": "megarl make tools --out runs/tiny_tools_input/data",
 }
-"""Commands that make the inputs of the tiny recipes, by folder. For a path, the first matching folder counts."""
+"""Commands that make the inputs of the tiny recipes, by folder. The first folder that matches a path counts."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def home() -> Path:
     """Return the folder with `launch/` and `tools/`: the repository in a clone, the package folder in a wheel.
 
-    The repository has symbolic links `megarl/launch` and `megarl/tools`. The build of a wheel follows them, so a wheel
-    has copies of these files in its package folder. Raises ConfigError if neither has them.
+    The repository has symbolic links `megarl/launch` and `megarl/tools`. A wheel's build follows them, so a wheel has
+    copies of these files. Raises ConfigError if neither folder has them.
     """
     for folder in (PACKAGE.parent, PACKAGE):
         if (folder / "launch/recipes").is_dir():
@@ -42,12 +42,12 @@ def is_clone() -> bool:
 
 
 def tool(name: str) -> Path:
-    """Return a delivered program: a Python file of `tools/`. A wheel has only those of `pyproject.toml`."""
+    """Return the path of a program in `tools/`. A wheel has only those listed in `pyproject.toml`."""
     return home() / "tools" / name
 
 
 def input_command(path: str | Path) -> str | None:
-    """Return the command that makes an input of the tiny recipes. None: no command makes this path."""
+    """Return the command that makes an input of the tiny recipes; None: no command makes this path."""
     text = Path(path).as_posix()
     return next((command for folder, command in INPUT_COMMANDS.items() if f"{text}/".startswith(f"{folder}/")), None)
 
@@ -57,7 +57,7 @@ def schema() -> Path:
 
 
 def recipe_file(name: str) -> str:
-    """Return the file of a delivered recipe called `name`, with or without `.yaml`, else `name`.
+    """Return the file of the delivered recipe `name`, with or without `.yaml`; else return `name`.
 
     An existing file or folder with this name has precedence.
     """

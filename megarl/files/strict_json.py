@@ -12,17 +12,19 @@ from typing import Any, NoReturn
 MAX_DEPTH = 100
 """Maximum nesting of objects and lists. Code that copies or writes a value recurses to the same depth."""
 SMALL = 1 << 16
-"""Most JSON values in a small file, for example config.json or status.json. Usual files have a few thousand.
+"""Maximum JSON values in a small file, such as config.json or status.json. Usual files have a few thousand.
 
-A limit of the size would not be enough: parsed by Python, 16 MiB of empty lists take 400 MiB."""
+A limit on bytes would not be enough: parsed by Python, 16 MiB of empty lists take 400 MiB.
+"""
 MEDIUM = 1 << 20
-"""Most JSON values in one line of a JSON Lines file, a checkpoint's index or a manifest.
+"""Maximum JSON values in a line of a JSON Lines file, a checkpoint's index or a manifest.
 
-The index lists all tensors of a model, the manifest all files of a folder."""
+The index lists all tensors of a model, the manifest all files of a folder.
+"""
 LARGE = 1 << 22
-"""Most JSON values in tokenizer.json. With 262,144 tokens and their merges it has about 2 million."""
+"""Maximum JSON values in tokenizer.json. With 262,144 tokens and their merges it has about 2 million."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""A JSON string. Possessive quantifiers (`*+`) and the optional end keep the search linear for broken texts."""
+"""A JSON string. Possessive quantifiers (`*+`) and the optional end keep the search linear in broken texts."""
 _STRING_OR_NUMBER = re.compile(rf"{_STRING.pattern.decode()}|\d+(?:[.eE][\d.eE+-]*)?", re.DOTALL)
 
 
@@ -31,9 +33,9 @@ class RepeatedKeyError(ValueError):
 
 
 def count_values(content: bytes) -> int:
-    """Return an upper bound of the number of values in a JSON text, lists and objects included.
+    """Return an upper bound of the number of values in a JSON text, including lists and objects.
 
-    It counts commas and opening brackets without parsing. Those inside strings count too.
+    Counts commas and opening brackets without parsing, also those inside strings.
     """
     # 20 ms for 32 MiB. The first value has no comma before it.
     return 1 + _count_separators(content)
@@ -52,7 +54,7 @@ def loads(content: bytes, max_values: int | None = SMALL) -> Any:
     if max_values is not None:
         refuse_many_values(content, max_values)
     try:
-        # Decoded here: json would accept UTF-16 too, in which the values cannot be counted.
+        # Decode here: json would accept UTF-16 too, where values cannot be counted.
         return json.loads(content.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -61,8 +63,8 @@ def loads(content: bytes, max_values: int | None = SMALL) -> Any:
 def parse(content: bytes, max_values: int | None = SMALL) -> Any:
     """Return the value of a JSON text in UTF-8. Raises ValueError with a message on one line.
 
-    It also refuses texts that Python's `json` accepts: repeated keys, NaN and infinite numbers, lone surrogates (UTF-8
-    cannot encode them), nesting deeper than MAX_DEPTH, and more than `max_values` values (None: any number).
+    Also refuses what Python's `json` accepts: repeated keys, NaN and infinite numbers, lone surrogates (UTF-8 cannot
+    encode them), nesting deeper than MAX_DEPTH, and more than `max_values` values (None: any number).
     """
     if max_values is not None:
         refuse_many_values(content, max_values)
@@ -92,7 +94,7 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
 def is_long_integer(error: ValueError) -> bool:
     """Return whether Python's `json` refused an integer with too many digits.
 
-    The error has no class of its own, so its text is compared.
+    The error has no class of its own, so this compares its text.
     """
     return "integer string conversion" in str(error)
 
@@ -106,8 +108,8 @@ def shown(value: Any) -> str:
 
 
 def refuse_many_values(content: bytes, max_values: int) -> None:
-    """Raise ValueError if a JSON text has more than `max_values` values. It is not parsed."""
-    # Text and programs have many commas, so values outside of strings are counted if needed, at 1 us for each string.
+    """Raise ValueError, before parsing, if a JSON text has more than `max_values` values."""
+    # Texts and programs have many commas. If needed, count values outside strings only, at 1 us per string.
     if count_values(content) > max_values and _has_more_outside_strings(content, max_values):
         raise ValueError(f"it has more than {max_values} values")
 
@@ -135,7 +137,7 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _long_integer_fault(text: str) -> str:
-    """Return which integer of a JSON text has too many digits for Python, and its place."""
+    """Return the integer in a JSON text that has too many digits for Python, and its place."""
     limit = sys.get_int_max_str_digits()
     integers = (item for item in _STRING_OR_NUMBER.finditer(text) if item.group().isdecimal())
     item = next((item for item in integers if len(item.group()) > limit), None)
@@ -160,8 +162,7 @@ def _finite_number(text: str) -> float:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Return whether lists and objects are nested deeper than `levels`."""
-    # Level by level instead of recursively: recursion could overflow on the very values looked for.
+    # Level by level: recursion could overflow on the very values to detect.
     layer = [value]
     for _ in range(levels):
         layer = [

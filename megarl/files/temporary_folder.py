@@ -11,22 +11,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 _ABANDONED_SECONDS = 24 * 3600.0
-"""Age in seconds from which a folder counts as left behind by a killed process. A doctor or a replay takes minutes."""
+"""A folder of this age in seconds was left by a killed process. A doctor or a replay takes minutes."""
 
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Create a temporary folder in `parent` whose name begins with `prefix`, and remove it at the end of the context.
 
-    A killed process leaves its folder behind. So folders of this user with the same prefix that are older than a day
-    are removed first. A lock would show sooner that its owner is dead, but some shared storage has no locks between
-    machines.
+    A killed process leaves its folder behind. So first remove this user's folders with the same prefix that are older
+    than a day. A lock would show sooner that an owner is dead, but some shared storage has no locks between machines.
     """
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
-    # Files of another node may appear while the folder is removed (NFS keeps files that are still open).
+    # Another node's files may appear during the removal (NFS keeps files that are still open).
     with TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
         yield Path(name)

@@ -6,6 +6,6 @@ and limits CPU time, memory and output. The caller gets bytes and numbers, and d
 
 `layers` describes the protections, and remedies for a machine without them. `sandbox` runs programs, `check` examines
 this machine, and `sandbox_fusion` uses a SandboxFusion server instead. The other modules run in other processes, and
-import only the standard library and `processes.process_tree`: `spawner` forks a process per run, `inside` prepares this
-process, and `namespaces`, `landlock`, `seccomp` and `kernel` make system calls.
+import only the standard library and `processes.process_tree`. `spawner` forks a process per run. `inside` prepares the
+forked process. `namespaces`, `landlock`, `seccomp` and `kernel` make system calls.
 """

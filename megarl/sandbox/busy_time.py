@@ -10,21 +10,21 @@ from megarl.processes.process_tree import descendants
 
 
 class BusyTime:
-    """Time in seconds during which the processes of a run had a CPU or waited for one.
+    """Seconds during which the processes of a run had a CPU or waited for one.
 
     The kernel reports this time for living processes only. An ended process counts with its last report, plus the time
     from this report to the next reading.
     """
 
     def __init__(self, spawner: int) -> None:
-        """Create the clock. `spawner` is the process ID of the parent of the run's processes."""
+        """Create the clock. `spawner` is the process id of the parent of the run's processes."""
         self._spawner = spawner
         self._seconds_by_process: dict[int, float] = {}
         self._seconds_of_ended = 0.0
         self._read_at = time.monotonic()
 
     def read(self) -> float:
-        """Return the busy seconds up to now; 0: the kernel does not report them."""
+        """Return the busy seconds so far; 0: the kernel does not report them."""
         now = time.monotonic()
         seconds_by_process = {pid: _busy_seconds(pid) for pid in descendants(self._spawner)}
         ended = self._seconds_by_process.keys() - seconds_by_process.keys()
@@ -36,9 +36,9 @@ class BusyTime:
 
 
 def _busy_seconds(pid: int) -> float:
-    """Return a process's seconds with a CPU or waiting for one. Of its threads, only the longest wait counts."""
+    """Return a process's seconds with a CPU or waiting for one. Of its threads only the longest wait counts."""
     computed, waited = 0, 0
-    # A process may end while it is read. The next reading counts it as ended.
+    # A process may end during the read. The next reading counts it as ended.
     with contextlib.suppress(OSError, ValueError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             numbers = (thread / "schedstat").read_text().split()

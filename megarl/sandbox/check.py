@@ -30,7 +30,7 @@ class Examination:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on operations that an active layer cannot restrict on this machine."""
+        """Remarks on operations that an active layer cannot restrict here."""
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
         operations = landlock.ungoverned_operations(self.landlock_version)
@@ -55,7 +55,7 @@ class Examination:
 
 def examine() -> Examination:
     """Start a sandbox with all available layers, and run a program in it."""
-    # With require=(), the sandbox starts despite missing layers, so that all of them can be reported.
+    # With require=() the sandbox starts despite missing layers, so that all are reported.
     sandbox = Sandbox(SandboxSettings(require=(), packages=()))
     version = None
     with contextlib.suppress(OSError):

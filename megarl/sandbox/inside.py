@@ -89,7 +89,7 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     if confinement.counts_tasks:
         limits_by_resource[resource.RLIMIT_NPROC] = _MAX_TASKS
     for resource_name, number in limits_by_resource.items():
-        # Without rights, a process can only lower a hard limit.
+        # Without rights a process can only lower a hard limit.
         hard = resource.getrlimit(resource_name)[1]
         allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
         # SIGXCPU (soft limit) comes a second before SIGKILL (hard limit). A program can ignore SIGXCPU only.
@@ -135,7 +135,7 @@ def _run(source: bytes) -> int:
     code = 0
     try:
         text = source.decode()
-        # The program is not in a file, so put its lines into the cache read by tracebacks.
+        # The program is not in a file: put its lines into the cache that tracebacks read.
         linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
         exec(compile(text, _FILE, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as ended:

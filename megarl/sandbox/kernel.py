@@ -8,7 +8,7 @@ import os
 import platform
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# PyDLL keeps the interpreter's lock. The child of a raw clone continues where its parent was, with the lock.
+# PyDLL keeps the interpreter's lock: the child of a raw clone continues at the same place, with the lock.
 _HOLDING_LIBC = ctypes.PyDLL(None, use_errno=True)
 
 _NUMBERS = {
@@ -19,7 +19,7 @@ _SINCE_5 = {
     "open_tree": 428, "move_mount": 429, "mount_setattr": 442,
     "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446,
 }  # fmt: skip
-"""Numbers of system calls added since Linux 5.0. All processors have the same numbers."""
+"""Numbers of system calls since Linux 5.0. They are the same on all processors."""
 
 CLONE_NEWTIME, CLONE_NEWNS, CLONE_NEWCGROUP = 0x80, 0x00020000, 0x02000000
 CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x04000000, 0x08000000, 0x10000000
@@ -28,7 +28,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
-# With SIGCHLD as termination signal, `wait` works for a cloned child as for a forked one.
+# With SIGCHLD as termination signal `wait` works for a cloned child as for a forked one.
 _SIGCHLD = 17
 _CAPABILITY_VERSION = 0x20080522
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000

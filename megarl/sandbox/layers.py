@@ -1,4 +1,4 @@
-"""Protection layers of the sandbox: the purpose of each, and remedies for a missing one."""
+"""Protection layers of the sandbox: the purpose of each, and remedies for missing ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Layers:
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
             reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
             other_layers = ", ".join(layer for layer in required if layer not in missing)
-            # Running programs as root is never offered, whatever the recipe requires.
+            # Never offer to run programs as root, whatever the recipe requires.
             less = f"or with less, at your own risk: sandbox.require=[{other_layers}]; "
             raise ConfigError(
                 f"sandbox.require: this machine lacks isolation layers for running programs: {', '.join(missing)} "
@@ -53,7 +53,7 @@ class Layers:
             )
 
     def require_minimum(self) -> None:
-        """Raise ConfigError if a layer needed by every recipe is missing: an unprivileged user, and namespaces or
+        """Raise ConfigError if a layer that every recipe needs is missing: an unprivileged user, and namespaces or
         seccomp.
 
         Without namespaces and seccomp, processes started by a program would outlive it and its limits.

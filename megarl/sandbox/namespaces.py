@@ -38,7 +38,7 @@ _OUTSIDE_TMP = "/.tmp"
 in the run's /tmp leads here. If they were mounted in /tmp, Landlock would allow writing to them.
 """
 _BUILT_AT = "/sys"
-"""Mount point of the new root while it is built. No Python is run from /sys, and only this process sees the mount."""
+"""Mount point of the new root during construction. No Python runs from /sys, and only this process sees the mount."""
 # The spawner enters the first set once. Each run gets a new second set.
 _SPAWNER_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 _RUN_NAMESPACES = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC

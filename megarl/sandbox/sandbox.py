@@ -1,4 +1,4 @@
-"""Sandbox on this machine: takes a program and its input, returns its output and exit code."""
+"""Sandbox on this machine: runs a program with an input, and returns its output and exit code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _TRIAL = "import colorsys, os\nprint(os.getuid(), sum(range(10)))"
-"""Program that tests the sandbox. It imports a module not yet imported by the spawner."""
+"""Program that tests the sandbox. It imports a module that the spawner has not imported."""
 
 Outcome = Literal["ok", "error", "timeout", "output"]
 
@@ -106,7 +106,7 @@ class Ran:
 
 
 class Sandbox:
-    """Runs programs one after the other, each in a process of its own. The first program starts the spawner.
+    """Runs programs one after the other, each in a separate process. The first program starts the spawner.
 
     Any thread may use it. Close it at the end. `_without` disables layers, to test the others.
     """
@@ -316,7 +316,7 @@ class _Run:
             poll.register(descriptor, select.POLLIN)
         num_open = len(self._content)
         is_killed = False
-        # Until the program begins, the limit is that of the machine's start, not the program's.
+        # Until the program begins, the limit is the machine's start time, not the program's.
         deadline = time.monotonic() + _START_SECONDS
         while num_open or not self._ended:
             for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
@@ -334,7 +334,7 @@ class _Run:
             if self._began_at is None and self._content[self._status] == READY:
                 self._began_at = time.monotonic()
                 if not self._ended:
-                    # Read once, so that the process is known. If it ends later, its time since then still counts.
+                    # Read once, to know the process. If it ends later, its time since this read still counts.
                     self._busy_time.read()
                     deadline = self._began_at + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):
@@ -350,7 +350,7 @@ class _Run:
                 self._connection.send(b"kill")
 
     def _extended_deadline(self) -> float:
-        """Return a run's next deadline, in seconds of `time.monotonic`, once it has reached the previous one.
+        """Return a run's next deadline, in seconds of `time.monotonic`, after it has reached the previous one.
 
         Only idle time counts towards the wall-clock limit. So busy time (computing or waiting for a CPU) extends the
         deadline. If the deadline is in the past, the run must be killed.
@@ -404,7 +404,7 @@ class _Run:
 
 
 def _make_sealed_file(content: bytes) -> int:
-    """Return the descriptor of an unchangeable file in memory with this content, positioned at its beginning."""
+    """Return the descriptor of an unchangeable file in memory with this content, positioned at its start."""
     file = os.memfd_create("megarl-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     rest = memoryview(content)
     while rest:
@@ -416,8 +416,8 @@ def _make_sealed_file(content: bytes) -> int:
 
 @lru_cache(maxsize=1)
 def _python() -> tuple[str, list[str], list[str]]:
-    """Return the Python interpreter outside any virtual environment, the folders it reads, and its module
-    search path.
+    """Return the Python interpreter outside any virtual environment, the folders that it reads, and its module search
+    path.
     """
     interpreter = getattr(sys, "_base_executable", None) or sys.executable
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
@@ -429,7 +429,9 @@ def _python() -> tuple[str, list[str], list[str]]:
 
 
 def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the folders (or module files) of packages with their shared libraries, and the folders around these."""
+    """Return the folders (or module files) of packages with their shared libraries, and the parents of these
+    folders.
+    """
     folders: list[str] = []
     places: list[str] = []
     # Only plain names, because `find_spec` of a dotted name would import the parent package here.

@@ -43,9 +43,8 @@ class AnySandbox(Protocol):
 
 
 def open_sandbox(settings: SandboxSettings) -> AnySandbox:
-    """Return the sandbox of a recipe's settings: on a server if `url` is set, else on this machine.
-
-    The caller closes it.
+    """Return the sandbox of a recipe's settings: on a server if `url` is set, else on this machine. The caller closes
+    it.
     """
     return Sandbox(settings) if settings.url is None else RemoteSandbox(settings)
 
@@ -53,9 +52,9 @@ def open_sandbox(settings: SandboxSettings) -> AnySandbox:
 class RemoteSandbox:
     """Runs programs on a SandboxFusion server.
 
-    A request is repeated if there is no answer, or a server error (5xx, 429, SandboxError). There are at most
-    `MAX_TRIES` tries, with doubling pauses. `Ran.retries` counts the repetitions. Time limits are in the server's
-    wall-clock time. A user and password in the address are sent as HTTP basic authorization.
+    Without an answer, or after a server error (5xx, 429, SandboxError), the request is repeated: at most `MAX_TRIES`
+    tries, with doubling pauses. `Ran.retries` counts the repetitions. Time limits are in the server's wall-clock time.
+    A user and password in the address are sent as HTTP basic authorization.
     """
 
     def __init__(self, settings: SandboxSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -150,7 +149,6 @@ class _BusyError(Exception):
 
 
 def _ran(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> Ran:
-    """Return the result of a run from a server's answer."""
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
         raise _BusyError("the sandbox server's answer has neither run_result nor compile_result")

@@ -1,4 +1,4 @@
-"""Filter of system calls for sandboxed programs. Calls not on a list are refused (seccomp(2)).
+"""Filter of system calls for sandboxed programs. Calls that are not listed are refused (seccomp(2)).
 
 A program may start threads, but no processes or other programs. It has no socket to the outside.
 """
@@ -38,10 +38,10 @@ _OF_ITS_OWN = """
 kill:62:129 tkill:200:130 tgkill:234:131 chmod:90:- fchmod:91:52 fchmodat:268:53 truncate:76:45 utime:132:-
 utimensat:280:88
 """
-"""System calls allowed only if a program sees no other processes and files than its own.
+"""System calls allowed only if a program sees no processes and files except its own.
 
-Otherwise it could signal the user's processes. Landlock restricts neither files' modes and times, nor before its
-version 3 their sizes.
+Otherwise it could signal the user's processes. Landlock restricts neither the modes and times of files nor, before its
+version 3, their sizes.
 """
 # Calls allowed only with certain arguments, by processor.
 _AT_CONDITION = {
@@ -58,11 +58,9 @@ _AT_CONDITION = {
 }
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed ioctl commands, which Python itself uses: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+"""Allowed ioctl commands, used by Python itself: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _FILE_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1033, 1034)
-"""Allowed commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None of them makes the kernel send
-signals.
-"""
+"""Allowed commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None makes the kernel send signals."""
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _AF_UNIX = 1
 
@@ -80,7 +78,7 @@ _Instruction = tuple[int, int, int, int]
 def program(name: str, *, is_alone: bool) -> bytes:
     """Return the filter program in the kernel's format for a processor, `x86_64` or `aarch64`.
 
-    `is_alone`: the sandboxed program sees just its own processes and files.
+    `is_alone`: the sandboxed program sees only its own processes and files.
     """
     column = 1 if name == "x86_64" else 2
     listed = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]

@@ -1,7 +1,7 @@
 """Spawner of the sandbox: a small process that forks a process for each run, and ends it.
 
-It passes on a run's file descriptors, and never reads the program or its output. So the memory inherited by a run holds
-nothing of other runs.
+It passes on a run's file descriptors, and never reads the program or its output. So the memory that a run inherits
+contains nothing of other runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, KernelError, prctl
 
 MAX_MESSAGE_BYTES = 4096
 _DESCRIPTORS = 5
-"""Descriptors of a run: program, standard input, output and error, and a pipe reporting the start."""
+"""Number of a run's descriptors: program, standard input, output and error, and a pipe that reports the start."""
 _PREIMPORTED = """
 collections heapq bisect itertools functools math random string re datetime copy statistics operator io json typing
 fractions decimal time enum dataclasses array queue cmath numbers abc contextlib inspect textwrap struct
@@ -35,7 +35,7 @@ fractions decimal time enum dataclasses array queue cmath numbers abc contextlib
 """Modules that test programs often import. Each forked run inherits them."""
 _TMP_BYTES = 64 << 20
 _COUNTS_BY_NAMESPACE = (5, 14)
-"""First kernel version counting a user's tasks by user namespace. Earlier kernels count tasks elsewhere too."""
+"""First kernel version that counts a user's tasks by user namespace. Earlier kernels also count tasks elsewhere."""
 
 
 def spawn(control: int, start: dict[str, Any]) -> NoReturn:
@@ -43,7 +43,7 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
     connection = socket.socket(fileno=control)
     confinement, faults = _set_up(start)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
-    # Until here, stderr had to carry errors to the starting process.
+    # Until now stderr carried errors to the starting process.
     os.dup2(0, 2)
     # The garbage collector does not touch frozen objects, so forks share their memory pages.
     gc.collect()
@@ -125,7 +125,7 @@ def _probe_seccomp() -> None:
 
 
 def _fault_in_child(probe: Callable[[], None]) -> str | None:
-    """Return why an irreversible step fails, tried in a separate process; None: it succeeds."""
+    """Try an irreversible step in a separate process. Returns why it fails; None: it succeeds."""
     reported, report = os.pipe()
 
     def try_probe() -> None:
@@ -145,7 +145,7 @@ def _fault_in_child(probe: Callable[[], None]) -> str | None:
 
 
 def _serve(connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]) -> dict[str, Any]:
-    """Run a program to its end, or until the driver asks to kill it. Returns exit code, CPU time and memory."""
+    """Run a program to its end, or until the driver requests a kill. Returns exit code, CPU time and memory."""
     try:
         if "namespaces" in confinement.layers:
             child = fork_child(lambda: _run_first_process(confinement, limits, descriptors), namespaces.start_run)
@@ -192,7 +192,7 @@ def _run_first_process(confinement: Confinement, limits: Any, descriptors: list[
     try:
         namespaces.mount_private_tmp(_TMP_BYTES)
         program = fork_child(lambda: _run_program(confinement, limits, descriptors))
-        # A pipe end left open here would delay the reader's end of file.
+        # A pipe end that stays open here would delay the reader's end of file.
         os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         os._exit(_exit_code(os.waitpid(program, 0)[1]))
     except BaseException as error:
@@ -227,9 +227,7 @@ def _above(descriptor: int) -> int:
 
 
 def main() -> NoReturn:
-    """Main function of the spawner process. Command-line arguments: the connection's descriptor, and `start`
-    as JSON.
-    """
+    """Run the spawner process. Command-line arguments: the connection's descriptor, and `start` as JSON."""
     control, start = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[:] = [""]
     nothing = os.open(os.devnull, os.O_RDWR)

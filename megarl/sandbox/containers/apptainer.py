@@ -1,7 +1,7 @@
 """Containers of apptainer. It has no daemon: each program of an attempt is a call of `apptainer exec`.
 
-New files go to a layer above the image, in memory. The layer is in namespaces made by this module, and ends with the
-last process in them. The network namespace is made here too, so apptainer's settings do not matter.
+New files go to a layer above the image, in memory. This module creates the namespaces with the layer, which end with
+their last process. It also creates the network namespace, so that apptainer's settings do not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.sandbox.containers.command_lines import GET_SCRIPT, PUT_SCRIPT, SHOR
 from megarl.sandbox.containers.root_folder import NETWORK_NAMESPACE, map_users, open_loopback
 from megarl.sandbox.kernel import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, MS_PRIVATE, MS_REC, clone, mount
 
-# Every Linux has /dev/shm. Only this process sees the layer mounted there. Apptainer gives containers another /dev.
+# Every Linux has /dev/shm. Only this process sees the layer mounted there: apptainer gives containers another /dev.
 _LAYER_FOLDER = "/dev/shm"
 """Folder, in memory, of a container's new files."""
 _VARIABLE_PREFIX = "APPTAINERENV_"
@@ -27,7 +27,7 @@ _VARIABLE_PREFIX = "APPTAINERENV_"
 
 
 def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]:
-    """Return apptainer's arguments before the program's own. The program starts in `folder` of the container."""
+    """Return apptainer's arguments before the program's own. The program starts in the container's `folder`."""
     # Apptainer 1.4.5 prints notices among the errors of the program. `silent` leaves its own fatal errors.
     # `containall` hides the machine's home, /tmp, environment and processes. `no-privs` drops root's rights.
     arguments = ["--silent", "exec", "--containall", "--no-home", "--no-privs", "--overlay", f"{_LAYER_FOLDER}/layer"]
@@ -37,9 +37,9 @@ def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]
 
 
 class ApptainerPlace:
-    """Runs each program below this process, by an `apptainer exec` above a common layer of files."""
+    """Runs each program below this process, by `apptainer exec` above a common layer of files."""
 
-    # The kernel would also count the user's other processes. So the limit is checked by reading `process_ids`.
+    # The kernel would also count the user's other processes. So the request loop counts `process_ids` instead.
     has_own_users = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -53,8 +53,8 @@ class ApptainerPlace:
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
         arguments = exec_arguments(self._settings, request["folder"])
-        # In the environment, because options are visible in the list of processes, and some values are keys of an
-        # attempt.
+        # Pass them in the environment: options are visible in the list of processes, and some values are an attempt's
+        # keys.
         variables = {f"{_VARIABLE_PREFIX}{name}": value for name, value in request["environment"].items()}
         return [self._program, *arguments, *request["command"]], {**os.environ, **variables}, None
 
@@ -90,11 +90,11 @@ def hold(
     is_alone: bool,
     disk_bytes: int,
 ) -> tuple[int, socket.socket | None]:
-    """Make the namespaces of a container, and call `serve` in their first process. The container ends with it.
+    """Create a container's namespaces, and call `serve` in their first process. The container ends with this process.
 
-    `serve` gets a function that starts the container there, and raises OSError if it does not start. With `is_alone`,
-    the container can reach only the endpoint. Returns the first process, and a socket listening in the container's
-    network, or None.
+    `serve` gets a function that starts the container there, and raises OSError if it does not start. With `is_alone`
+    the container can reach only the endpoint. Returns the id of the first process, and a socket listening in the
+    container's network, or None.
     """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     user, group = os.geteuid(), os.getegid()

@@ -27,7 +27,7 @@ from megarl.sandbox.containers.root_folder import open_loopback
 from megarl.sandbox.kernel import setns
 
 _START_SECONDS = 300.0
-"""Seconds for a container to start. The download of its image does not count."""
+"""Seconds for a container to start, without the download of its image."""
 SHORT_SECONDS = 60.0
 """Seconds for any other short command."""
 # A waiting shell reaps processes left by programs. As zombies they would use up the limit of processes. `kill_all`
@@ -53,7 +53,7 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     if limits["processes"] is not None:
         arguments.append(f"--pids-limit={limits['processes']}")
     if limits["memory_bytes"] is not None:
-        # With both limits equal, there is no swap.
+        # Equal limits mean no swap.
         arguments += [f"--memory={limits['memory_bytes']}", f"--memory-swap={limits['memory_bytes']}"]
     if limits["cpus"] is not None:
         arguments.append(f"--cpus={limits['cpus']:g}")
@@ -64,7 +64,7 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
 
 
 class CommandLinePlace:
-    """A container of podman or docker. Its programs are started by `exec`."""
+    """A container of podman or docker. `exec` starts its programs."""
 
     has_own_users = False
 
@@ -88,7 +88,7 @@ class CommandLinePlace:
         self.pid = self._wait_until_running()
         # podman's monitor of the container (conmon) detaches itself, so this process has adopted it.
         self._monitors = frozenset(descendants(os.getpid()))
-        """Processes holding the container. They are not programs of an attempt."""
+        """Processes that hold the container. They are not programs of an attempt."""
 
     def listen(self) -> socket.socket:
         """Return a socket listening on the loopback of the container. Raises OSError."""
@@ -150,7 +150,7 @@ class CommandLinePlace:
             self._run("rm", "--force", self._name)
 
     def _wait_until_running(self) -> int:
-        """Return the container's first process. Raises OSError if it does not start."""
+        """Return the id of the container's first process. Raises OSError if it does not start."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             if self._main.exit_code(0.1) is not None:
@@ -165,7 +165,7 @@ class CommandLinePlace:
         raise OSError(f"the container did not start within {_START_SECONDS:g} s")
 
     def _remove_leftovers(self) -> None:
-        """Remove containers whose owner has ended. They remain if the daemon was killed together with the owner."""
+        """Remove containers whose owner has ended. They are left if the daemon was killed together with the owner."""
         containers = self._run("ps", "--all", "--quiet", "--filter", f"label={_owner_label()}").split()
         if not containers:
             return
@@ -189,14 +189,14 @@ class CommandLinePlace:
 
 
 def _owner_label() -> str:
-    """Return the name of the label holding the process id of a container's owner."""
+    """Return the name of the label with the process id of a container's owner."""
     # A daemon also serves other users and namespaces. There, an owner's id is hidden, or means another process.
     place = f"{boot_id()} {pid_namespace()} {os.geteuid()}"
     return f"megarl-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 
 def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
-    """Return files as the input of `PUT_SCRIPT`. `files` maps a relative path to mode and content."""
+    """Return the input of `PUT_SCRIPT` for `files`: relative path to (mode, content)."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, (mode, content) in files.items():
@@ -209,7 +209,7 @@ def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
 def decode_file(text: str, path: str, max_bytes: int) -> bytes:
     """Return the file printed by `GET_SCRIPT`. Raises OSError if it has more than `max_bytes` bytes.
 
-    Let the script get `max_bytes + 1` bytes, so that a longer file is noticed.
+    The script must print up to `max_bytes + 1` bytes, so that a longer file is noticed.
     """
     content = base64.b64decode(text)
     if len(content) > max_bytes:

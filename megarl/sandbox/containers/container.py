@@ -24,9 +24,9 @@ from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
 # Time for six renewals (`serving.containers._RENEW_SECONDS`), so a few late ones do no harm.
 LEASE_SECONDS = 60.0
-"""Seconds from a lease's last renewal to the end of the container."""
+"""Seconds after a lease's last renewal until the container ends."""
 COMMAND_LINES = ("podman", "docker")
-"""Kinds of containers controlled by command-line programs."""
+"""Kinds of containers that command-line programs control."""
 _USER_SETTINGS = (
     "HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "TMPDIR", "CONTAINERS_CONF",
     "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG",
@@ -65,7 +65,7 @@ class ContainerSettings:
     limits: Limits = field(default_factory=Limits)
     lease_seconds: float = LEASE_SECONDS
     outlives_host: bool = False
-    """Whether the container outlives its host process, until the lease ends. A later host can `adopt` it."""
+    """Whether the container outlives its host process until its lease ends. A later host can `adopt` it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Executed:
     stderr: str
     outcome: str
     refused: str
-    """Why the program could not be started; empty: it was."""
+    """Why the program could not be started; empty: it was started."""
 
 
 class Container:
@@ -91,7 +91,7 @@ class Container:
         self.running = ""
         """Label of the program that was running when the container was adopted; empty: none."""
         self.seconds_running = 0.0
-        """Seconds since the program in `running` began; 0: there is none."""
+        """Seconds since the start of the program in `running`; 0: there is none."""
         self._launched: LaunchedProgram | None = None
         self._supervisor: int | None = None
         """Pidfd of the process that ends last, for a container that outlives its host."""
@@ -102,7 +102,6 @@ class Container:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the container. Raises ContainerError if it does not start."""
         began = time.monotonic()
         try:
             if self.settings.outlives_host:
@@ -111,7 +110,7 @@ class Container:
                 self._supervisor = os.pidfd_open(self._launched.pid)
             else:
                 self._process = start_keeper(self.settings)
-                # A duplicate, because the process closes its own end when it is stopped.
+                # A duplicate: stopping the process closes its own descriptor.
                 connection = self._process.connection.dup()
         except OSError as error:
             raise ContainerError(f"OSError: {error.strerror or error}") from error
@@ -124,7 +123,9 @@ class Container:
         self.seconds_to_start = time.monotonic() - began
 
     async def adopt(self) -> None:
-        """Take over the container started under this name by an earlier host. Raises ContainerError if it has ended."""
+        """Take over the container that an earlier host started under this name. Raises ContainerError if it has
+        ended.
+        """
         try:
             await self._meet(connect_to(self.settings.name))
             self.renew()
@@ -155,7 +156,7 @@ class Container:
     ) -> Executed:
         """Run a program to its end, then kill all other programs of the container. Raises ContainerError.
 
-        `stdin` is the program's standard input, in base64. If the container outlives this host process, the next one
+        `stdin` is the program's standard input, in base64. If the container outlives this host process, the next host
         can `join` the program by its `label`. Cancelling the call kills all programs.
         """
         return await self._await_end(
@@ -173,22 +174,17 @@ class Container:
         try:
             answer = await self._request(do, **fields)
         except asyncio.CancelledError:
-            # No number is needed, because a container runs one program at a time.
+            # No number is needed: a container runs one program at a time.
             self._send({"do": "cancel"})
             raise
         return Executed(**answer)
 
     async def put(self, folder: str, files: Mapping[str, tuple[int, str]]) -> None:
-        """Replace a folder by one with these files. Raises ContainerError.
-
-        `files` maps a relative path to mode and content in base64.
-        """
+        """Replace a folder by `files`: relative path to (mode, content in base64). Raises ContainerError."""
         await self._request("put", folder=folder, files=dict(files))
 
     async def get(self, path: str, max_bytes: int) -> str:
-        """Return the content of a file, in base64. Raises ContainerError if the file is missing or has more than
-        `max_bytes`.
-        """
+        """Return a file's content, in base64. Raises ContainerError if it is missing or longer than `max_bytes`."""
         return (await self._request("get", path=path, max_bytes=max_bytes))["content"]
 
     def renew(self) -> None:
@@ -212,7 +208,7 @@ class Container:
             await self._stop_outliving()
         if self._process is not None:
             if self._writer is not None and self.settings.kind in COMMAND_LINES:
-                # At the end of the connection, the keeper removes the container. A killed keeper would leave this to a
+                # At the end of the connection the keeper removes the container. A killed keeper would leave this to a
                 # daemon.
                 self._writer.write_eof()
                 with suppress(TimeoutError):
@@ -284,15 +280,13 @@ async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def start_keeper(settings: ContainerSettings) -> SupervisedProcess:
-    """Start the keeper process of a container. Its first message says whether the container runs. Raises OSError."""
+    """Start a container's keeper process. Its first message says whether the container runs. Raises OSError."""
     command, environment = _keeper(settings)
     return SupervisedProcess(command, environment=environment, has_connection=True)
 
 
 def _keeper(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of a container's keeper. The caller appends the connection's
-    descriptor.
-    """
+    """Return command and environment of a container's keeper. The caller appends the connection's descriptor."""
     # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-c", _KEEPER, str(PACKAGE.parent)]
     values = json.dumps({**asdict(settings), "python": [sys.base_prefix, sys.prefix]})
@@ -303,7 +297,7 @@ def _keeper(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
 
 
 async def _is_readable(descriptor: int, seconds: float) -> bool:
-    """Wait up to `seconds` until a descriptor is readable. Returns whether it is."""
+    """Wait up to `seconds` for a descriptor to become readable. Returns whether it is."""
     loop, is_ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, is_ready.set)
     try:

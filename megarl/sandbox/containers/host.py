@@ -1,6 +1,6 @@
 """Host of one node's containers: starts them, passes on requests, renews leases, and ends them.
 
-The host runs in the driver, or in the agent process of another node. Requests and answers are JSON values, so both are
+The host runs in the driver, or in another node's agent process. Requests and answers are JSON values, so that both are
 called in the same way.
 """
 
@@ -26,10 +26,10 @@ class ContainerHost:
         self._starting: dict[str, asyncio.Task[Any]] = {}
         """Tasks that start or adopt a container, by its name."""
         self._running: dict[str, asyncio.Task[Any]] = {}
-        """Tasks running a program, by the name of its container."""
+        """Tasks that run a program, by the name of its container."""
 
     async def request(self, verb: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Execute a request, and return its answer. After a failure, the answer has `error`, as `KIND: reason`."""
+        """Execute a request, and return its answer. After a failure the answer has `error`, as `KIND: reason`."""
         try:
             return await getattr(self, f"_{verb}")(**fields)
         except ContainerError as error:
@@ -53,7 +53,7 @@ class ContainerHost:
 
     async def _end_earlier(self, name: str) -> dict[str, Any]:
         """End a container started by an earlier host, unless it has ended."""
-        # Its keeper knows its other settings.
+        # The keeper knows the other settings.
         settings = ContainerSettings(kind="process", name=name, address=("", 0), outlives_host=True)
         container = Container(settings)
         with suppress(ContainerError):
@@ -94,7 +94,7 @@ class ContainerHost:
         finally:
             running.cancel()
             del self._running[name]
-        # `_cancel` cancelled it, not the end of the host.
+        # `_cancel` cancelled the program. The host goes on.
         if running.cancelled():
             raise ContainerError("Cancelled: the program was ended")
         return asdict(running.result())
@@ -122,10 +122,10 @@ class ContainerHost:
         return {}
 
     async def _renew(self) -> dict[str, Any]:
-        """Renew all leases. Returns the names of the living containers, the machine with its limit, and free memory."""
+        """Renew all leases. Returns names of living containers, the machine with its memory limit, and free memory."""
         for container in self._containers.values():
             container.renew()
-        # Jobs and containers of one machine have limits of their own.
+        # Jobs and containers of one machine have separate memory limits.
         machine = f"{boot_id()} {machine_bytes()}"
         return {"names": [*self._containers], "machine": machine, "free_bytes": available_bytes()}
 

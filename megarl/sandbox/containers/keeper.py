@@ -38,7 +38,7 @@ from megarl.sandbox.namespaces import become_user, unprivileged_users
 def main() -> NoReturn:
     """Run the keeper. Command-line arguments: settings as JSON, and the descriptor of the connection.
 
-    If the container outlives its host, the descriptor is a listening socket, and hosts connect one after another.
+    If the container outlives its host, the descriptor is a listening socket. Hosts then connect one after another.
     """
     settings, connection = json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     listener: socket.socket | None = None
@@ -125,7 +125,7 @@ def _patience(settings: dict[str, Any]) -> float:
 
 
 def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
-    """Create the namespaces of a container, and relay its connections until its first process ends."""
+    """Create a container's namespaces, and relay its connections until its first process ends."""
     parent, is_root = os.getppid(), os.geteuid() == 0
     root = RootFolder(
         image=settings["image"],
@@ -133,7 +133,7 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
         python=tuple(settings["python"]),
         disk_bytes=settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES,
     )
-    # Open it first: user maps can be written only in the machine's /proc, and the new root has none.
+    # Open /proc first: user maps can be written only in the machine's /proc, and the new root has none.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     if is_root:
         # Build with root's rights, because perhaps only root can read the folders. The container's programs lose them.
@@ -203,13 +203,12 @@ _HOLD = {
     "docker": _hold_command_line,
     "apptainer": _hold_apptainer,
 }
-"""Functions holding a container, by the value of `rollout.agent.sandbox`."""
+"""Functions that hold a container, by the value of `rollout.agent.sandbox`."""
 
 
 def unprivileged_user(proc: int) -> int:
-    """Return the id of a user without rights, existing in this process's user namespace.
-
-    Raises PermissionError if there is none.
+    """Return the id of a user without rights in this process's user namespace. Raises PermissionError if there is
+    none.
     """
     with os.fdopen(os.open("self/uid_map", os.O_RDONLY, dir_fd=proc)) as file:
         ranges = [tuple(map(int, line.split())) for line in file]
@@ -221,7 +220,7 @@ def unprivileged_user(proc: int) -> int:
 
 
 def _use_cpus(number: int) -> None:
-    """Let this process and its children run on `number` CPUs only. Raises OSError if the machine has fewer."""
+    """Restrict this process and its children to `number` CPUs. Raises OSError if the machine has fewer."""
     cpus = sorted(os.sched_getaffinity(0))
     if number > len(cpus):
         raise OSError(f"the task needs {number} CPUs, and this machine has {len(cpus)}")

@@ -1,4 +1,4 @@
-"""Containers that outlive their host: their start, and the connection of a later host.
+"""Start of containers that outlive their host, and connection of a later host.
 
 They listen on a Unix socket of this machine. Their supervisor has no parent process, and ends with the lease.
 """
@@ -20,10 +20,10 @@ from pathlib import Path
 from megarl.files.shipped import PACKAGE
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
-# Not TMPDIR: a node's agent sets it to a private folder, and removes this folder at its end.
+# Not TMPDIR: a node's agent sets it to a private folder, which it removes at its end.
 _FOLDER = "/tmp/megarl-containers-{user}"
 _NEW_SECONDS = 60.0
-"""Minimum age of a socket's file before it may be removed, in seconds."""
+"""Minimum age in seconds of a socket's file before it may be removed."""
 _SUPERVISOR = """
 import json, sys
 sys.path.append(sys.argv[1])
@@ -35,7 +35,7 @@ supervise(json.loads(sys.argv[2]))
 def launch_outliving(
     name: str, command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[LaunchedProgram, socket.socket]:
-    """Start the keeper of a container under a supervisor that outlives this process.
+    """Start a container's keeper under a supervisor that outlives this process.
 
     Returns the supervisor and a connection to the keeper. Raises OSError.
     """
@@ -46,7 +46,7 @@ def launch_outliving(
         listener.listen()
         number = listener.fileno()
         settings = {"command": [*command, str(number)], "control": None, "connection": number, "log_file": None}
-        # Connect before the start: if the host is killed in between, the keeper would wait for a host for ever.
+        # Connect before the start. If the host were killed in between, the keeper would wait for a host for ever.
         connection = connect_to(name)
         try:
             launched = LaunchedProgram(
@@ -79,17 +79,17 @@ def remove_socket(name: str) -> None:
 
 
 def socket_folder() -> Path:
-    """Return the path of the folder with the sockets of this user's containers. It may not exist."""
+    """Return the path of the folder with this user's container sockets. It may not exist."""
     return Path(_FOLDER.format(user=os.geteuid()))
 
 
 def _folder() -> Path:
-    """Return the folder of the sockets, private to this user. Raises OSError."""
+    """Return the socket folder, private to this user. Raises OSError."""
     folder = socket_folder()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     facts = folder.lstat()
-    # Any user may have created it first, and could then reach the containers.
+    # Another user may have created the folder first, and could then reach the containers.
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise PermissionError(f"{folder} belongs to another user, or others can read it; remove it")
     return folder
@@ -97,14 +97,14 @@ def _folder() -> Path:
 
 @cache
 def _remove_ended(folder: Path) -> None:
-    """Remove the sockets of containers that ended without a host. Because of the cache, a process does this once."""
+    """Remove the sockets of containers that ended without a host. The cache limits this to once per process."""
     for file in folder.iterdir():
         with socket.socket(socket.AF_UNIX) as probe:
             try:
-                # Until it listens, a new container's socket refuses connections like an ended one's.
+                # A new container's socket refuses connections until it listens, like an ended container's.
                 if time.time() - file.lstat().st_mtime < _NEW_SECONDS:
                     continue
-                # A living keeper's queue may be full. A blocking call would then wait.
+                # A blocking call would wait if a living keeper's queue is full.
                 probe.setblocking(False)
                 probe.connect(os.fspath(file))
             except ConnectionRefusedError:

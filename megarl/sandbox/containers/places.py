@@ -100,7 +100,7 @@ class NamespacePlace:
 
 
 def _clear(folder: str) -> None:
-    """Remove a folder. If a program replaced a parent folder by a link or a file, remove this too."""
+    """Remove a folder. If a program replaced a parent folder by a link or a file, remove that too."""
     place = ""
     for name in folder.strip("/").split("/"):
         place += f"/{name}"

@@ -50,9 +50,7 @@ class Relay:
             self._places.release()
 
     def _reach_endpoint(self) -> socket.socket:
-        """Return a connection to the endpoint. Raises OSError if the endpoint is still absent after `patience`
-        seconds.
-        """
+        """Connect to the endpoint. Raises OSError if it is still absent after `patience` seconds."""
         deadline = time.monotonic() + self._patience
         while True:
             try:
@@ -68,6 +66,6 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while part := source.recv(_PART_BYTES):
             target.sendall(part)
-    # End only this direction, because the other may still carry an answer.
+    # End only this direction: the other may still carry an answer.
     with suppress(OSError):
         target.shutdown(socket.SHUT_WR)

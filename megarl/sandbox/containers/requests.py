@@ -1,7 +1,7 @@
 """Request loop of a container: executes the host's requests within limits, and ends the container with its lease.
 
 Messages are length-prefixed JSON (`processes.frames`). The loop runs in the first process of the container's
-namespaces, or outside of the container, where it can see and kill the programs.
+namespaces, or outside the container, where it can see and kill the programs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TICK_SECONDS = 0.1
 """Seconds between two checks of a running program's processes and memory."""
 _PART_BYTES = 64 << 10
 _SPARE_TASKS = 64
-"""Tasks allowed by the kernel beyond the limit, so that a check can notice the excess."""
+"""Tasks that the kernel allows beyond the limit, so that a check can notice the excess."""
 
 
 DEFAULT_DISK_BYTES = 4 << 30
@@ -61,11 +61,11 @@ class Place(Protocol):
     """Whether the kernel counts the container's processes separately, because it has a user namespace."""
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
-        """Return command, environment and folder of the process running the requested program."""
+        """Return command, environment and folder of the process that runs the requested program."""
         ...
 
     def process_ids(self) -> list[int]:
-        """Return the processes of the container. Empty: they cannot be seen here."""
+        """Return the ids of the container's processes. Empty: they cannot be seen from here."""
         ...
 
     def free_disk_bytes(self) -> int | None:
@@ -77,9 +77,7 @@ class Place(Protocol):
         ...
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
-        """Replace `folder` by one with these files. Raises OSError. `files` maps a relative path to mode and
-        content.
-        """
+        """Replace `folder` by `files`: relative path to (mode, content). Raises OSError."""
         ...
 
     def get(self, path: str, max_bytes: int) -> bytes:
@@ -92,9 +90,9 @@ class LeaseEndedError(Exception):
 
 
 class RequestLoop:
-    """Executes the requests of a host, one at a time, as long as the host renews the lease.
+    """Executes a host's requests, one at a time, as long as the host renews the lease.
 
-    With a `listener` the loop outlives the host: a later host connects there, and joins the running program.
+    With a `listener` the loop outlives the host. A later host connects there, and joins the running program.
     """
 
     def __init__(
@@ -180,10 +178,7 @@ class RequestLoop:
         self._connection = None
 
     def _next_request(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next request. None: it was a renewal, or none came within `seconds`.
-
-        Raises LeaseEndedError.
-        """
+        """Return the next request; None: it was a renewal, or none came within `seconds`. Raises LeaseEndedError."""
         seconds_left = self._lease_ends - time.monotonic()
         wait = seconds_left if seconds is None else min(seconds_left, seconds)
         source = self._connection or self._listener
@@ -198,7 +193,7 @@ class RequestLoop:
                     return None
                 request = receive(self._connection, MAX_MESSAGE_BYTES, within(_MESSAGE_SECONDS))
             except (EOFError, OSError, FrameError):
-                # After a broken frame, the start of the next one is unknown. Give up this connection.
+                # After a broken frame the start of the next one is unknown: close this connection.
                 self._lose_host()
                 return None
             if request["do"] == "stop":
@@ -221,7 +216,7 @@ class RequestLoop:
             outcome = self._watch(program)
         finally:
             self._label = ""
-            # Kill all writers of the pipes first, because a child in the background would keep them open.
+            # First kill all writers of the pipes: a background child would keep them open.
             self._place.kill_all()
         program.drain()
         printed = {name: tail.text() for name, tail in zip(("stdout", "stderr"), program.tails.values(), strict=True)}
@@ -243,7 +238,7 @@ class RequestLoop:
         return self._excess(program)
 
     def _excess(self, program: _Program) -> str:
-        """Return the limit exceeded by a program; empty: none."""
+        """Return the limit that a program exceeds; empty: none."""
         limits = self._limits
         if limits.output_bytes is not None and program.num_printed > limits.output_bytes:
             return f"OutputLimit: the program printed more than {limits.output_bytes} bytes"
@@ -273,14 +268,14 @@ class _Program:
         self.num_printed = 0
         self.tails: dict[int, OutputTail] = {}
         self._closed: set[int] = set()
-        """Descriptors of outputs that the program has closed."""
+        """Outputs that the program has closed, by descriptor."""
         ends: list[int] = []
         for _ in range(2):
             read_end, write_end = os.pipe2(os.O_CLOEXEC)
             self.tails[read_end] = OutputTail()
             ends.append(write_end)
         self._refusal, refuse = os.pipe2(os.O_CLOEXEC)
-        # A file, not a pipe: reading it never waits, and nothing has to write it meanwhile.
+        # A file, not a pipe: reading it never waits, and no thread must write it meanwhile.
         source = os.memfd_create("stdin", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(source), "wb") as file:
             file.write(stdin)
@@ -343,7 +338,7 @@ def _limit_process(max_tasks: int | None) -> None:
 
 
 def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
-    """Return the anonymous memory of processes, in bytes: exact if above the limit, else an upper estimate."""
+    """Return processes' anonymous memory in bytes: exact if above the limit, else an upper estimate."""
     pages = 0
     for pid in ids:
         try:
@@ -351,13 +346,13 @@ def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
         except OSError:
             continue
         pages += int(resident) - int(shared)
-    # Do not count pages shared with files, because the kernel can drop them at any time.
+    # Do not count pages shared with files: the kernel can drop them at any time.
     used = pages * resource.getpagesize()
     return used if used <= limit_bytes else sum(map(_proportional_bytes, ids))
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Return a process's anonymous memory, in bytes. Pages shared after a fork count in part."""
+    """Return a process's anonymous memory in bytes. A page shared after a fork counts in part."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss_Anon:"):

@@ -1,6 +1,4 @@
-"""The root folder of a container in namespaces: this machine's system folders, or an image below a layer of
-new files.
-"""
+"""Root folder of a container in namespaces: this machine's system folders, or an image below a layer of new files."""
 
 from __future__ import annotations
 
@@ -43,10 +41,10 @@ from megarl.sandbox.namespaces import DEVICES, write_process_file
 WORK_FOLDER, HOME_FOLDER = "/workspace", "/home/agent"
 """Folders for the programs. They are writable, and empty at first unless the image has them."""
 RELAY_PORT = 11811
-"""Port of the endpoint on the container's loopback. It is constant, so that the address is the same in all prompts."""
+"""Port of the endpoint on the container's loopback. It is constant, so that all prompts show the same address."""
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt")
 _BUILT_AT = "/sys"
-"""Mount point of the new root while it is built. Nothing is run from /sys, and only this process sees the mount."""
+"""Mount point of the new root during construction. No program runs from /sys, and only this process sees the mount."""
 # From linux/sockios.h and linux/if.h.
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
@@ -62,7 +60,7 @@ class RootFolder:
     folders: tuple[str, ...]
     """Further folders of this machine, shown read-only under the same path."""
     python: tuple[str, ...]
-    """Folders of megarl's own Python, shown in addition to the system folders."""
+    """Folders of megarl's own Python, shown besides the system folders."""
     disk_bytes: int
 
     def build(self, users: int | None = None) -> None:
@@ -75,14 +73,14 @@ class RootFolder:
         os.umask(0o022)
         # Private propagation: no mount below is seen outside this namespace.
         mount("", "/", "", MS_REC | MS_PRIVATE)
-        # New files are in memory, so they end with the last process, however it ends.
+        # New files are in memory: they end with the last process, however it ends.
         mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID | MS_NODEV, f"size={self.disk_bytes},mode=1777")
         root = _BUILT_AT if self.image is None else _mount_image(self.image, users)
         for folder in ("/dev", "/dev/pts", "/dev/shm", "/proc", "/tmp", "/var/tmp", WORK_FOLDER, HOME_FOLDER):
             _make_writable(root + folder)
         if self.image is None:
             _show_system(root, self.python)
-        # Only after the system folders, because one of `folders` may be below them.
+        # After the system folders, because one of `folders` may be below them.
         for folder in self.folders:
             _show(folder, root, users=users)
         for device in DEVICES:
@@ -131,14 +129,14 @@ def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int
 
 
 def _make_writable(folder: str) -> None:
-    """Create a folder writable by any user. A folder of the image keeps its mode, except /dev."""
+    """Create a folder that any user can write. A folder of the image keeps its mode, except /dev."""
     if not os.path.isdir(folder) or folder.endswith("/dev"):
         os.makedirs(folder, exist_ok=True)
         os.chmod(folder, 0o1777)
 
 
 def _bind(source: str, target: str, users: int | None) -> None:
-    """Mount a folder at another place. With `users` its owners are mapped, if the file system supports this."""
+    """Mount a folder at another place. `users` maps its owners, if the file system supports this."""
     if users is not None:
         # NFS and older kernels cannot map owners. Programs can then read only files readable by everybody.
         with suppress(KernelError):
@@ -148,7 +146,7 @@ def _bind(source: str, target: str, users: int | None) -> None:
 
 
 def map_users(proc: int, *, user: int, group: int) -> None:
-    """Make the user of this process root within its new user namespace. `proc` is the machine's /proc, opened."""
+    """Make this process's user root of its new user namespace. `proc` is a descriptor of the machine's /proc."""
     prctl(PR_SET_DUMPABLE, 1)  # Otherwise root owns its files in /proc.
     # Linux requires denying setgroups before an unprivileged process may write gid_map.
     write_process_file(proc, "self/setgroups", "deny")
@@ -173,9 +171,7 @@ def root_as(user: int, proc: int) -> int:
 
 
 def finish_root() -> None:
-    """Mount /proc, terminals and shared memory in the container's namespaces, as their first process. Raises
-    OSError.
-    """
+    """Mount /proc, terminals and shared memory as the first process of a container's namespaces. Raises OSError."""
     # A fixed name. Host names of nodes would differ in prompts, and so in the prompts' prefixes.
     socket.sethostname("container")
     # Mounted by the namespace's first process, because /proc shows the processes of the mounter's namespace.
