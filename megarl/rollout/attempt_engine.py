@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
-from megarl.rollout.engine_requests import num_sampled
+from megarl.rollout.engine_requests import OnLoss, num_sampled
 from megarl.rollout.journal.journal import AttemptLog
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
@@ -92,6 +92,7 @@ class AttemptEngine:
         is_last: bool = False,
         on_begun: Callable[[int], None] | None = None,
         on_abort: Callable[[int], None] | None = None,
+        on_loss: OnLoss | None = None,
     ) -> Completion:
         """Return a recorded completion of this prompt, or sample one.
 
@@ -112,10 +113,14 @@ class AttemptEngine:
         num_begun = 0 if is_repeated else num_sampled(call.parts)
         if not is_repeated:
             is_last = is_last and not self.is_followed
-            report = partial(self._note_abort, call, num_begun, None if self.log is None else self.log.name, on_abort)
+            attempt_try = None if self.log is None else self.log.name
+            report = partial(self._note_abort, call, num_begun, attempt_try, on_abort)
+            report_loss = partial(self._note_loss, attempt_try, on_loss)
             # Without a journal nobody has counted the tokens of a checkpoint.
             report_begun = None if self.log is None else on_begun
-            completion = await self._sample(request, call, affinity, report_begun, report, is_last=is_last)
+            if self.log is not None:
+                self.log.note_called(call)
+            completion = await self._sample(request, call, affinity, report_begun, report, report_loss, is_last=is_last)
             # Change the list in place: `StartedGroup.calls` and the pool hold the same list. `completion` includes all
             # parts.
             call.parts[:] = [completion]
@@ -154,6 +159,13 @@ class AttemptEngine:
             if not self._is_closed and call in self._calls:
                 self._calls.remove(call)
 
+    def _note_loss(self, attempt_try: str | None, on_loss: OnLoss | None, num_tokens: int, is_all: bool) -> None:
+        """Report the tokens of a call in a lost engine to its caller, and record them in the journal."""
+        if on_loss is not None:
+            on_loss(num_tokens, is_all)
+        if self.log is not None and attempt_try is not None:
+            self.log.note_loss(attempt_try, num_tokens, is_all=is_all)
+
     def forget(self, affinity: str) -> None:
         self._pool.forget(affinity)
 
@@ -164,6 +176,7 @@ class AttemptEngine:
         affinity: str | None,
         on_begun: Callable[[int], None] | None,
         on_abort: Callable[[int], None],
+        on_loss: OnLoss,
         *,
         is_last: bool,
     ) -> Completion:
@@ -173,7 +186,13 @@ class AttemptEngine:
         self._num_awaited += 1
         try:
             return await self._pool.generate(
-                request, affinity=affinity, is_last=is_last, parts=call.parts, on_begun=on_begun, on_abort=on_abort
+                request,
+                affinity=affinity,
+                is_last=is_last,
+                parts=call.parts,
+                on_begun=on_begun,
+                on_abort=on_abort,
+                on_loss=on_loss,
             )
         finally:
             self._num_awaited -= 1

@@ -17,6 +17,10 @@ from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.stragglers import Pace
 from megarl.types import Completion, Request
 
+OnLoss = Callable[[int, bool], None]
+"""Callback for an engine that is lost with a request: (number of tokens known to be sampled there, whether these are
+all). The tokens are in no completion.
+"""
 Queue = OrderedDict[str, Request]
 """Waiting requests by id, first in first out. Any of them can be removed in constant time."""
 
@@ -32,13 +36,15 @@ class Generates(Protocol):
         is_last: bool = False,
         on_begun: Callable[[int], None] | None = None,
         on_abort: Callable[[int], None] | None = None,
+        on_loss: OnLoss | None = None,
     ) -> Completion:
         """Sample one completion.
 
         `affinity` is the trajectory's name: its requests prefer the replica with its prefix cached. `is_last` promises
         that no request of this trajectory follows. If this call is cancelled or fails, `on_abort` is called once with
         the number of sampled tokens, perhaps after this call has ended. If some of the tokens are counted already,
-        `on_begun` is called first with their number.
+        `on_begun` is called first with their number. `on_loss` is called for each lost engine (`OnLoss`), and
+        `on_abort` excludes its tokens.
         """
         ...
 
@@ -62,11 +68,18 @@ class PendingRequest:
     request: Request
     future: asyncio.Future[tuple[Completion, Replica | None]]
     parts: list[Completion]
+    on_abort: Callable[[int], None] | None = None
+    on_loss: OnLoss | None = None
     purpose: str = field(default_factory=COUNTED_FOR.get)
     """Whether metrics count the tokens as `training` or `evaluation`."""
 
     def finish(self, last: Completion, replica: Replica | None) -> None:
         self.future.set_result((join_parts([*self.parts, last]) if self.parts else last, replica))
+
+    def report_abort(self, num_tokens: int) -> None:
+        """Report the tokens of all parts, and `num_tokens` sampled since."""
+        if self.on_abort is not None:
+            self.on_abort(num_sampled(self.parts) + num_tokens)
 
 
 class Replica:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.engine_requests import PendingRequest, Queue, Replica, num_sampled, remainder
+from megarl.rollout.engine_requests import OnLoss, PendingRequest, Queue, Replica, num_sampled, remainder
 from megarl.rollout.pool_meter import PoolMeter
 from megarl.rollout.stragglers import Pace, StragglerDetector
 from megarl.types import Completion, PeerLostError, Request
@@ -93,8 +93,8 @@ class EnginePool:
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
         """Trajectories that may send another request after the current one, by `affinity` or else by request id."""
-        self._withdrawn: dict[str, Callable[[int], None]] = {}
-        """Callbacks reporting a cancelled request's tokens, by request id, until the engine has ended the request."""
+        self._withdrawn: dict[str, PendingRequest] = {}
+        """Cancelled requests by id, until their engine has ended them. Then their tokens are reported."""
         self._tokens_in_engines: dict[str, int] = {}
         """Tokens of requests that stay in paused engines, by request id. Empty while the engines sample."""
         self._failure: Exception | None = None
@@ -110,6 +110,7 @@ class EnginePool:
         parts: list[Completion] | None = None,
         on_begun: Callable[[int], None] | None = None,
         on_abort: Callable[[int], None] | None = None,
+        on_loss: OnLoss | None = None,
     ) -> Completion:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
@@ -133,7 +134,8 @@ class EnginePool:
         opened = request.request_id if affinity is None else affinity
         (self._open.discard if is_last else self._open.add)(opened)
         future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()
-        self._pending[request.request_id] = pending = PendingRequest(request, future, [] if parts is None else parts)
+        pending = PendingRequest(request, future, [] if parts is None else parts, on_abort, on_loss)
+        self._pending[request.request_id] = pending
         self._enqueue(pending, self._queue_for(affinity))
         self._start_pumps()
         try:
@@ -150,8 +152,7 @@ class EnginePool:
             # The future is pending only if this coroutine was cancelled. Its cancellation cancels the future too.
             if future.cancelled() or future.exception():
                 self._withdraw(request)
-                if on_abort is not None:
-                    self._report_abort(request.request_id, num_sampled(pending.parts), on_abort)
+                self._report_abort(pending)
         if affinity is not None and replica is not None:
             self._homes[affinity] = replica
         return completion
@@ -272,6 +273,7 @@ class EnginePool:
         replica.aborts.clear()
         replica.pace.num_tokens += self._count_parts(aborted.values())
         for name in reversed(running):
+            self._tokens_in_engines.pop(name, None)
             self._report_withdrawn(name, len(aborted[name].token_ids) if name in aborted else 0)
             pending = self._pending.get(name)
             if pending is None:
@@ -325,22 +327,32 @@ class EnginePool:
         if self._failure is None:
             self._start_pumps()
 
-    def _report_abort(self, request_id: str, num_before: int, on_abort: Callable[[int], None]) -> None:
-        """Call `on_abort` with the number of tokens sampled for an aborted request, as soon as it is known.
+    def _report_abort(self, pending: PendingRequest) -> None:
+        """Report the number of tokens sampled for a cancelled or failed request, as soon as it is known.
 
-        While an engine runs the request, this is when the engine ends it or is paused, otherwise now. `num_before`
-        tokens were sampled before the request was last resumed (`PendingRequest.parts`).
+        While an engine runs the request, this is when the engine ends it or is paused, otherwise now.
         """
-        is_running = any(request_id in replica.running for replica in self._replicas)
-        if is_running and self._failure is None and request_id not in self._tokens_in_engines:
-            self._withdrawn[request_id] = lambda num_tokens: on_abort(num_before + num_tokens)
-        else:
-            on_abort(num_before + self._tokens_in_engines.get(request_id, 0))
+        request_id = pending.request.request_id
+        num_in_engine = self._tokens_in_engines.get(request_id)
+        if num_in_engine is None and any(request_id in replica.running for replica in self._replicas):
+            if self._failure is None:
+                self._withdrawn[request_id] = pending
+                return
+            self._report_loss(pending)
+        pending.report_abort(num_in_engine or 0)
 
     def _report_withdrawn(self, request_id: str, num_tokens: int) -> None:
         """Report the tokens sampled for a cancelled request since its last part. Do nothing for other requests."""
-        if (report := self._withdrawn.pop(request_id, None)) is not None:
-            report(num_tokens)
+        if (pending := self._withdrawn.pop(request_id, None)) is not None:
+            pending.report_abort(num_tokens)
+
+    def _report_loss(self, pending: PendingRequest) -> None:
+        """Report the known tokens that a lost engine has sampled for a request since its last part."""
+        request_id = pending.request.request_id
+        # A paused engine had sampled no further tokens.
+        is_all = request_id in self._tokens_in_engines
+        if pending.on_loss is not None:
+            pending.on_loss(self._meter.num_counted(request_id), is_all)
 
     def _start_pumps(self) -> None:
         if self.is_paused:
@@ -403,8 +415,8 @@ class EnginePool:
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)
-            elif pending is not None and pending.future.cancelled():
-                # Cancelled in this cycle of the event loop: `generate` reports the tokens as soon as it runs.
+            elif pending is not None:
+                # Cancelled or failed in this cycle of the event loop: `generate` reports the tokens as soon as it runs.
                 pending.parts.append(completion)
         self._notify_advance()
 
@@ -463,16 +475,20 @@ class EnginePool:
 
     def _requeue(self, replica: Replica) -> None:
         """Move a lost replica's requests to the front of the queue, with the tokens sampled so far."""
+        running = set(replica.running)
         names = [*replica.running, *replica.waiting]
         replica.running.clear()
         replica.waiting.clear()
         replica.aborts.clear()
         # Each request goes to the front, so go through them in reverse to keep the oldest first.
         for name in reversed(names):
-            self._meter.forget(name)
-            # The tokens in a lost engine are unknown, so report 0. The end of a session waits for a report.
-            self._report_withdrawn(name, 0)
             pending = self._pending.get(name)
+            if name in running and (sampled := pending or self._withdrawn.get(name)) is not None:
+                self._report_loss(sampled)
+            self._meter.forget(name)
+            self._tokens_in_engines.pop(name, None)
+            # The end of a session waits for a report.
+            self._report_withdrawn(name, 0)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1
                 self._enqueue(pending, self._waiting, last=False)
@@ -483,7 +499,8 @@ class EnginePool:
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(self._failure)
-        for name in list(self._withdrawn):
+        for name, pending in list(self._withdrawn.items()):
+            self._report_loss(pending)
             self._report_withdrawn(name, 0)
 
 

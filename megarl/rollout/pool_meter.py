@@ -87,6 +87,10 @@ class PoolMeter:
         """Remember how many tokens of these requests are counted already, so that `count_tokens` skips them."""
         self._num_counted |= counts
 
+    def num_counted(self, request_id: str) -> int:
+        """Return how many tokens of a request are counted, of those sampled in its current engine."""
+        return self._num_counted.get(request_id, 0)
+
     def forget(self, request_id: str) -> None:
         self._num_counted.pop(request_id, None)
 

@@ -66,7 +66,8 @@ METRICS = (
     MetricRow(
         "environment/unreported_calls",
         "count",
-        "aborted calls of an agent with an unknown number of tokens, missing in untrained_tokens",
+        "calls of an agent with unknown tokens, because their engine was lost or did not report an aborted call; "
+        "untrained_tokens excludes these tokens",
         PER_ATTEMPT,
     ),
     MetricRow("environment/model_calls", "count", "completions of an agent", PER_ATTEMPT),

@@ -50,7 +50,7 @@ class SessionSampler:
         """Create a sampler. An earlier driver sampled `num_aborted` tokens that are in no completion yet."""
         self.num_sampled = num_aborted
         """Tokens of all completions, and of aborted calls once the engine has reported them."""
-        self._num_unreported = 0
+        self._num_unreported = self._num_in_lost_engines = 0
         self._all_reported = asyncio.Event()
         self._all_reported.set()
         self._seed, self._limits, self._pool, self._counts = seed, limits, pool, counts
@@ -76,7 +76,11 @@ class SessionSampler:
         self._num_unreported += 1
         self._all_reported.clear()
         completion = await self._pool.generate(
-            request, affinity=session, on_begun=self._count_begun, on_abort=self._count_aborted
+            request,
+            affinity=session,
+            on_begun=self._count_begun,
+            on_abort=self._count_aborted,
+            on_loss=self._count_lost,
         )
         self._count_reported()
         if completion.finish_reason == "error":
@@ -88,12 +92,12 @@ class SessionSampler:
     async def wait_for_reports(self) -> int:
         """Wait, at most `REPORT_SECONDS`, until the engines have reported the tokens of all aborted calls.
 
-        Returns the number of calls without a report.
+        Returns the number of calls without a report, and of those with unknown tokens in a lost engine.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
                 await self._all_reported.wait()
-        return self._num_unreported
+        return self._num_unreported + self._num_in_lost_engines
 
     def restore(self, call: ModelCall) -> None:
         """Count the completion of a call that an earlier driver sampled."""
@@ -128,6 +132,10 @@ class SessionSampler:
         # Otherwise a program could sample endlessly by disconnecting before each answer.
         self.num_sampled += num_tokens
         self._count_reported()
+
+    def _count_lost(self, num_tokens: int, is_all: bool) -> None:
+        self.num_sampled += num_tokens
+        self._num_in_lost_engines += not is_all
 
     def _count_reported(self) -> None:
         self._num_unreported -= 1

@@ -133,8 +133,8 @@ class Sessions:
         if num_unreported := session.counts["unreported_calls"]:
             self.notices.tell(
                 "unreported_calls",
-                f"session {session.name} ended without the tokens of {num_unreported} aborted calls, because their "
-                f"engine did not report them within {REPORT_SECONDS:g} s (environment/unreported_calls). "
+                f"session {session.name} ended without tokens of {num_unreported} aborted calls, because their engine "
+                f"was lost, or did not report them within {REPORT_SECONDS:g} s (environment/unreported_calls). "
                 "environment/untrained_tokens lacks them. `megarl samples RUN --account` has them if the engine still "
                 "reports them; if it is lost, their number is unknown. Look for a hung engine in the ranks' logs",
             )

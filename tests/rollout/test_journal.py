@@ -209,7 +209,12 @@ async def test_writes_at_the_same_time_share_flushes(tmp_path: Path, monkeypatch
     journal = opened(tmp_path, 1)
     flushes: list[bytes] = []
     write = journal._write
-    monkeypatch.setattr(journal, "_write", lambda content: (flushes.append(content), write(content)))
+
+    def write_and_count(content: bytes, *, is_flushed: bool = True) -> None:
+        flushes.extend([content] * is_flushed)
+        write(content, is_flushed=is_flushed)
+
+    monkeypatch.setattr(journal, "_write", write_and_count)
     logs = [journal.begin(f"a {n}", "s") for n in range(50)]
     await asyncio.gather(*(play(log, Pool(), FIRST) for log in logs))
     assert len(flushes) < 10 and account_tokens(tmp_path) == TokenAccount(sampled=100, waiting=100)
@@ -220,7 +225,8 @@ async def test_a_last_record_cut_short_is_left_out(tmp_path: Path) -> None:
     await play(journal.begin("a", "s"), Pool(), FIRST, SECOND)
     file = tmp_path / "attempts.journal"
     file.write_bytes(file.read_bytes()[:-5])
-    assert account_tokens(tmp_path) == TokenAccount(sampled=2, waiting=2)
+    # The answer without a record may have any number of tokens.
+    assert account_tokens(tmp_path) == TokenAccount(sampled=2, waiting=2, unreported_calls=1)
     assert len(opened(tmp_path, 1).begin("a", "s").calls) == 1
 
 

@@ -9,7 +9,9 @@ began --> sampled (one record per answer) --> ended --> step: trained with a ste
 |          +--> reopened: its program outlived the driver, and goes on
 +----------+--> a later try began: its answers are repeated there while the prompts are equal; the rest are lost
 
-An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost`.
+An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost`. So are those
+that an engine had reported for a call when it was lost. Further tokens of its calls are unknown, and so are those of
+calls without an answer when a driver was killed: `TokenAccount.unreported_calls`.
 
 A run reads the journal when it starts from a checkpoint. It uses ended attempts as they are. An unfinished attempt
 begins a new try, unless its program still runs (rollout.agent.outlive_seconds). For these programs the journal has
@@ -193,6 +195,18 @@ class AttemptJournal:
         if not self._is_closed:
             self._note({"kind": "aborted", "try": name, "id": identity, "tokens": num_tokens, "from": origin})
 
+    def note_called(self, identity: str) -> None:
+        """Record that a call begins to sample. The record survives a kill of this process. Never raises."""
+        if not self._is_closed:
+            self._note({"kind": "called", "id": identity})
+
+    def note_loss(self, name: str, num_tokens: int, *, is_all: bool) -> None:
+        """Record the tokens that a lost engine had reported for a call; `is_all`: it had sampled no others. Never
+        raises.
+        """
+        if not self._is_closed and (num_tokens or not is_all):
+            self._note({"kind": "engine_lost", "try": name, "tokens": num_tokens, "is_all": is_all})
+
     async def write_answer(
         self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, num_begun: int, request_id: str
     ) -> None:
@@ -371,8 +385,13 @@ class AttemptLog:
         self._journal.check_storage()
 
     def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
-        if num_tokens:
-            self._journal.note_aborted(attempt_try, call.identity, num_tokens)
+        self._journal.note_aborted(attempt_try, call.identity, num_tokens)
+
+    def note_called(self, call: RecordedCall) -> None:
+        self._journal.note_called(call.identity)
+
+    def note_loss(self, attempt_try: str, num_tokens: int, *, is_all: bool) -> None:
+        self._journal.note_loss(attempt_try, num_tokens, is_all=is_all)
 
     async def write_call(
         self, call: RecordedCall, *, is_repeated: bool, num_begun: int = 0, request_id: str = ""
@@ -387,7 +406,9 @@ class AttemptLog:
             if not is_repeated:
                 self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
             raise asyncio.CancelledError
-        # A refused request has no tokens. A repeated attempt is refused again, so nothing is recorded.
+        # A refused request has no tokens. A repeated attempt is refused again, so its answer is not recorded.
+        if call.parts[0].finish_reason == "error":
+            self.note_aborted(self.name, call, 0)
         if call.parts[0].finish_reason != "error":
             origins = self._origins[_digest(call)] if is_repeated else []
             origin = origins.pop(0) if origins else None

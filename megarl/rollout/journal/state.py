@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_LOST_ENGINES = "lost engines"
+"""Key of a try's tokens in lost engines, among those of its aborted calls."""
+
+
 @dataclass(slots=True, eq=False)
 class JournaledAnswer:
     """An answer of a try: one completion of the policy.
@@ -190,6 +194,9 @@ class TokenAccount:
     `trained` and `untrained` are by step. `untrained` tokens belong to trained attempts, but have no loss. `dropped`
     tokens belong to attempts without a step, `lost` tokens to replaced tries. `waiting` tokens are in flight, or wait
     for a step. An aborted call's tokens count with its try. `faults` are contradictions in the journal, a line each.
+
+    `unreported_calls` counts calls with tokens that nobody knows, and that no other number includes. They are under
+    way, or were when their driver was killed or their engine was lost.
     """
 
     sampled: int = 0
@@ -198,6 +205,7 @@ class TokenAccount:
     dropped: int = 0
     lost: int = 0
     waiting: int = 0
+    unreported_calls: int = 0
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -224,6 +232,8 @@ class JournalState:
         """(node, container) of each program that can outlive the driver, by the name of its try, until it ends."""
         self._used_from = used_from
         self._settled_tokens = TokenAccount()
+        self._calls_under_way: set[str] = set()
+        """Identities of calls without an answer or a report of their abort."""
 
     def read(self, file: Path) -> None:
         """Apply all records of a file. Raises DataError if it is damaged, StorageError if it cannot be read."""
@@ -241,8 +251,10 @@ class JournalState:
             "began": self._apply_began,
             "opened": self._apply_opened,
             "asked": self._apply_asked,
+            "called": self._apply_called,
             "sampled": self._apply_sampled,
             "aborted": self._apply_aborted,
+            "engine_lost": self._apply_engine_lost,
             "received": self._apply_received,
             "closed": self._apply_closed,
             "reopened": self._apply_reopened,
@@ -259,6 +271,7 @@ class JournalState:
             settled_tokens,
             trained=dict(settled_tokens.trained),
             untrained=dict(settled_tokens.untrained),
+            unreported_calls=settled_tokens.unreported_calls + len(self._calls_under_way),
             faults=list(settled_tokens.faults),
         )
         for agent_try in self.tries.values():
@@ -279,6 +292,9 @@ class JournalState:
         all tries.
         """
         settled_tokens = self._settled_tokens
+        # Their driver was killed, else it would have reported their tokens.
+        settled_tokens.unreported_calls += len(self._calls_under_way)
+        self._calls_under_way.clear()
         # A resume discards these steps' weights, so their tokens count as not trained.
         for step in [step for step in settled_tokens.trained if step >= version]:
             settled_tokens.lost += settled_tokens.trained.pop(step) + settled_tokens.untrained.pop(step)
@@ -305,7 +321,11 @@ class JournalState:
         steps = [
             [step, settled_tokens.trained[step], settled_tokens.untrained[step]] for step in settled_tokens.trained
         ]
-        counts = {"sampled": settled_tokens.sampled, "dropped": settled_tokens.dropped, "lost": settled_tokens.lost}
+        counts = {
+            "dropped": settled_tokens.dropped,
+            "lost": settled_tokens.lost,
+            "unreported_calls": settled_tokens.unreported_calls,
+        }
         live = sum(agent_try.num_sampled for agent_try in self.tries.values())
         return {"kind": "totals", **counts, "sampled": settled_tokens.sampled - live, "steps": steps}
 
@@ -330,6 +350,8 @@ class JournalState:
         settled_tokens.sampled += _count(values["sampled"])
         settled_tokens.dropped += _count(values["dropped"])
         settled_tokens.lost += _count(values["lost"])
+        # Earlier versions of megarl do not count these.
+        settled_tokens.unreported_calls += _count(values.get("unreported_calls", 0))
         for step, trained, untrained in values["steps"]:
             settled_tokens.trained[_count(step)] = _count(trained)
             settled_tokens.untrained[step] = _count(untrained)
@@ -344,6 +366,9 @@ class JournalState:
                 earlier.is_open, earlier.is_replaced = False, True
         self.tries[name] = JournaledTry(name, attempt_name, settings)
 
+    def _apply_called(self, values: Mapping[str, Any]) -> None:
+        self._calls_under_way.add(str(values["id"]))
+
     def _apply_sampled(self, values: Mapping[str, Any]) -> None:
         agent_try, number = self.tries[values["try"]], _count(values["call"])
         if number < agent_try.num_begun or not agent_try.is_open:
@@ -351,6 +376,7 @@ class JournalState:
         completion = read_completion(f"{agent_try.name}.{number}", values)
         num_tokens, versions = len(completion.token_ids), completion.weight_versions
         identity = str(values.get("id", ""))
+        self._calls_under_way.discard(identity)
         call = None
         if self._used_from is not None:
             call = RecordedCall(_prompt(agent_try, values), [completion], is_done=True, identity=identity)
@@ -373,12 +399,24 @@ class JournalState:
     def _apply_aborted(self, values: Mapping[str, Any]) -> None:
         # Earlier versions of megarl write the prompt's digest instead of the call's id.
         identity, num_tokens = str(values["id"] if "id" in values else values["prompt"]), _count(values["tokens"])
+        self._calls_under_way.discard(identity)
         if values["from"] is not None:
             self._take_aborted(self.tries[values["from"]], identity, num_tokens)
         else:
             self._settled_tokens.sampled += num_tokens
+        self._add_unanswered(values["try"], identity, num_tokens)
+
+    def _apply_engine_lost(self, values: Mapping[str, Any]) -> None:
+        num_tokens = _count(values["tokens"])
+        self._settled_tokens.sampled += num_tokens
+        self._settled_tokens.unreported_calls += values["is_all"] is not True
+        # Not by the call's identity: the call goes on in another engine, without these tokens.
+        self._add_unanswered(values["try"], _LOST_ENGINES, num_tokens)
+
+    def _add_unanswered(self, name: str, identity: str, num_tokens: int) -> None:
+        """Count tokens without an answer for the try with this name."""
         # The try may be gone: an engine can report an aborted call's tokens after the try was dropped.
-        agent_try = self.tries.get(values["try"])
+        agent_try = self.tries.get(name)
         if agent_try is None:
             self._settled_tokens.dropped += num_tokens
         else:
