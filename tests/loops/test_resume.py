@@ -200,7 +200,7 @@ def test_changes_are_named_and_another_model_is_refused(
     assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in printed
 
 
-@pytest.mark.parametrize(("before", "now"), [("adam", "muon"), ("muon", "adam")])
+@pytest.mark.parametrize(("before", "now"), [("adam", "muon"), ("muon", "adam"), ("adam", "sgd"), ("sgd", "adam")])
 def test_a_state_of_another_optimizer_is_refused(recipe: Recipe, home: Path, before: str, now: str) -> None:
     def with_optimizer(name: str) -> Recipe:
         return recipe.model_copy(update={"optimizer": OptimizerConfig.model_validate({"name": name})})
@@ -282,6 +282,13 @@ def test_the_first_weights_of_a_policy_that_a_checkpoint_has_may_change(recipe: 
         ({"rank": 4}, {"rank": 8}, "lora.rank = 8", "lora.rank=4"),
         ({"rank": 4}, {}, "lora.rank = 0", "lora.rank=4"),
         ({}, {"rank": 4}, "lora.rank = 4", "lora.rank=0"),
+        ({"rank": 4}, {"rank": 4, "alpha": 16}, "lora.alpha = 16.0", "lora.alpha=32.0"),
+        (
+            {"rank": 4, "rank_stabilised": True},
+            {"rank": 4},
+            "lora.rank_stabilised = false",
+            "lora.rank_stabilised=true",
+        ),
     ],
 )
 def test_adapters_that_a_checkpoint_lacks_or_would_lose_are_refused(
@@ -298,6 +305,67 @@ def test_adapters_that_a_checkpoint_lacks_or_would_lose_are_refused(
         assert str(caught.value).startswith(f"{field}") and f"set {remedy}" in str(caught.value)
         same = with_adapters(before)
         assert find_origin(same, folder, "if-any").checkpoint == home / "step_000008"
+
+
+BAND = {"band": [0.1, 0.9]}
+OTHER_PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "a critic lost": (
+        {"algorithm": {"preset": "ppo"}},
+        {"algorithm": {"preset": "grpo"}},
+        "algorithm.advantage = grpo: the checkpoint has a critic",
+        "algorithm.advantage=gae",
+    ),
+    "a critic missing": (
+        {"algorithm": {"preset": "grpo"}},
+        {"algorithm": {"preset": "ppo"}},
+        "algorithm.advantage = gae: the checkpoint has no state of a critic",
+        "algorithm.advantage=grpo",
+    ),
+    "MTP layers lost": (
+        {"trainer": {"mtp_loss_coefficient": 0.1}},
+        {},
+        "trainer.mtp_loss_coefficient = null: the checkpoint has trained MTP layers",
+        "trainer.mtp_loss_coefficient=0.1",
+    ),
+    "MTP layers missing": (
+        {},
+        {"trainer": {"mtp_loss_coefficient": 0.1}},
+        "trainer.mtp_loss_coefficient = 0.1: the checkpoint has no state of trained MTP layers",
+        "trainer.mtp_loss_coefficient=null",
+    ),
+    "a moved reference": (
+        {"algorithm": {"kl_coefficient": 0.1, "reference_update_steps": 4}},
+        {},
+        "algorithm.kl_coefficient = 0: the checkpoint has a reference model that has moved",
+        "algorithm.kl_coefficient=0.1",
+    ),
+    "another loop": ({}, {"loop": "sft"}, "loop = sft: the checkpoint is of a run with loop = rl", "name=NAME"),
+    "solve rates": (
+        {"data": {"curriculum": BAND}},
+        {"data": {"curriculum": BAND | {"by": "level"}}},
+        "data.curriculum.by = level: the checkpoint has solve rates by null",
+        "data.curriculum.by=null",
+    ),
+}
+"""Sections of the recipe when a run began, and when it is resumed, with the error's beginning and its remedy."""
+
+
+@pytest.mark.parametrize("kind", OTHER_PARTS)
+def test_a_state_that_the_checkpoint_lacks_or_would_lose_is_refused(recipe: Recipe, home: Path, kind: str) -> None:
+    before, now, error, remedy = OTHER_PARTS[kind]
+
+    def with_sections(sections: dict[str, Any]) -> Recipe:
+        values = plain_recipe(recipe)
+        merged = {name: values[name] | part if name == "data" else part for name, part in sections.items()}
+        return Recipe.model_validate(values | merged)
+
+    begun, changed = with_sections(before), with_sections(now)
+    _write_checkpoint(home / "step_000008", begun, 8)
+    with RunFolder(changed, resume=True) as folder:
+        with pytest.raises(ConfigError) as caught:
+            find_origin(changed, folder, "if-any")
+        assert str(caught.value).startswith(error) and remedy in str(caught.value)
+        assert find_origin(begun, folder, "if-any").checkpoint == home / "step_000008"
 
 
 DECAYING = {"optimizer": {"schedule": "linear"}}

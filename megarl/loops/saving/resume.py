@@ -44,6 +44,7 @@ _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtyp
 """Fields of config.json that do not identify a model: they change with its path or transformers' version."""
 _DRAW_FIELDS = ("stragglers", "placement", "max_staleness")
 """Fields of `rollout` that decide whether single prompts or batches are drawn."""
+_NEW_RUN = "begin a new run with model.path set to an export of this one"
 _MODEL_SECTIONS = ("text_config", "vision_config")
 """Sections of config.json with a whole model's fields, in models with a vision tower."""
 
@@ -145,8 +146,10 @@ def find_origin(
         # The schema is checked first: the other checks read fields of driver.json.
         refuse_other_schema(surveyed.good)
         earlier = read_driver(surveyed.good)
+        _refuse_other_loop(earlier, recipe)
         _refuse_other_models(earlier, recipe, inputs)
         _refuse_other_adapters(earlier, recipe)
+        _refuse_other_parts(earlier, recipe)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
         _refuse_other_updates(earlier, recipe)
@@ -155,6 +158,7 @@ def find_origin(
         _refuse_changed_drafter(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
         _refuse_other_order(earlier, recipe)
+        _refuse_other_buckets(earlier, recipe)
         position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
         _refuse_steps_of_epochs(earlier, recipe, position)
         warnings = _data_changes(earlier, recipe, inputs)
@@ -255,6 +259,15 @@ _DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
 """Checks of the fields of driver.json by name. A checkpoint may come from a stranger."""
 
 
+def _refuse_other_loop(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    before = earlier["recipe"].get("loop")
+    if before not in (None, recipe.loop):
+        raise ConfigError(
+            f"loop = {recipe.loop}: the checkpoint is of a run with loop = {before}, and its position, schedules and "
+            f"state belong to that loop; {_NEW_RUN}, choose another name=NAME, or start over with --restart"
+        )
+
+
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     def describe_model(field: str) -> str:
         return (
@@ -309,7 +322,7 @@ def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     The checkpoint's adapters of a layer no longer named would be lost.
     """
     now, before = recipe.lora, _adapters(earlier["recipe"])
-    remedy = "or begin a new run with model.path set to an export of this one"
+    remedy = f"or {_NEW_RUN}"
     if now.rank != before.rank:
         contents = f"adapters of rank {before.rank}" if before.rank else "all weights and no adapters"
         raise ConfigError(
@@ -319,6 +332,47 @@ def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         raise ConfigError(
             f"lora.targets = [{', '.join(now.targets)}]: the checkpoint has adapters of {', '.join(before.targets)}; "
             f"set lora.targets=[{','.join(before.targets)}], {remedy}"
+        )
+    if now.rank and _adapter_scale(now) != _adapter_scale(before):
+        name = "alpha" if now.alpha != before.alpha else "rank_stabilised"
+        now_value, value = _plain(getattr(now, name)), _plain(getattr(before, name))
+        raise ConfigError(
+            f"lora.{name} = {now_value}: the checkpoint's adapters were trained with the scale "
+            f"{_adapter_scale(before):g}, and with {_adapter_scale(now):g} they would be another model; set "
+            f"lora.{name}={value}, {remedy}"
+        )
+
+
+def _adapter_scale(lora: LoraConfig) -> float:
+    return lora.alpha / (lora.rank**0.5 if lora.rank_stabilised else lora.rank)
+
+
+def _refuse_other_parts(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if only one of recipe and checkpoint has a critic or MTP layers, or if a moved reference
+    would be lost.
+    """
+    now, before = recipe.model_dump(), earlier["recipe"]
+    fields: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "algorithm.advantage": ("a critic", lambda value: value == "gae"),
+        "trainer.mtp_loss_coefficient": ("trained MTP layers", lambda value: value is not None),
+    }
+    for field, (part, is_trained) in fields.items():
+        then_value, value = _value_at(before, field), _value_at(now, field)
+        # Fields that have no effect are not written.
+        was_trained, will_be_trained = is_trained(then_value), is_trained(value)
+        if was_trained == will_be_trained or (field == "algorithm.advantage" and recipe.loop != "rl"):
+            continue
+        contents = f"{part}, and this state would be lost" if was_trained else f"no state of {part}"
+        shown, earlier_value = (_plain(item) if item is not None else "null" for item in (value, then_value))
+        raise ConfigError(
+            f"{field} = {shown}: the checkpoint has {contents}; set {field}={earlier_value}, or {_NEW_RUN}"
+        )
+    field = "algorithm.reference_update_steps"
+    if _value_at(before, field) is not None and not recipe.has_reference:
+        field, value = "algorithm.kl_coefficient", recipe.algorithm.kl_coefficient
+        raise ConfigError(
+            f"{field} = {value:g}: the checkpoint has a reference model that has moved, and it would be lost; set "
+            f"{field}={_value_at(before, field)}, or {_NEW_RUN}"
         )
 
 
@@ -340,14 +394,13 @@ def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: I
 
 
 def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if the checkpoint's optimizer has another kind of state: only one of both is muon."""
+    """Raise ConfigError if the checkpoint has the state of another optimizer."""
     for section in ("optimizer", *(("critic.optimizer",) if recipe.has_critic else ())):
         field = f"{section}.name"
         name, before = _value_at(recipe.model_dump(), field), _value_at(earlier["recipe"], field)
-        if before != name and "muon" in (before, name) and before is not None:
+        if before not in (None, name):
             raise ConfigError(
-                f"{field} = {name}: the checkpoint has the state of {before}; set {field}={before}, or begin a new run "
-                "with model.path set to an export of this one"
+                f"{field} = {name}: the checkpoint has the state of {before}; set {field}={before}, or {_NEW_RUN}"
             )
 
 
@@ -470,6 +523,25 @@ def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     ]
     if wrong:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+
+
+def _refuse_other_buckets(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if `data.curriculum.by` changed: the checkpoint's solve rates would be of other problems."""
+    places = {"": recipe.data.curriculum}
+    if recipe.mixture:
+        places = {f"mixture.{source.name}.": source.recipe.data.curriculum for source in recipe.sources}
+    for prefix, now in places.items():
+        section = (prefix + "data.curriculum") if _value_at(earlier["recipe"], prefix + "data.curriculum") else ""
+        before = _value_at(earlier["recipe"], section or "data.curriculum") or {}
+        # Without a band there are no solve rates.
+        if now.band is None or before.get("band") is None or before.get("by") == now.by:
+            continue
+        field = f"{prefix}data.curriculum.by"
+        then, value = (item or "null" for item in (before.get("by"), now.by))
+        raise ConfigError(
+            f"{field} = {value}: the checkpoint has solve rates by {then}; set {field}={then}, choose another "
+            "name=NAME, or start over with --restart"
+        )
 
 
 def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position: DataPosition) -> None:
