@@ -25,7 +25,6 @@ def cancel(name: str, reason: str) -> None:
 
 
 def reason_for(name: str) -> str | None:
-    """Return why the group was cancelled; None if it was not."""
     return _reasons.get(name)
 
 

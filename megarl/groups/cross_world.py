@@ -167,7 +167,7 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
         while not work.is_completed():
             _check(membership.name)
             time.sleep(_NAP_SECONDS)
-    # If `work.wait()` raises, the exchange has ended too.
+    # The exchange has ended even if `work.wait()` raises.
     membership.exchanges.remove(work)
     work.wait()
     _check(membership.name)
@@ -210,7 +210,7 @@ def leave_group(group: ProcessGroup | None) -> None:
 
 
 def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
-    # Exchanges with lost ranks would never end by themselves.
+    # Abort the exchanges: those with lost ranks would never end by themselves.
     with suppress(RuntimeError):
         group.abort()
 

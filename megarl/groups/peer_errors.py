@@ -68,7 +68,7 @@ def report_loss(error: Exception) -> LostPeer:
 def is_peer_loss(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, is the loss of another rank in a collective."""
     while error is not None:
-        # Compared by name, because this module does not import torch.
+        # Compare the class by name, because this module does not import torch.
         names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
         is_known_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
         if is_known_text or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:

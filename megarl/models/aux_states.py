@@ -49,7 +49,7 @@ class AuxStates:
 
     def pack(self, hidden_states: Tensor) -> Tensor:
         states = self.take()
-        # A stack is a copy: Megatron frees what it has sent.
+        # A stack is a copy, as needed: Megatron frees what it has sent.
         return torch.stack([hidden_states, *states]) if states else hidden_states
 
     def take(self) -> list[Tensor]:

@@ -154,7 +154,7 @@ def _fused_kernels() -> dict[str, bool]:
         # Without this fusion, Megatron-Core 0.16.1 reads every sequence's length from the GPU, twice in each layer.
         "apply_rope_fusion": uses_transformer_engine(),
         "bias_activation_fusion": torch.cuda.is_available(),
-        # Only Megatron's own local attention has this kernel, and packed rows never use it.
+        # Only Megatron's own local attention has this kernel, and it is not used for packed rows.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": torch.cuda.is_available()
         and tensor_parallel_layers._grad_accum_fusion_available,
@@ -162,7 +162,7 @@ def _fused_kernels() -> dict[str, bool]:
 
 
 def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
-    # The fused router always chooses itself: Megatron-Core 0.16.1 does not replay choices through it.
+    # The fused router always chooses the experts itself, so Megatron-Core 0.16.1 cannot replay choices through it.
     return {
         "moe_permute_fusion": uses_transformer_engine(),
         "moe_router_fusion": uses_transformer_engine() and not router_replay,
@@ -175,7 +175,7 @@ def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig
         "num_moe_experts": router.num_experts,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": uses_transformer_engine(),
-        # For the dispatcher `flex`. Megatron-Core 0.16.1 no longer selects DeepEP by its own flag.
+        # The dispatcher `flex` uses DeepEP. Megatron-Core 0.16.1 no longer selects it by DeepEP's own flag.
         "moe_flex_dispatcher_backend": "deepep",
         "moe_enable_deepep": False,
         "expert_model_parallel_size": parallel.ep,
@@ -222,8 +222,8 @@ def _family_settings(shape: ModelShape) -> dict[str, Any]:
 
 def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     return {
-        # Without scaling its factor is 1, so YaRN equals plain embeddings. Megatron-Core 0.16.1 refuses its fused
-        # kernel for the type `rope`.
+        # If no scaling is set, the factor is 1 and YaRN equals plain embeddings. The type `rope` would do the same, but
+        # Megatron-Core 0.16.1 refuses its fused kernel.
         "rope_type": "yarn",
         "rotary_base": shape.rotary.theta,
     }

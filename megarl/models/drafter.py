@@ -79,7 +79,7 @@ class Drafter(nn.Module):
                     parent.add_module(part, nn.Module())
                 parent = getattr(parent, part)
             is_norm = len(size) == 1
-            # No initial values: the drafter's files have them.
+            # Without initial values, because the drafter's files replace them.
             module = (
                 Norm(size[0], shape.norm_epsilon, dtype)
                 if is_norm
@@ -178,7 +178,7 @@ class DrafterHead:
             inputs = torch.cat([self._whole_row(states, packed) for states in self._aux_states.take()], dim=-1)
             targets = self._whole_row(hidden_states.detach(), packed)
             embeddings = self._embed(row.tokens, self._model.embedding_table())
-            # The policy's head rows of the drafted tokens, in the drafter's order.
+            # The policy's head rows for the drafted tokens, in the drafter's order of tokens.
             target_weight = self._embed(self._drafter.target_ids, weight)
         group: Any = self._model.pg_collection.tp
         num_parts = group.size() if self._model.config.sequence_parallel else 1
@@ -187,7 +187,7 @@ class DrafterHead:
         losses = self._losses(places, row, inputs, embeddings, targets, target_weight)
         if num_parts == 1:
             return losses
-        # A rank has the gradient of its own positions, and the values of all.
+        # Gather all ranks' values. Only this rank's own positions carry gradient.
         parts = [torch.empty_like(losses) for _ in range(num_parts)]
         torch.distributed.all_gather(parts, losses.detach().contiguous(), group=group)
         parts[part] = losses

@@ -117,7 +117,7 @@ def use_transformer_engine_modules(layer: Any) -> None:
 
 def share_rotary(layers: Iterable[Any], rotary: RowRotary) -> None:
     for layer in layers:
-        # Only a module can replace a submodule of the same name.
+        # A plain attribute cannot replace a submodule of the same name, so `rotary` is a module.
         layer.self_attention.rotary_pos_emb = rotary
 
 

@@ -37,7 +37,7 @@ def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | Non
     """Return the spec of a chunk's layers. `exact` layers round like the engine."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     kinds = shape.layers[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
-    # Windows differ by layer number, not by spec.
+    # Layers that differ only in their window share a spec: attention reads the window from the layer's number.
     specs = {kind: layer_spec(config, shape, kind, exact=exact) for kind in {kind._replace(window=0) for kind in kinds}}
     layers = [specs[kind._replace(window=0)] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm())

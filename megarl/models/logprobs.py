@@ -116,7 +116,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
         log_total, entropy = top + total.log(), surprise / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
         ctx.settings = (temperature, blocks, truncation, _logits)
-        # Not a saved tensor, because the backward pass overwrites it.
+        # An attribute instead of a saved tensor, because the backward pass overwrites it.
         ctx.saved_logits = logit_memory if keeps_logits else None
         return target_logit - log_total, entropy
 
@@ -215,7 +215,7 @@ class HeadGradients:
         if grad_logits.is_cuda:
             # The product's float32 sums are added to the total without rounding to the weight's dtype.
             return torch.addmm(total, grad_logits, weight, out_dtype=total.dtype, out=total)
-        # torch 2.13 has no such product on CPUs.
+        # torch 2.13 has no product with `out_dtype` on CPUs.
         return total.add_(grad_logits @ weight)
 
     def collect(self) -> tuple[Tensor | None, Tensor | None]:

@@ -102,7 +102,7 @@ class MtpHead:
         )
         if self._learns_distribution:
             with torch.no_grad():
-                # The policy's state at the next position predicts the same token.
+                # Both distributions are of the same token: the policy predicts it from the state at the next position.
                 targets = next_states(model.gather_states(hidden_states), row)
             return -vocab_parallel_divergence(
                 model.gather_states(predicted),
@@ -146,7 +146,7 @@ def next_states(states: Tensor, row: PackedRow) -> Tensor:
 def attach_mtp(
     model: PolicyModel, shape: ModelShape, vp_stage: int | None, *, learns_distribution: bool = False
 ) -> None:
-    # Megatron's schedules look for this name, and expect layers in it.
+    # Megatron's schedules look for the name `mtp`, and expect layers in it.
     model.mtp = build_mtp(model.config, shape, vp_stage)
     if isinstance(shape.attention, Latent):
         decoder: Any = model.decoder

@@ -39,7 +39,7 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
             "experts to vLLM",
             "set lora.targets=[qkv_proj,o_proj]",
         )
-    # vLLM 0.30 has slots of fixed ranks only. It pads adapters of a smaller rank with zeros.
+    # vLLM 0.30 has slots for a few ranks only. It pads adapters of other ranks with zeros.
     if lora.rank > SLOT_RANKS[-1]:
         yield Objection(f"lora.rank = {lora.rank} exceeds vLLM's limit for adapters, {SLOT_RANKS[-1]}")
     if recipe.model.dtype == "float32" and not ranks_on_cpu(recipe):

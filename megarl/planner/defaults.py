@@ -161,7 +161,7 @@ class _Prediction:
 
     @property
     def gib_within_margin(self) -> float:
-        """Return `free_gib`, at most the margin: more free memory makes no choice better."""
+        """`free_gib`, at most the margin: more free memory makes no choice better."""
         return min(self.free_gib, MARGIN_GIB)
 
 
@@ -261,7 +261,7 @@ class _Savings:
 
     @cached_property
     def _request_tokens(self) -> float:
-        """Return the expected tokens of a request during decoding, with the lengths assumed by `--search`."""
+        """The expected tokens of a request during decoding, with the lengths assumed by `--search`."""
         lengths = [
             assumed_lengths(
                 limit=source.recipe.rollout.sampling.max_new_tokens,

@@ -14,7 +14,6 @@ NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
 
 
 def gpu_gib(recipe: Recipe) -> float | None:
-    """Return the memory of the run's GPUs in GiB; None: unknown."""
     memory = recipe.cluster.gpu_memory_gib
     if memory is None:
         return installed_gpu_gib() if uses_this_machine(recipe) else None

@@ -79,6 +79,6 @@ def describe_loss(recipe: Recipe) -> str:
     if recover != "stop" and checkpoint.replicate:
         # A step's copy may still be in transfer while the steps up to the next copied step are trained.
         copied = f"at most {2 * checkpoint.replicate} steps (checkpoint.replicate = {checkpoint.replicate})"
-        # The loss of a single node loses its copies too.
+        # If the only node is lost, its copies are lost too.
         cost = copied if recipe.cluster.nodes > 1 else f"{copied}; the loss of the node costs {cost}"
     return f"{outcomes[recover]}; it costs {cost}"

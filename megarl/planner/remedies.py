@@ -145,7 +145,7 @@ def remedies(
         start = with_field_values(changed, fixed_values)
         choices = list_choices(moves_to_fit(start, judge), is_partial=True)
         if fixed_values:
-            # An optimizer on the host alone may be enough.
+            # Moving the optimizer to the host may be enough by itself.
             choices = [Choice(values={}), *choices]
         ranking = search(
             start,
@@ -220,7 +220,7 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
     """
     share = recipe.rollout.gpu_memory_utilization
     if share is not None:
-        # The smallest share, in hundredths.
+        # Try shares in hundredths, the smallest first.
         shares = [percent / 100 for percent in range(1, 101) if percent / 100 > share]
         return _first_that_holds(recipe, judge, [{_SHARE: larger} for larger in shares])
     if _first_that_holds(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):

@@ -56,7 +56,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
 
 
 def _row_step(recipe: Recipe, models: Models) -> int:
-    """Return the tokens of which each row length is a multiple."""
+    """Return the number that divides each row length, in tokens."""
     parallel = models.policy.parallel
     multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)
     # Under FP8 each part of a row consists of whole blocks, as in `planner.sizes.row_multiple`.

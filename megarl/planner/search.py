@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def key(self) -> frozenset[str]:
-        """Return the changed fields. Of choices with equal keys, a search returns the best."""
+        """The changed fields. Of choices with equal keys, a search returns the best."""
         return frozenset(self.values)
 
 

@@ -21,7 +21,6 @@ _LOWEST_TEMPERATURE = 0.01
 
 
 def parallel_of(recipe: Recipe) -> ParallelConfig:
-    """Return the parallel sizes of a recipe's trainers and engines."""
     trainer = recipe.trainer
     return ParallelConfig(
         tp=trainer.tp,
@@ -200,7 +199,7 @@ def lengths(recipe: Recipe) -> Iterator[str]:
     if not recipe.is_on_policy:
         return
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
-    # The reward model reads its score at one further position.
+    # The reward model reads its score at one position after the completion.
     longest = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
     multiple = row_multiple(recipe)
     padded = -(-longest // multiple) * multiple

@@ -74,7 +74,6 @@ class ConversionChoice:
         self.is_needed = any(gather_values(bool(self._modules), group))
 
     def make(self, plan: Plan, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> Conversion:
-        """Return this rank's conversion. `layout` is its engine's."""
         if not self.is_needed:
             return SameFormat()
         return QuantisingConversion(self._modules, plan, layout, dtype=dtype, device=device, group=self._group)

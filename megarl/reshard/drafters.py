@@ -27,7 +27,6 @@ class ReshardWithDrafter:
         return self._policy.run() + self._drafter.run()
 
     def verify(self) -> None:
-        """Compare both models' weights with the engine's. Raises MegarlError naming the first difference."""
         self._policy.verify()
         self._drafter.verify()
 

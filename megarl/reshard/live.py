@@ -185,7 +185,6 @@ class DirectReshard:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of this rank's staging memory."""
         return self._transport.staged_bytes
 
     def release(self) -> None:
@@ -196,13 +195,13 @@ class DirectReshard:
     def verify(self) -> None:
         """Compare the live parameters with the trainer's. Raises MegarlError naming the first difference.
 
-        Converted weights cannot be compared directly: they are sent and converted again first.
+        Converted weights cannot be compared directly, so they are sent and converted again.
         """
         values, differing = self._conversion.compare(self._comparison.engine, self._resend)
         self._comparison.verify(values, differing)
 
     def _resend(self) -> None:
-        # Only conversions resend. `self._transport` is read late, because `release` deletes it.
+        # Only conversions send again. Read `self._transport` late, because `release` deletes it.
         self._transport.reshard()
 
     @torch.no_grad()
@@ -255,7 +254,7 @@ class GatheredReshard:
         self._dtypes = float32_dtypes(shape)
         num_engines = len(topology) - first_engine
         groups: list[dict[str, tuple[int, ...]]] = []
-        # A full first group makes the loop open a new group for the first tensor.
+        # Pretend that a first group is full, so that the loop opens a new group for the first tensor.
         filled = bucket_bytes
         for name, size in checkpoint_tensors(shape).items():
             if filled + prod(size) * dtype.itemsize > bucket_bytes:

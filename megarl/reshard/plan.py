@@ -251,7 +251,8 @@ class Plan:
         staged = np.zeros(self.num_ranks, dtype=np.int64)
         for _, group in sorted(rounds.items(), key=lambda item: item[0]):
             buckets: list[list[int]] = [[] for _ in group]
-            # Slice i of every tensor in the group precedes slice i + 1 of any: all holders fill a bucket together.
+            # In a group of tensors, slice i of each tensor comes before slice i + 1 of any tensor. Thus all holders
+            # fill a bucket together.
             for index in range(max(loads.num_slices for _, _, loads in group)):
                 for (_, _, loads), tensor_buckets in zip(group, buckets, strict=True):
                     if index < loads.num_slices:
@@ -288,7 +289,7 @@ class Plan:
             # A slice of at most half a bucket leaves space for slices of other tensors.
             if largest * 2 <= limit or num_slices >= overlap.longest:
                 return _Loads(load, num_slices, is_exchanged=any(max_takers))
-            # Jump to the number of slices for equal slices. Uneven slices need another round.
+            # Jump to the number of slices that equal slices would need. Uneven slices need another round.
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _max_takers(self, holders: Sequence[int], takers: Sequence[int]) -> int:

@@ -170,7 +170,7 @@ class Transport:
                 step.local.run()
             self._unpack(travelling, clock)
             travelling = step if step.exchange is not None else None
-            # One bucket behind, because only now the previous bucket's remote elements were unpacked.
+            # The stage runs one bucket late: only now are the previous bucket's remote elements unpacked.
             self._run_arrival_stage(number - 1, clock)
         self._unpack(travelling, clock)
         self._run_arrival_stage(len(self._steps) - 1, clock)

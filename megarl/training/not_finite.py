@@ -53,7 +53,7 @@ def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Ca
 def _skip_reduction(model: ModelShard) -> Iterator[None]:
     """Context in which gradients are not reduced over ranks. Gradient buffers are zero before and after."""
     config: Any = model.config
-    # Wrappers with gradient buffers: only a trained model has updates.
+    # Only a trained model has updates, so its chunks are wrapped with gradient buffers.
     wrapped: Any = model.models
     saved_functions = config.finalize_model_grads_func, config.no_sync_func
     with ExitStack() as stack:

@@ -111,7 +111,7 @@ class MergedWeights:
         with torch.no_grad():
             for name, (adapter, weight) in self._adapters.items():
                 unrounded = adapter.merge_into(weight, self.weights[name])
-                # Data-parallel copies have the same error.
+                # Count one of the data-parallel copies: all have the same error.
                 if adapter.is_first_replica:
                     self._squared_norms.append(adapter.squared_norms(unrounded, self.weights[name]))
         yield

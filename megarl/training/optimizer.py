@@ -52,7 +52,7 @@ def build_optimizer(
     else from torch. `host_fraction` of the parameters use torch's Adam in host memory.
     """
     settings = MegatronOptimizerConfig(
-        # Muon replaces Adam for some parameters.
+        # Megatron builds Adam first. Muon then replaces it for some parameters.
         optimizer="adam" if config.name == "muon" else config.name,
         sgd_momentum=0.0,
         lr=config.learning_rate,

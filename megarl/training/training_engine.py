@@ -133,7 +133,6 @@ class TrainingEngine(ModelShard):
 
     @property
     def models(self) -> list[DistributedDataParallel]:
-        """The model chunks, each with the buffers of its gradients."""
         return self._wrapped
 
     def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
@@ -407,7 +406,7 @@ class TrainingEngine(ModelShard):
 
         A fault in the other gradients shows in the norm. A fault in these would reach the weights unnoticed.
         """
-        # Megatron marks these parameters as shared.
+        # Megatron leaves parameters marked `shared` out of the norm.
         parameters: Any = [p for p in self.parameters.values() if p.requires_grad and getattr(p, "shared", False)]
         return [parameter.main_grad.isfinite().all() for parameter in parameters]
 
@@ -477,7 +476,6 @@ class Snapshot:
 
     @property
     def rounding(self) -> MergeRounding | None:
-        """The rounding error of the copied weights; None: nothing was merged."""
         return self._policy.rounding
 
     @torch.no_grad()

@@ -108,7 +108,7 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        # Each product has the gradient of the sum; autograd expects its dtype.
+        # The gradient of a sum is the gradient of each product. autograd expects the product's dtype.
         gathered = gather_from_sequence_parallel_region(grads[0], group=ctx.group, output_split_sizes=ctx.sizes)
         return gathered.float(), None, None, None
 

@@ -37,7 +37,7 @@ class ExactLogprobs(VocabParallelLogprobs):
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         logprobs, log_totals, entropies = hidden.new_empty(3, len(targets), dtype=torch.float32)
         widths = _widths(weight, group)
-        # Each rank has the logits of the whole vocabulary.
+        # Each rank gets the logits of the whole vocabulary, so compute fewer tokens at once.
         count = max(1, chunk // len(widths))
         for start in range(0, len(targets), count):
             rows = slice(start, start + count)
@@ -53,7 +53,8 @@ class ExactLogprobs(VocabParallelLogprobs):
         cut = None if support is None else Truncation(support, first_token_id, blocks)
         ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
         ctx.settings = (temperature, blocks, cut, _logits)
-        # No logits are stored: the backward pass needs them by blocks of the vocabulary, not by tokens.
+        # Logits are not stored: `forward` computes them by tokens, but the backward pass needs blocks of the
+        # vocabulary.
         ctx.saved_logits = None
         return logprobs, entropies
 

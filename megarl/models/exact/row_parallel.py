@@ -29,7 +29,7 @@ class BlockRowParallelLinear(RowParallelLinear):
         part = _BlockProduct.apply(input_, self.weight if weight is None else weight, self.num_blocks)
         group: Any = self.tp_group
         if self.is_expert:
-            # The dispatcher adds the products of the ranks.
+            # The dispatcher later adds the products of all ranks.
             return (part if group.size() > 1 else part.to(input_.dtype)), None
         return _SumOverRanks.apply(part, group, self.sequence_parallel, input_.dtype), None
 
@@ -70,5 +70,5 @@ class _SumOverRanks(torch.autograd.Function):
             parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
             torch.distributed.all_gather(parts, gradient.contiguous(), group=ctx.group)
             gradient = torch.cat(parts)
-        # Each part has the gradient of the sum; autograd expects its dtype.
+        # The gradient of a sum is the gradient of each part. autograd expects the part's dtype.
         return gradient.float(), None, None, None

@@ -162,7 +162,7 @@ class UpdateRouter(TopKRouter):
         routes = (routing_map & (tokens.weights > 0)[:, None]).float()
         routes, scores = tokens.spread(routes), tokens.spread(scores_for_aux_loss)
         counts = routes.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, routes)
-        # Tensor- and context-parallel ranks share a sequence's tokens.
+        # Add the counts of the tensor- and context-parallel ranks: each has a part of a sequence's tokens.
         dist.all_reduce(counts, group=self.tp_cp_group)
         shares = (counts / tokens.lengths[:, None])[tokens.sequences]
         token_losses = tokens.weigh((scores * shares).sum(1))
@@ -257,5 +257,4 @@ class ExpertBalance:
 
 
 def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
-    """Return the model chunks' routers with balancing losses or noise."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, UpdateRouter)]

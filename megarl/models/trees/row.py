@@ -54,7 +54,7 @@ class TreeRow(PackedRow):
         )
 
     def prediction_states(self, hidden: Tensor) -> Tensor:
-        """Return the states [edges, hidden_size] of the stored token before each edge."""
+        """Return the states [edges, hidden_size] of the stored tokens that make the predictions (edges)."""
         return gather(hidden, self.tree.edge_sources)
 
     def spread_predictions(self, outputs: Tensor) -> Tensor:

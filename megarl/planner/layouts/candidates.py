@@ -39,7 +39,7 @@ class TrainerSizes:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return these sizes as recipe fields, without the data-parallel size: it follows from the others."""
+        """These sizes as recipe fields, without the data-parallel size: it follows from the others."""
         return {f"trainer.{axis}": size for axis, size in self.by_axis.items()} | {"trainer.dp": None}
 
 
@@ -165,7 +165,7 @@ class Candidates:
 
     def row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
         """Return the row lengths to try, in tokens: one to four times the longest sequence."""
-        # The multiple depends only on these two sizes.
+        # The multiple of row lengths depends only on tp and cp.
         multiple = self._multiples.get((trainer.tp, trainer.cp))
         if multiple is None:
             multiple = sizes.row_multiple(with_field_values(placed, trainer.values))

@@ -71,7 +71,7 @@ class Combinations:
 
     @cached_property
     def parallel(self) -> ParallelConfig:
-        """Return the recipe's own parallel sizes with this division of the GPUs."""
+        """The recipe's parallel sizes with this placement."""
         return sizes.parallel_of(self.placed)
 
     @cached_property
@@ -121,7 +121,7 @@ class LayoutChoice:
 
     @property
     def key(self) -> tuple[TrainerSizes, EngineSizes, Placement]:
-        """Return the sizes of trainer and engines, and the placement. A search returns the best choice of each key."""
+        """The sizes of trainer and engines, and the placement. A search returns the best choice of each key."""
         return self.row.trainer, self.engine, self.group.placement
 
     @property
@@ -130,7 +130,7 @@ class LayoutChoice:
 
     @property
     def layout_values(self) -> dict[str, Any]:
-        """Return the recipe fields of this layout, with the smallest KV cache. A start chooses the fields set
+        """The recipe fields of this layout, with the smallest KV cache. A start chooses the fields set
         to None.
         """
         return {

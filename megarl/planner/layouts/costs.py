@@ -47,7 +47,7 @@ class LayoutCosts:
 
     @cached_property
     def load(self) -> Workload:
-        """Return the samples of a training step."""
+        """The samples of a training step."""
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
         # The first update computes its own old log-probs. A reference model scores all samples.
@@ -75,7 +75,7 @@ class LayoutCosts:
 
     @cached_property
     def _state_bytes(self) -> dict[str, int]:
-        """Return the bytes per trained parameter, by state: weight, float32 gradient, main weight and moments."""
+        """The bytes per trained parameter, by state: weight, float32 gradient, main weight and moments."""
         item = self._item_bytes
         # Muon has a second moment for embedding and head only, so count one: a lower bound.
         num_moments = {"adam": 2, "muon": 1, "sgd": 0}[self.recipe.optimizer.name]
@@ -87,7 +87,6 @@ class LayoutCosts:
         return self.cost_of(self.shape)
 
     def cost_of(self, shape: ModelShape) -> TrainerCost:
-        """Return the cost of a model of this shape on the trainer's GPUs."""
         work = model_work(shape)
         return TrainerCost(
             work=work,
@@ -190,7 +189,7 @@ class LayoutCosts:
 
     @property
     def other_seconds(self) -> float:
-        """Return the seconds of a step outside all phases, equal for all layouts."""
+        """The seconds of a step outside all phases, equal for all layouts."""
         return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
 
     def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:

@@ -243,7 +243,7 @@ class LayoutSearch:
         cache = max(least, cache_within(table, self.gpus.engine - MARGIN_GIB))
         tokens = cache * _GIB / self.costs.token_bytes(engine)
         rollout = self.costs.rollout(group.placement, engine, tokens)
-        # A start chooses this in the same way.
+        # A start decides about keep_logits in the same way.
         keeps_logits = can_keep_logits(with_field_values(recipe, {KEEP_LOGITS: True}), judge)
         update = group.update if keeps_logits else group.update_without_logits
         seconds = StepSeconds(
@@ -293,7 +293,6 @@ class LayoutSearch:
         return Models(policy, with_parallel(self.models.critic), frozen)
 
     def _least_cache_gib(self, engine: EngineSizes) -> float:
-        """Return the GiB of the smallest KV cache for a longest sequence, rounded up."""
         # vLLM reserves one block of 16 tokens, and one block is partly filled.
         needed = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
         return math.ceil(needed / _GIB * 100) / 100

@@ -42,7 +42,7 @@ class Communicator:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes on a GPU; 0 for a group of one rank."""
+        """The bytes on a GPU; 0 for a group of one rank."""
         if self.num_ranks < 2:
             return 0
         collectives = (PAIR_BYTES if self.num_ranks == 2 else GROUP_BYTES) * self.has_collectives

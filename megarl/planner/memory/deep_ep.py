@@ -51,7 +51,7 @@ def deep_ep_bytes(*, hidden_size: int, itemsize: int, num_ranks: int, num_sms: i
     within = channels * peers * ((2 * nodes + 3) * 4 + of_peer * token)
     if num_ranks <= NODE_RANKS:
         return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES
-    # Both directions. Each token is aligned to 16 bytes.
+    # Buffers for sending and for receiving. Each token is aligned to 16 bytes.
     heads = (2 * NODE_RANKS + 2) * 4
     between = _align(2 * channels * nodes * (heads + of_node * (token + 16)), unit=_ALIGNMENT)
     return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES + _align(between + _HEAP_BYTES, unit=_HEAP_GRANULE)

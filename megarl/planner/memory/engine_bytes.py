@@ -85,7 +85,7 @@ def _pad_to_blocks(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> int:
-    # One scale for each row (fp8_per_channel).
+    # fp8_per_channel has one scale for each row.
     if not in_blocks:
         return prod(shape) + shape[0] * _SCALE_BYTES
     rows, columns = _pad_to_blocks(stack, shape)
@@ -120,7 +120,7 @@ def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
     whole model.
     """
     largest = min(2 * max_requests, _LARGEST_GRAPH)
-    # vLLM 0.30, config/vllm.py, _set_cudagraph_sizes.
+    # Source: vLLM 0.30, config/vllm.py, _set_cudagraph_sizes.
     sizes = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)) if size <= largest]
     num_graphs = len(sizes) + sum(size <= max_requests for size in sizes)
     return num_graphs * model.num_layers * GRAPH_LAYER_BYTES
@@ -133,7 +133,7 @@ def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests:
     in the model's type, in float32, and as probabilities.
     """
     channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
-    # The widest feed-forward layer counts.
+    # The widest feed-forward layer decides.
     dense = 3 * model.intermediate_size // tp
     routed = model.top_k * (3 * model.moe_intermediate_size // tp + 2 * model.hidden_size)
     feed_forward = max(routed if kind.has_experts else dense for kind in set(model.layers))

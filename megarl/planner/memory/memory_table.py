@@ -40,12 +40,12 @@ class Phase:
 
     @property
     def place(self) -> str:
-        """Return the kind and number of the rank: `engine rank 4`."""
+        """The kind and number of the rank: `engine rank 4`."""
         return f"{self.part} rank {self.rank}".strip()
 
     @property
     def metric(self) -> str:
-        """Return PHASE of the metric `memory/PHASE_gib` that measures this phase."""
+        """PHASE of the metric `memory/PHASE_gib` that measures this phase."""
         first = self.name.partition(" ")[0]
         return "checkpoint" if first == "save" else first
 
@@ -73,7 +73,7 @@ class CacheCapacity:
 
     @property
     def warning(self) -> str | None:
-        """Return a warning if fewer than a quarter of the concurrent requests fit at their mean length, else None."""
+        """A warning if fewer than a quarter of the concurrent requests fit at their mean length, else None."""
         if 4 * self.mean_requests >= self.decoding_requests:
             return None
         return (
@@ -88,7 +88,7 @@ class CacheCapacity:
 
     @property
     def mean_length(self) -> int:
-        """Return the mean length in tokens up to which the maximum number of concurrent requests fits."""
+        """The mean length in tokens up to which the maximum number of concurrent requests fits."""
         return self.tokens // self.max_concurrent_requests
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class MemoryTable:
 
     @property
     def fullest_host(self) -> tuple[Phase, ...]:
-        """Return the phase with the most host memory for each kind of rank: trainer first, then engine."""
+        """The phase with the most host memory for each kind of rank: trainer first, then engine."""
         parts = dict.fromkeys(phase.part for phase in self.phases)
         return tuple(
             max((phase for phase in self.phases if phase.part == part), key=lambda phase: phase.host_bytes)
@@ -133,7 +133,7 @@ class MemoryTable:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of all uses above zero, in the order of the phases."""
+        """The kinds of all uses above zero, in the order of the phases."""
         return tuple(
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )

@@ -93,7 +93,7 @@ class RankPhases:
 
     def _start(self) -> list[Use]:
         """Return the uses at the fullest moment of a start: engine built, all models loaded, or first reshard."""
-        # The first update creates the moments.
+        # Before the first update, the optimizer has no moments.
         began = replace(self.memory.policy, moments=0)
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
         if built := max(self.memory.policy.built, self.memory.critic.built):
@@ -287,8 +287,8 @@ class RankPhases:
         else:
             yield from (Use(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
         if self.memory.has_trainer and self.memory.recipe.checkpoint.replicate:
-            # Copies after the newest copied step and during the next copy: of this rank's state, and of a partner's if
-            # there is another node.
+            # There are copies of the newest copied step and of the next one: of this rank's state, and of a partner's
+            # if there is another node.
             num_copies = 4 if self.memory.recipe.cluster.nodes > 1 else 2
             yield Use("copies of the state", host_bytes=num_copies * (self.memory.policy + self.memory.critic).saved)
         yield Use("libraries", host_bytes=LIBRARY_BYTES)

@@ -63,7 +63,7 @@ class RankMemory:
 
     @cached_property
     def policy(self) -> TrainerStates:
-        """Return the policy's states after the first update: before it, the optimizer has no moments."""
+        """The policy's states after the first update: before it, the optimizer has no moments."""
         if not self.has_trainer:
             return trainer_bytes.NOTHING
         return self._trainer_states(self.models.policy, self.recipe.optimizer, self.recipe.lora.rank)
@@ -99,7 +99,7 @@ class RankMemory:
 
     @cached_property
     def adapter_slots(self) -> int:
-        """Return the bytes of the engine's slots for a LoRA adapter, counted as engine weights."""
+        """The bytes of the engine's slots for a LoRA adapter, counted as engine weights."""
         if not self.has_engine or not self.recipe.sends_adapter:
             return 0
         lora = self.recipe.lora
@@ -108,7 +108,7 @@ class RankMemory:
 
     @cached_property
     def unquantised_weights(self) -> int:
-        """Return the bytes that an engine needs to quantise its FP8 weights during a reshard."""
+        """The bytes that an engine needs to quantise its FP8 weights during a reshard."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
         return engine_bytes.unquantised_bytes(
@@ -127,7 +127,7 @@ class RankMemory:
 
     @property
     def _engine_shape(self) -> ModelShape:
-        """Return the engines' model. It has the policy's draft layers only if they draft tokens."""
+        """The engines' model. It has the policy's draft layers only if they draft tokens."""
         return self.models.policy.shape.with_draft_layers(self.recipe.rollout.drafts_with_model_layers)
 
     @property
@@ -146,7 +146,7 @@ class RankMemory:
             return 0
         rollout = self.recipe.rollout
         default = engine_bytes.BATCHED_TOKENS[self.platform.kind]
-        # `platform.cpu.vllm_patches` sets the same limit.
+        # On CPUs, `platform.cpu.vllm_patches` raises the limit to the longest request.
         if not self.platform.is_gpu:
             default = max(default, self.recipe.context_tokens)
         return engine_bytes.step_bytes(
@@ -159,7 +159,7 @@ class RankMemory:
 
     @cached_property
     def staging(self) -> int:
-        """Return the bytes of the reshard's buffers: two buckets, or all weights if they are smaller."""
+        """The bytes of the reshard's buffers: two buckets, or all weights if they are smaller."""
         if not self.recipe.has_engine or self.parallel.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
@@ -167,7 +167,7 @@ class RankMemory:
 
     def cache_capacity(self) -> CacheCapacity:
         blocks = self.cache_bytes // self._block_bytes
-        # vLLM 0.30 reserves one block.
+        # vLLM 0.30 reserves one block, which holds no request.
         tokens = max(0, blocks - 1) * self._block_tokens
         max_requests = self.recipe.rollout.max_concurrent_requests
         return CacheCapacity(
@@ -186,25 +186,25 @@ class RankMemory:
 
     @property
     def offloads_states(self) -> bool:
-        """Return whether states are ever offloaded: for an engine of the same rank, or for the critic."""
+        """Whether states are ever offloaded: for an engine of the same rank, or for the critic."""
         return self.has_engine or self.models.critic is not None
 
     @property
     def host_copies(self) -> int:
-        """Return the bytes of host memory for offloaded states and, with GPUs, for copies of the scoring models."""
+        """The bytes of host memory for offloaded states and, with GPUs, for copies of the scoring models."""
         offload = self.recipe.trainer.offload if self.offloads_states else ()
         scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
         return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring
 
     @property
     def max_host_copies(self) -> int:
-        """Return the maximum number of host copies of tensors: weights, main weights, two moments of each."""
+        """The maximum number of host copies of tensors: weights, main weights, two moments of each."""
         models = filter(None, [self.models.policy, self.models.critic, *self.models.frozen.values()])
         return 4 * sum(len(parameter_shapes(model.layouts, model.parallel.coordinates(self.rank))) for model in models)
 
     @property
     def deep_ep_buffers(self) -> int:
-        """Return the bytes of DeepEP's buffers, shared by the trained models: the widest model counts.
+        """The bytes of DeepEP's buffers, shared by the trained models: the widest model counts.
 
         Zero: every rank has all experts, so no tokens are sent.
         """
@@ -240,7 +240,7 @@ class RankMemory:
 
     @property
     def _shares_embedding(self) -> bool:
-        """Return whether this rank is on the first or last pipeline stage and both stages copy one embedding."""
+        """Whether this rank is on the first or last pipeline stage and both stages copy one embedding."""
         shape, last = self.models.policy.shape, self.parallel.pp - 1
         trained_shape = shape.with_draft_layers(self.recipe.trainer.trains_draft_layers)
         has_copy = shape.tie_word_embeddings or trained_shape.num_draft_layers > 0 or self.recipe.trains_drafter
@@ -256,14 +256,14 @@ class RankMemory:
             optimizer=optimizer.name,
             is_pinned=self.platform.is_gpu,
             adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
-            # A tuple, so that equal sizes are computed once.
+            # A tuple can be a key of the cache, so equal sizes are computed once.
             whole=tuple(self._drafter_shapes) if built is self.models.policy else (),
             host_fraction=self.recipe.trainer.optimizer_offload_fraction,
         )
 
     @cached_property
     def drafter(self) -> DrafterShape | None:
-        """Return the shape of the trained drafter. None: no drafter is trained, or its files are broken."""
+        """The shape of the trained drafter. None: no drafter is trained, or its files are broken."""
         if not self.recipe.trains_drafter or self.recipe.drafter is None:
             return None
         try:
@@ -274,7 +274,7 @@ class RankMemory:
 
     @property
     def _drafter_shapes(self) -> Collection[tuple[int, ...]]:
-        """Return the shapes of the trained drafter's tensors on this rank: only the last pipeline stage has it."""
+        """The shapes of the trained drafter's tensors on this rank: only the last pipeline stage has it."""
         is_last = self.parallel.coordinates(self.rank).pp == self.parallel.pp - 1
         return self.drafter.tensors.values() if self.drafter and is_last else ()
 
@@ -340,7 +340,7 @@ class RankMemory:
 
     @property
     def _cache_asked(self) -> int:
-        """Return the bytes for the KV cache: the recipe's, or what is left of vLLM's share of the GPU."""
+        """The bytes for the KV cache: the recipe's, or what is left of vLLM's share of the GPU."""
         share = self.recipe.rollout.gpu_memory_utilization
         if share is None:
             return int(self.recipe.rollout.kv_cache_gib * 2**30)

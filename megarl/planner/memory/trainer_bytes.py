@@ -151,7 +151,7 @@ def whole_matrix_bytes(layouts: MegatronLayouts, *, product_bytes: int) -> int:
 def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
     """Return the bytes of FP8 copies of a rank's linear layers: by rows, by columns, and their scales."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
-    # Transformer Engine leaves these matrices in 16 bits.
+    # Transformer Engine keeps these matrices in 16 bits.
     in_16_bits = ("word_embeddings.weight", "output_layer.weight", "router.weight")
     numel = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(in_16_bits))
     return 2 * (numel + numel * FLOAT32 // FP8_BLOCK**2)
@@ -176,7 +176,7 @@ def buffers_of(layouts: MegatronLayouts, rank: int, optimizer: OptimizerName) ->
     expert_shards = parallel.world_size // (parallel.etp * parallel.ep * parallel.pp)
     # Megatron-Core gives tied embeddings a bucket of their own if first and last stage must sum their gradients.
     is_shared = layouts.model.tie_word_embeddings and parallel.pp > 1
-    # Buffers of modules are not trained.
+    # Buffers of modules have no gradient.
     shapes = parameter_shapes(layouts, coordinates, has_buffers=False)
     num_moments = dict.fromkeys(shapes, 0 if optimizer == "sgd" else 2)
     if optimizer == "muon":
@@ -297,7 +297,7 @@ class _Bucket:
 
 def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
     multiple = math.lcm(num_shards, _BUCKET_MULTIPLE)
-    # Padding splits buckets evenly over the shards. Megatron-Core requires multiples of 128.
+    # Buckets are padded so that they split evenly over the shards. Megatron-Core also requires multiples of 128.
     buckets: list[_Bucket] = []
     inside: list[tuple[int, int]] = []
     begin = position = 0

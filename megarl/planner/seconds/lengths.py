@@ -49,7 +49,7 @@ class Lengths:
 
     @property
     def mean_age(self) -> float:
-        """Return the mean tokens already decoded by an active request, in an engine that always starts new requests.
+        """The mean tokens already decoded by an active request, in an engine that always starts new requests.
 
         A request is active for a time proportional to its length, so long requests count more.
         """
@@ -97,7 +97,6 @@ def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = 
 
 
 def assumed_prompt_tokens(max_prompt_tokens: int) -> float:
-    """Return the mean length of prompts assumed if only their limit is known."""
     return max(1.0, _PROMPT_SHARE * max_prompt_tokens)
 
 

@@ -103,7 +103,7 @@ class Parts:
         seconds_by_cause = {}
         for cause in self._causes():
             seconds = getattr(self, cause)
-            # A number holds for all layouts.
+            # A plain number is the same for all layouts.
             seconds_by_cause[cause] = float(seconds if np.ndim(seconds) == 0 else seconds[index])
         return {cause: seconds for cause, seconds in seconds_by_cause.items() if seconds}
 

@@ -130,7 +130,7 @@ class RowComparer(Recorder):
             written, expected = target[row], source[row].cpu()
             if (module := self._modules.get(parameter_name)) is not None:
                 first = int(written.storage_offset() - parameter.storage_offset())
-                # None: the kernel stores the weights in another order.
+                # `holds` returns None if the kernel stores the weights in another order: accept them.
                 is_equal = module.holds(parameter_name, first, written.stride(-1), expected) is not False
             else:
                 is_equal = self._is_equal(written.cpu(), expected)

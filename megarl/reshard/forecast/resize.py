@@ -125,7 +125,7 @@ class _StateLayouts:
             boxes = set[Box]()
             for holding in layouts.holdings(tensor):
                 piece = holding.piece(tensor)
-                # The last pipeline stage may hold tied embeddings too.
+                # The last pipeline stage may have a second copy of tied embeddings.
                 is_copied = piece.box not in boxes
                 boxes.add(piece.box)
                 if is_copied:
@@ -145,7 +145,6 @@ class _StateLayouts:
         return tuple(piece for rank in sorted(ranks) for piece in self._copied[size][rank])
 
     def num_bytes(self, rank: int) -> int:
-        """Return the bytes of the copy of a rank's state."""
         return sum(size * piece.box.numel for size, pieces in self._copied.items() for piece in pieces[rank])
 
 

@@ -25,7 +25,6 @@ from megarl.types import ConfigError
 def megatron_layouts(
     model: ModelShape, parallel: ParallelConfig, *, padded_vocab_size: int, transformer_engine: bool = False
 ) -> MegatronLayouts:
-    """Return the layouts of all trainer ranks, in rank order."""
     return MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine)
 
 

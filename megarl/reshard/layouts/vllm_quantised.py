@@ -171,12 +171,12 @@ class QuantisedModule:
         if live is None or len(scales) != 1 or scales[0].dim() != live.dim():
             return None
         [scale] = scales
-        # Some kernels take a view with rows and columns exchanged.
+        # Some kernels store the transposed weight.
         live = live.t() if live.dim() == 2 and live.t().is_contiguous() and not live.is_contiguous() else live
         if live.shape != loaded.shape:
             return None
         sizes = list(zip(live.shape, scale.shape, strict=True))
-        # Elements per scale in each dimension.
+        # Elements per scale, by dimension.
         blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
         if any(-(-size // block) != count for block, (size, count) in zip(blocks, sizes, strict=True)):
             return None

@@ -60,7 +60,7 @@ class MuonWithAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None
-        # Loading a state replaces groups and state.
+        # Repeated in each step, because loading a state replaces groups and state.
         self.adam.param_groups = [group for group in self.param_groups if not group.get(_IS_MATRIX)]
         self.adam.state = self.state
         self.adam.step()
@@ -120,7 +120,9 @@ class MuonRule:
         self._parameters = {name: parameter for name, parameter in trained.items() if name in names}
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> dict[ParamKey, Any]:
-        """Return Megatron's overrides: groups for the matrices, and Adam's learning rate for the rest."""
+        """Return Megatron's overrides: parameter groups for the matrices, and Adam's learning rate for all other
+        groups.
+        """
         # Sets of ids, because `==` compares tensors element by element.
         matrices = {id(parameter) for parameter in self._parameters.values()}
         rate = self._config.muon.adam_rate
@@ -157,7 +159,7 @@ class MuonRule:
             for name, parameter in self._parameters.items()
             if has_experts is not getattr(parameter, "allreduce", True)
         }
-        # Ranks of other pipeline stages have none of these matrices.
+        # All ranks of this pipeline stage: other stages have none of these matrices.
         group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         ranges = gather_values(_ranges_on_rank(leaf, parameters), group)
         layouts = [
@@ -221,7 +223,7 @@ def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
         for bucket in buckets
         for parameter, range_map in bucket["param_map"].items()
     }
-    # A parameter without an element in this rank's shard is missing in the rank's map.
+    # If this rank's shard has no element of a parameter, the rank's map lacks the parameter.
     return {
         name: (ranges[parameter].start, ranges[parameter].end)
         for name, parameter in parameters.items()

@@ -87,12 +87,10 @@ def _mean(values: Tensor, is_counted: Tensor, count: Tensor, needs_tokens: bool)
 
 
 def mean_of_all(values: Tensor) -> RowMetric:
-    """Return the mean of values [values]."""
     return mean_of(values, torch.ones_like(values, dtype=torch.bool))
 
 
 def sum_of(values: Tensor) -> RowMetric:
-    """Return the sum of values [*any]."""
     total = values.detach().sum(dtype=torch.float64)
     return RowMetric(Sum, total, torch.ones_like(total))
 

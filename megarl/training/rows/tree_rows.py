@@ -72,7 +72,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     first, edge = _edges(batch, tree, tokens, sequences)
     predicted = tokens[first]
     edges = np.zeros(len(batch.token_ids), np.int64)
-    # Position t predicts token t + 1.
+    # Position t predicts token t + 1, so a token's edge is stored one position earlier.
     edges[tokens - 1] = edge
 
     def predictions(values: np.ndarray) -> Tensor:

@@ -409,7 +409,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         copy_to_optimizer(optimizer, saved["param_state"], chunks)
         set_optimizer_step(optimizer, int(step))
         return
-    # `load_state_dict` replaces the groups' settings by the saved ones, so restore the recipe's.
+    # `load_state_dict` replaces the groups' settings by the saved ones. Put the recipe's settings back.
     current = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
     if _is_torch(optimizer):
         inner_state = saved.get("optimizer", saved)["state"]

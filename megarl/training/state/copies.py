@@ -167,7 +167,7 @@ class StateCopier:
             self._fields = background.finish(exchange)
             self._spare = {origin: copy.files for origin, copy in self._newest.items()}
             self._newest = {copy.origin: copy for copy in self._running}
-        # The driver asks again while other ranks are not done.
+        # None until this rank's copies are complete; the driver asks again.
         return self._fields
 
     def _exchange_copies(self, own_copy: StateCopy, partner_copies: Sequence[StateCopy]) -> dict[str, FileFields]:
@@ -293,7 +293,7 @@ def _files_for(layouts: Layouts, spare: Mapping[str, MemoryFile] | None = None) 
     files = {}
     for dtype, pieces in layouts.items():
         num_bytes = sum(piece.box.numel for piece in pieces) * getattr(torch, dtype).itemsize
-        # Locking pages is slow, so files are used again.
+        # Page-locking is slow, so reuse files.
         file = (spare or {}).get(dtype)
         files[dtype] = file if file is not None and file.num_bytes == num_bytes else MemoryFile.create(num_bytes)
     return files

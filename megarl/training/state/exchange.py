@@ -63,7 +63,7 @@ def restore_state(engine: TrainingEngine, state: TrainedState) -> None:
         tensor.copy_(values)
     for inner, moments, steps in zip(_inner_optimizers(engine), state.moments, state.steps, strict=True):
         for parameter, values in zip(_parameters(inner), moments, strict=True):
-            # A step replaces no tensor of the state, so the copies themselves must not become live.
+            # Copy the values: a step changes tensors of the state in place, which must not change the copies.
             inner.state[parameter] = {name: _to_live(value, parameter) for name, value in values.items()}
             if not values:
                 del inner.state[parameter]
