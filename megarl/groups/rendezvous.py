@@ -1,10 +1,10 @@
 """Rendezvous: how the ranks of a run connect to each other, and the secret key they share.
 
 On one machine the ranks meet through a file in a folder private to their user. On several machines rank 0 serves a
-TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs that meet
-by mistake, and strangers cannot guess it. It does not stop an attacker who can read the network or list the keys.
+TCPStore on one address. Its keys have a secret prefix, derived from the run's key: it separates runs that meet by
+mistake, and strangers cannot guess it. It does not stop an attacker who can read the network or list the keys.
 
-megarl unpickles data from the store or a collective only if it is signed with the run's key (`signed`). Other libraries
+megarl unpickles data from the store or a collective only if signed with the run's key (`signed`). Other libraries
 pickle their own objects in collectives, so the job's network must be trusted.
 """
 

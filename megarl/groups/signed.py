@@ -1,8 +1,8 @@
 """Collectives of Python objects, pickled and signed with the run's secret key. Only signed data is unpickled.
 
 gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore has an HMAC
-over its sender, its number and its content, checked before unpickling. Forged and replayed messages are refused, and
-messages of another torch world, such as an engine replica's. A restarted replica is a new world.
+over its sender, its number and its content. Forged and replayed messages are refused, and messages of another torch
+world, such as an engine replica's. A restarted replica is a new world.
 """
 
 from __future__ import annotations

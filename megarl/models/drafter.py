@@ -2,12 +2,12 @@
 
 The drafter reads the inputs of three layers (`AuxStates`) and the policy's embedding, both detached, so its loss does
 not change the policy's gradient. At position t it predicts the policy's prediction at t + 1. Further steps of a
-training pass feed the drafter with its own states, as an engine does when it drafts several tokens (training-time test,
-section 3.2 of the paper). Step k predicts the policy's prediction at t + 1 + k.
+training pass feed the drafter with its own states, as when an engine drafts several tokens (training-time test, section
+3.2 of the paper): step k predicts the policy's prediction at t + 1 + k.
 
-Every rank has the whole parameters. The positions of a row are divided over the context-parallel ranks, and with
-sequence parallelism also over the tensor-parallel ranks. Only the policy's detached states are gathered, so no
-collective has a gradient. Megatron adds up the gradients of the parameters.
+Every rank has the whole parameters; Megatron adds up their gradients. The positions of a row are divided over the
+context-parallel ranks, and with sequence parallelism over the tensor-parallel ranks too. Only the policy's detached
+states are gathered, so no collective has a gradient.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the classes of the spec, as Megatron-Core 0.16.1 does without this method.
 
-        If queries have no low rank (Moonlight, GLM-4.7-Flash), Megatron-Core 0.19 chooses other classes. It refuses all
-        local layers. Before the query projection of Transformer Engine's layers, it adds a norm.
+        If queries have no low rank (Moonlight, GLM-4.7-Flash), Megatron-Core 0.19 refuses all local layers, and adds a
+        norm before the query projection of Transformer Engine's layers.
         """
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in parts}

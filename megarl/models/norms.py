@@ -12,7 +12,7 @@ class RMSNorm(nn.Module):
 
     With the config's `layernorm_zero_centered_gamma` the factor is 1 + weight, in float32: the stored weight would lose
     bits. Under sequence parallelism each tensor-parallel rank normalises its own tokens, and Megatron sums the weight's
-    gradient (attribute `sequence_parallel`). The norm of Megatron-Core 0.16.1's local layers supports neither.
+    gradient (attribute `sequence_parallel`). Megatron-Core 0.16.1's local norm supports neither.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:

@@ -109,9 +109,9 @@ class DirectReshard:
     """Copies the trainer's live parameters into the engine's, by a plan over a group of ranks (default: the world).
 
     A rank that only trains has no `engine`; a rank that only samples has no `parameters`. `sources` and `destinations`
-    are the computed layouts of all ranks. `recorded` is the recorded layout of this rank's engine. If it equals the
-    computed one on every rank, only digests of the plan are exchanged. Otherwise the recorded layouts are exchanged and
-    used. With `slots`, these are written, and `engine` is None.
+    are the computed layouts of all ranks, `recorded` is the recorded layout of this rank's engine. If computed and
+    recorded layouts are equal on every rank, only digests of the plan are exchanged. Otherwise the recorded layouts are
+    exchanged and used. With `slots`, these are written, and `engine` is None.
 
     The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
@@ -229,9 +229,9 @@ class DirectReshard:
 class GatheredReshard:
     """Passes full tensors to vLLM's loader `load`, for engines that convert their weights.
 
-    Converted weights differ from the trainer's, so `checks.probe` compares log-probs instead of bytes. A rank without
-    `load` has no engine and only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have
-    engines. Beyond the staging buffers, full tensors of `bucket_bytes`, at least one tensor, must fit in memory.
+    `verify` does nothing: `checks.probe` compares log-probs instead. A rank without `load` has no engine and only
+    sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Beyond the staging
+    buffers, full tensors of `bucket_bytes`, at least one tensor, must fit in memory.
     """
 
     is_probed = True

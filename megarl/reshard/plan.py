@@ -2,7 +2,7 @@
 
 A plan is a function of the source and destination layouts. Each rank computes its own part; the parts fit together. The
 source of a piece is the nearest rank with the piece: the rank itself, else a rank on its node, under its switch, or
-anywhere. Destinations are spread evenly over equally near sources. This choice rotates from tensor to tensor.
+anywhere. Destinations are spread evenly over equally near sources, which rotate from tensor to tensor.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class Plan:
     def _make_steps(self, limit: int) -> None:
         """Distribute the tensors over buckets. In a bucket, sends plus receives of a rank are at most `limit` elements.
 
-        The first tensor of each group of source ranks comes first, then the second tensor of each group, and so on.
-        Thus all ranks send at the same time, instead of one pipeline stage or expert rank after another.
+        The first tensor of each group of source ranks comes first, then the second of each group, and so on. Thus all
+        ranks send at the same time, not one pipeline stage or expert rank after another.
         """
         rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
         overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}

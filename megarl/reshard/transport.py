@@ -1,9 +1,8 @@
 """Transport: executes one rank's part of a reshard's plan on live tensors, any number of times.
 
 For each bucket, elements for other ranks are packed and sent in one exchange. Meanwhile local elements are copied in
-place and the previous bucket is unpacked. CPU ranks on one machine pack into shared memory, and their peers unpack from
-it. Destinations are written in place and never rebound, because CUDA graphs hold their addresses. Staging memory is two
-buckets.
+place and the previous bucket is unpacked. CPU ranks on one machine exchange through shared memory. Destinations are
+written in place and never rebound, because CUDA graphs hold their addresses. Staging memory is two buckets.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ class Transport:
     """One rank's part of a plan, bound to its tensors; `reshard` copies the weights.
 
     `sources` and `destinations` map storage names to contiguous tensors, which must keep their memory. `dtype` is the
-    type of sent elements: it has the plan's item size and is the same on all ranks. Values are cast if a storage has
-    another type. Rank i of the plan is rank i of `group`.
+    type of sent elements: it has the plan's item size and is the same on all ranks. Storages of another type are cast.
+    Rank i of the plan is rank i of `group`.
 
     `shared_memory`, equal on all ranks, allows exchanges through shared memory between CPU ranks of one machine. With
     it, the constructor is a collective if ranks exchange anything. Raises ValueError for a missing or too small

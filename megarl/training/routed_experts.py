@@ -1,8 +1,8 @@
 """Router replay: the trainer uses the experts that the engine chose for each token.
 
-A completion's experts [tokens, layers, top_k] are far larger than its other data, so they never pass through the
-driver. The sampling rank stores them (`StoredExperts`); the completion carries a handle. Before a pass, each rank
-fetches the experts of its tokens and layers (`ExpertExchange`).
+A completion's experts [tokens, layers, top_k] are far larger than its other data, so the driver gets only a handle. The
+sampling rank stores them (`StoredExperts`). Before a pass, each rank fetches the experts of its tokens and layers
+(`ExpertExchange`).
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ Shape = tuple[int, int, int]
 class StageCommunicator(P2PCommunicator):
     """Sends hidden states and gradients between pipeline stages, without sending their shapes.
 
-    Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read it
-    from the device. Here every rank computes the shapes from the lengths of all rows.
+    Packed rows differ in length, so Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read
+    it from the device. Here every rank computes the shapes from the lengths of all rows.
 
     `shapes` [microbatches] has one shape per row. `carriers` [chunks] send further states of this stage's chunks,
-    stacked on the hidden states; None: a chunk without any. Use a new object for each call of a Megatron schedule.
+    stacked on the hidden states; None: no further states. Use a new object for each call of a Megatron schedule.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The models of distillation: a teacher that computes targets, and a policy that learns from them.
 
-A target is a row of bytes for one trained token, because one tensor is easier to send than several. With
-full_vocabulary it is the teacher's hidden state before its head. With top_k it has the ids of the most likely tokens,
-their log-probs, and the joint log-prob of the remaining tokens.
+A target is a row of bytes for one trained token: one tensor is easier to send than several. full_vocabulary: the
+teacher's hidden state before its head. top_k: the ids of the most likely tokens, their log-probs, and the joint
+log-prob of the remaining tokens.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class UpdateRouter(TopKRouter):
     """Megatron's router with losses averaged over the update's tokens, and with noise in training only.
 
     Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and divides in
-    `finalize_model_grads`. This sum depends on tp, cp, padding, and the sequences in a row. Here each rank's part is
+    `finalize_model_grads`: the sum depends on tp, cp, padding, and the sequences in a row. Here each rank's part is
     divided by the update's tokens at once, so the sum over rows and ranks is the mean.
     """
 
@@ -190,8 +190,8 @@ class UpdateRouter(TopKRouter):
     def _select_row(self) -> None:
         """Select the row of this pass.
 
-        A recomputed layer runs first without gradients, then again in the backward pass, row by row in the same order.
-        The backward pass of one row may run after the forward pass of the next rows.
+        A recomputed layer runs without gradients first, then again in the backward pass, row by row in the same order.
+        Forward passes of later rows may come in between.
         """
         assert self.row is not None
         if not torch.is_grad_enabled():

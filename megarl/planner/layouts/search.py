@@ -1,9 +1,8 @@
 """Search for the fastest layouts of a recipe that fit its GPUs, by predicted seconds of a step.
 
-First, each layout gets a lower bound of its seconds: the time with a KV cache for all requests at once. Then the search
-examines layouts in the order of their bounds. A memory prediction decides whether a layout fits and how large its cache
-is, and its seconds are computed again with this cache. The search ends once every remaining bound is above the slowest
-layout of the result.
+Each layout first gets a lower bound: its seconds with a KV cache for all requests at once. Layouts are examined by
+ascending bound. A memory prediction decides whether a layout fits, and gives its real cache and seconds. The search
+ends once every remaining bound is above the slowest layout of the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GPU memory of NCCL's communicators of a rank.
 
-NCCL connects peers at the first call that needs them, so the bytes depend on the calls. Collectives connect rings and
-trees. Sends and receives (all-to-all, pipeline stages, reshards) connect pairs of ranks by more channels. The numbers
-come from measurements in NVIDIA/nccl's issues. Nothing was measured with megarl on several GPUs.
+NCCL connects peers at the first call that needs them. Collectives connect rings and trees. Sends and receives
+(all-to-all, pipeline stages, reshards) connect pairs of ranks by more channels. Sources: measurements in NVIDIA/nccl's
+issues. Nothing was measured with megarl on several GPUs.
 """
 
 from __future__ import annotations

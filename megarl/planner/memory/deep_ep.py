@@ -1,12 +1,12 @@
 """Bytes of DeepEP's buffers on a rank (`trainer.moe_dispatcher: flex`), as created by Megatron-Core.
 
-All layers share one buffer. DeepEP has a configuration for dispatch and one for combine, by number of ranks; the larger
-one sizes the buffer. Source: DeepEP 1.2.1 (csrc/config.hpp, deep_ep/buffer.py) and Megatron-Core 0.16.1
+All layers share one buffer. Its size follows DeepEP's configuration for the number of ranks, of dispatch or combine,
+whichever is larger. Source: DeepEP 1.2.1 (csrc/config.hpp, deep_ep/buffer.py) and Megatron-Core 0.16.1
 (transformer/moe/fused_a2a.py).
 
-With several nodes, the buffer is in NVSHMEM's heap. The size of the heap is inferred: it grows by DeepEP's granules,
-and NVSHMEM needs 256 MiB of it (DeepEP's documentation). Not counted: NVSHMEM's queues, and the kernels' memory, a part
-of CUDA's context.
+With several nodes, the buffer is in NVSHMEM's heap. The heap's size is inferred: it grows by DeepEP's granules, and
+NVSHMEM needs 256 MiB of it (DeepEP's documentation). Not counted: NVSHMEM's queues, and the kernels' memory, a part of
+CUDA's context.
 """
 
 from __future__ import annotations

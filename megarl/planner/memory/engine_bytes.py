@@ -51,10 +51,10 @@ def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantizati
 def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_bytes: int, stages: int) -> int:
     """Return the peak bytes of a reshard to an FP8 engine on a rank, in addition to weights and buckets.
 
-    The first part are weights of incomplete modules (`reshard.quantised`). The layers of all pipeline `stages` arrive
-    in parallel, with three buckets in flight. The second part is the largest module with padded rows, and the memory to
-    quantise it. Experts are quantised one by one. For a linear layer, vLLM holds a padded copy and its absolute values,
-    both in float32.
+    First part: weights of incomplete modules (`reshard.quantised`). The layers of all pipeline `stages` arrive in
+    parallel, with three buckets in flight. Second part: the largest module with padded rows, and the memory to quantise
+    it. Experts are quantised one by one. For a linear layer, vLLM holds a padded copy and its absolute values, both in
+    float32.
     """
     modules: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
@@ -129,8 +129,8 @@ def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
 def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests: int, itemsize: int) -> int:
     """Return the peak temporary bytes of an engine step: a layer's activations, or the sampler's logits.
 
-    A layer has the residual stream, its norm, and the input and output of its wider part. The logits exist three times:
-    in the model's type, in float32, and as probabilities.
+    A layer has the residual stream, its norm, and input and output of its wider part. The logits exist three times: in
+    the model's type, in float32, and as probabilities.
     """
     channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
     # The widest feed-forward layer decides.

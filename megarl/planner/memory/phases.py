@@ -262,7 +262,7 @@ class RankPhases:
     def _idle_engine(self) -> list[Use]:
         """Return the memory of an engine that does not sample.
 
-        On a GPU it sleeps without GPU memory. With a LoRA adapter or an EAGLE-3 drafter, its weights then are in host
+        On a GPU it sleeps without GPU memory; with a LoRA adapter or an EAGLE-3 drafter, its weights then are in host
         memory. On a CPU it cannot sleep.
         """
         if not self.memory.platform.is_gpu:

@@ -56,8 +56,7 @@ class StepSeconds:
 def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
     """Return a lower bound of a reshard's seconds: its time on the link or in memory, whichever is longer.
 
-    Weights are read once and written once. `shard_bytes`: weights of an engine rank. `link`, `memory`: bandwidths in
-    bytes per second.
+    Weights are read and written once. `shard_bytes`: weights of an engine rank. `link`, `memory`: bytes per second.
     """
     return max(shard_bytes / link, 2 * shard_bytes / memory)
 
@@ -65,8 +64,8 @@ def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
 def reshard_seconds(work: ModelWork, tp: int, gpu: GpuSpeeds, *, is_separate: bool, item_bytes: int = 2) -> float:
     """Return a lower bound of the seconds of a reshard to engines of `tp` ranks.
 
-    The weights of an engine rank cross its link once: the network to separate engines, else NVLink. `item_bytes`: bytes
-    per weight.
+    An engine rank's weights cross its link once: the network to separate engines, else NVLink. `item_bytes`: bytes per
+    weight.
     """
     link = gpu.network if is_separate else gpu.nvlink
     return moved_seconds(item_bytes * work.weights / tp, link=link, memory=gpu.memory)

@@ -1,8 +1,7 @@
 """Seconds of the trainer's passes over a batch, for many parallel layouts at once.
 
 A batch is packed into rows (micro-batches). A row's pass takes the time of the slowest pipeline stage: matrix products,
-collectives, and a fixed time per layer. Rows follow each other through the pipeline; at its start and end some stages
-are idle (the bubble).
+collectives, and a fixed time per layer. At the start and the end of the pipeline some stages are idle (the bubble).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Comparison of an engine's live parameters with the model folder: a few random rows of each kind of tensor, by name.
 
-Checksums of trainer and engine prove plan and transport, but both use megarl's layouts. If a layout is one row off,
-each element goes to a wrong place, and all checksums agree. Here vLLM's own loader decides the place of a tensor.
-
-The loader runs on memory-mapped tensors of the folder. Its writes are compared instead of executed, so only the
-compared rows are read. The engine must have the folder's weights, so this runs once, before the first update.
+Checksums of trainer and engine agree even if a layout is one row off, because both use megarl's layouts. Here vLLM's
+own loader decides the place of a tensor. It runs on memory-mapped tensors of the folder. Its writes are compared
+instead of executed, so only the compared rows are read. The engine must have the folder's weights: this runs once,
+before the first update.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Verification of a reshard: checksums of the trainers' live parameters, compared with those of the engines.
 
-Both sides compute checksums of the same boxes (index ranges of tensors). A checksum depends on the values of a box and
-on its place in the tensor. Equal checksums thus prove plan and transport, but not the layouts: see `checks.file_rows`.
+Both sides compute checksums of the same boxes (index ranges of tensors), which depend on values and on places in the
+tensor. Equal checksums thus prove plan and transport, but not the layouts: see `checks.file_rows`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Layout of vLLM's live parameters, recorded from vLLM's own loader.
 
 `load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
-projections, replicated KV heads, padding and experts thus need no rules here. Some loaders clone a checkpoint tensor
-before writing it; the recorder follows the clone. A loader that computes values raises an error naming the parameter.
-For a module that quantises its weights, the layout describes the unquantised weights (`layouts.vllm_quantised`).
+projections, replicated KV heads, padding and experts thus need no rules here. If a loader clones a checkpoint tensor
+before writing it, the recorder follows the clone. A loader that computes values raises an error naming the parameter.
+The layout of a quantising module describes its unquantised weights (`layouts.vllm_quantised`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM modules with FP8 weights: their unquantised parameters during loading, and their quantisation by vLLM.
 
-vLLM's online quantisation loads unquantised weights, then computes FP8 weights and scales. Both steps here are vLLM's
-own code. vLLM stores the loading parameters for its own reload. Its quantiser runs on a copy of the module, so no live
+vLLM's online quantisation loads unquantised weights, then computes FP8 weights and scales. Both steps are vLLM's own
+code here. vLLM stores the loading parameters for its own reload. Its quantiser runs on a copy of the module, so no live
 tensor is replaced.
 """
 

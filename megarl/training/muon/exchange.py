@@ -1,8 +1,7 @@
 """Gathering of a sharded model's matrices for Muon's update: each is whole on one rank, its owner.
 
-Tensor-parallel ranks store parts of a matrix, and data-parallel ranks flat ranges of these parts. One plan copies the
-parts to the owner, another copies the results back. Matrices are updated in rounds, so that no rank has more than about
-one matrix at a time.
+Tensor-parallel ranks store parts of a matrix, data-parallel ranks flat ranges of these parts. One plan copies them to
+the owner, another copies the results back. Matrices go in rounds: no rank has more than about one at a time.
 """
 
 from __future__ import annotations

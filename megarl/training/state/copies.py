@@ -1,9 +1,9 @@
 """Copies of the training state in host memory: a lost node costs the steps since the last copy, not those since the
 last checkpoint.
 
-Each rank has a copy of its own part, and of the part of a partner rank on another node. The copies are memory files
-that the node's agent process holds open, so they outlive the ranks. A restore is a plan of copies between ranks. The
-new ranks may have other parallel sizes, and no rank receives an element that it has.
+Each rank has a copy of its own part, and of a partner's on another node. The copies are memory files that the node's
+agent process holds open, so they outlive the ranks. A restore is a plan of copies between ranks: the new ranks may have
+other parallel sizes, and no rank receives an element that it has.
 """
 
 from __future__ import annotations

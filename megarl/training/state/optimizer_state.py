@@ -2,8 +2,7 @@
 
 Megatron's formats either gather all values on all ranks (`fully_reshardable`) or require equal tensor- and
 pipeline-parallel sizes (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
-covering it, with the names and shapes of `fully_reshardable`. Nothing is gathered, and a checkpoint can be read with
-any parallel sizes.
+covering it, named and shaped as in `fully_reshardable`. Nothing is gathered, and any parallel sizes can read it.
 """
 
 from __future__ import annotations
