@@ -22,6 +22,8 @@ from megarl.tracking.spikes import SpikeDetector
 from megarl.types import MegarlError
 
 ONE_AFTER_THE_OTHER = RowPacking()
+_MODEL_FIELDS = {"reference": "model.path", "critic": "critic", "reward_model": "reward.model"}
+"""Recipe fields of models that are not the policy, by name. All others are teachers."""
 
 
 @dataclass(slots=True)
@@ -118,10 +120,31 @@ class RankModel:
     async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
         """Compute log-probs in nats (policy, reference) or values (critic, reward model): float32 [tokens].
 
-        Entry t is for the prediction of token t. It is zero on the first token of each sequence.
+        Entry t is for the prediction of token t. It is zero on the first token of each sequence. Raises MegarlError if
+        a model other than the policy has a value that is not finite for a trained token.
         """
         # A forward pass reads only the tokens, so the other arrays are not sent.
-        return await self.gather(f"{self.name}.forward", batch.with_arrays({}), max_tokens=self.max_tokens_per_forward)
+        sent = batch.with_arrays({})
+        values = await self.gather(f"{self.name}.forward", sent, max_tokens=self.max_tokens_per_forward)
+        # Updates with the policy's own values of this kind are skipped by the ranks, which report the tensor.
+        if self.name != "policy":
+            self._refuse_not_finite(batch, values)
+        return values
+
+    def _refuse_not_finite(self, batch: TokenBatch, values: NDArray[np.float32]) -> None:
+        is_score = self.shape is not None and self.shape.has_value_head
+        # A log-prob of -inf is a token that the model cannot produce.
+        faulty = batch.loss_mask & (~np.isfinite(values) if is_score else ~(values < np.inf))
+        if not faulty.any():
+            return
+        place = int(faulty.argmax())
+        sequence = int(np.searchsorted(batch.cu_seqlens, place, side="right")) - 1
+        raise MegarlError(
+            f"{_MODEL_FIELDS.get(self.name, 'distillation.teacher')}: the model {self.name} computed {faulty.sum()} "
+            f"{'scores' if is_score else 'log-probs'} that are not finite, of {batch.loss_mask.sum()}. The first is "
+            f"{values[place]} in sequence {sequence} of {batch.num_sequences}. Check its weights and config.json; for "
+            "an overflow in its dtype, set model.dtype=float32"
+        )
 
     async def forward_with_entropies(self, batch: TokenBatch) -> NDArray[np.float32]:
         """Compute the policy's log-probs and entropies in nats: float32 [2, tokens], with entries as in `forward`."""

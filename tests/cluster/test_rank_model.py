@@ -109,6 +109,53 @@ async def test_each_replica_is_sent_its_rows_once(parallel: ParallelConfig) -> N
     assert len({len(rows) for rows in ranks.rows}) == 1
 
 
+class FaultyRanks(Ranks):
+    """Ranks that answer with one value for the token with id 12, in the third sequence."""
+
+    def __init__(self, parallel: ParallelConfig, value: float) -> None:
+        super().__init__(parallel)
+        self.value = value
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        rows = per_rank[0]
+        return [[np.where(row.token_ids == 12, self.value, 0.5).astype(np.float32) for row in rows]]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("reward_model", "reward.model"),
+        ("critic", "critic"),
+        ("reference", "model.path"),
+        ("teacher0", "distillation.teacher"),
+    ],
+)
+async def test_a_value_that_is_not_finite_names_its_model(name: str, field: str, value: float) -> None:
+    parallel = ParallelConfig(1, 1, 1, 1)
+    has_scores = name in ("reward_model", "critic")
+    shape = SHAPE.with_value_head() if has_scores else SHAPE
+    model = RankModel(FaultyRanks(parallel, value), parallel, 64, name=name, shape=shape)  # type: ignore[arg-type]
+    asked = batch([5, 5, 5])
+    if value == -np.inf and not has_scores:
+        # A token that the model cannot produce.
+        assert (await model.forward(asked))[12] == -np.inf
+    else:
+        with pytest.raises(MegarlError, match="not finite") as caught:
+            await model.forward(asked)
+        assert str(caught.value).startswith(f"{field}: the model {name} computed 1 ")
+        assert f"{value} in sequence 2 of 3" in str(caught.value)
+    # Values of tokens that are not trained are not used.
+    asked.loss_mask[12] = False
+    assert not np.isfinite((await model.forward(asked))[12])
+
+
+async def test_the_policy_s_values_that_are_not_finite_are_reported_by_its_update() -> None:
+    parallel = ParallelConfig(1, 1, 1, 1)
+    policy = RankModel(FaultyRanks(parallel, np.nan), parallel, 64, shape=SHAPE)  # type: ignore[arg-type]
+    assert np.isnan((await policy.forward(batch([5, 5, 5])))[12])
+
+
 async def test_rows_without_gradients_have_a_limit_of_their_own() -> None:
     parallel = ParallelConfig(1, 1, 2, 1)
     ranks = Ranks(parallel)
