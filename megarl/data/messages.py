@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, cycle
@@ -11,7 +12,11 @@ from megarl.data.tools.records import with_standard_calls
 from megarl.files.strict_json import MEDIUM, parse, shown
 
 ROLES = ("system", "user", "assistant", "tool")
-_ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant", "developer": "system"}
+_CALLS = "function_call"
+"""Role of an assistant's message in ShareGPT data that consists of tool calls, as JSON text."""
+_ROLES_ELSEWHERE = {
+    "human": "user", "gpt": "assistant", "developer": "system", _CALLS: "assistant", "observation": "tool",
+}  # fmt: skip
 """Standard role names, by the names in ShareGPT data and in OpenAI's newer API."""
 ROLE_NAMES = (*ROLES, *_ROLES_ELSEWHERE)
 REASONING = "reasoning_content"
@@ -135,6 +140,8 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
     if is_empty(message.get("value")):
         message.pop("value", None)
     role = message.get("role")
+    if role == _CALLS:
+        _unify_calls(message, place)
     if isinstance(role, str):
         role = message["role"] = _ROLES_ELSEWHERE.get(role, role)
     if role not in ROLES:
@@ -153,6 +160,21 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
     _unify_reasoning(message, place)
     _unify_weight(message, place)
     return message
+
+
+def _unify_calls(message: dict[str, Any], place: str) -> None:
+    """Move a message's content, one call or a list of calls as JSON, to `tool_calls`, and thoughts before it."""
+    content = message.get("content")
+    text = content.strip() if isinstance(content, str) else json.dumps(content)
+    if text.startswith("<think>") and "</think>" in text:
+        message[REASONING], _, text = text.removeprefix("<think>").partition("</think>")
+    try:
+        calls = parse(text.encode(), MEDIUM)
+    except ValueError as error:
+        raise ValueError(f"{place} of role {_CALLS} has {shown(content)}: {error}; give a call as JSON") from error
+    if calls in ([], {}, None) or "tool_calls" in message:
+        raise ValueError(f"{place} of role {_CALLS} has {shown(content)}; give one call or a list of calls as JSON")
+    message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def _is_unsaid(name: str, value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.data.formats import RecordFormat
+from megarl.data.formats import RecordFormat, value_at
 from megarl.data.messages import says_nothing
 from megarl.files.strict_json import shown
 
@@ -36,6 +36,9 @@ _REMEDIES = {
     "functions": "give the tools in the field tools",
 }  # fmt: skip
 """Remedies for a value in a field, keyed by the field's name in other programs."""
+ENVIRONMENT_FIELDS = ("agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class")
+"""Fields by which verl and SkyRL choose a record's environment, at the top or in `extra_info`."""
+_VERL_SINGLE_TURN = "single_turn_agent"
 _WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable")
 
 
@@ -52,4 +55,23 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
         if name in _WEIGHTS and isinstance(value, bool | int | float) and value == 1:
             continue
         return f"'{name}' is {shown(value)}, which is not read; {_REMEDIES[name]}"
+    return None
+
+
+def unread_environment_field(fields: Mapping[str, Any], environment: str) -> str | None:
+    """Return an error for the first field that chooses or sets an environment that this one does not read, or None.
+
+    Environments and agents of the user's own get the whole record, and may read any field.
+    """
+    if ":" in environment or environment == "command":
+        return None
+    for name in ENVIRONMENT_FIELDS:
+        for place in (name, f"extra_info.{name}"):
+            value = value_at(fields, place)
+            if says_nothing(value) or value is False or value == _VERL_SINGLE_TURN == f"{environment}_agent":
+                continue
+            return (
+                f"'{place}' is {shown(value)}, which rollout.environment = {environment} does not read; remove the "
+                "field, or set rollout.environment to an environment of your own, module:Class, which gets the record"
+            )
     return None

@@ -100,6 +100,7 @@ def read_problems(
         has_answers=bool(recipe.reward.functions),
         source_name=name,
         required_fields=required_fields,
+        environment=recipe.rollout.environment,
         # Cached for all records: creating an environment may be slow.
         environment_tools=cache(partial(tools_of_environment, recipe)),
     )

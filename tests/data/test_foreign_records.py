@@ -25,6 +25,8 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULTS = [("chosen", "4", GOOD), ("rejected", "timeout", BAD)]
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
 
+SHAREGPT_CALL = '{"name": "add", "arguments": {"a": 2}}'
+
 
 def calling(calls):
     return {"messages": [Q, {"role": "assistant", "content": "", "tool_calls": calls}], "tools": [TOOL]}
@@ -40,6 +42,20 @@ TRAINED = {
     "a flat call as text": (calling([json.dumps(CALL["function"])]), CALLED),
     "arguments as text": (calling([{"function": {"name": "add", "arguments": '{"a": 2}'}}]), CALLED),
     "sharegpt": (turns(("human", "q"), ("gpt", "x")), "x<|im_end|>"),
+    "a call in sharegpt": (
+        turns(
+            ("human", "q"),
+            ("function_call", SHAREGPT_CALL),
+            ("observation", "4"),
+            ("gpt", "x"),
+            tools=json.dumps([TOOL]),
+        ),
+        CALLED + "x<|im_end|>",
+    ),
+    "a list of calls in sharegpt": (
+        turns(("human", "q"), ("function_call", f"[{SHAREGPT_CALL}]"), ("observation", "4"), ("gpt", "x")),
+        CALLED + "x<|im_end|>",
+    ),
     "messages as text": ({"messages": json.dumps([Q, X])}, "x<|im_end|>"),
     "the same in value and content": (
         {"conversations": [{"from": "human", "value": "q", "content": "q"}, {"from": "gpt", "value": "x"}]},
@@ -88,6 +104,15 @@ REFUSED = {
         r"conversations\[0\].*content",
     ),
     "function_call": (turns(("human", "q"), ("function_call", "{}"), ("observation", "4")), "function_call"),
+    "a call in sharegpt without JSON": (turns(("human", "q"), ("function_call", "add(2)")), "function_call.*JSON"),
+    "a call in sharegpt without arguments": (
+        turns(("human", "q"), ("function_call", '{"name": "add"}')),
+        "tool_calls.*arguments",
+    ),
+    "a call in sharegpt with a key twice": (
+        turns(("human", "q"), ("function_call", '{"name": "add", "name": "sub", "arguments": {}}')),
+        "function_call.*name",
+    ),
     "chatgpt": (turns(("user", "q"), ("chatgpt", "x")), "chatgpt"),
     "two prompts of a pair": ({"chosen": [Q, GOOD], "rejected": [R, BAD]}, '"q" and "r"'),
     "two system messages of a pair": (
@@ -211,3 +236,55 @@ def test_a_conversation_kind_reads_mixed_formats(tmp_path) -> None:
     examples = read_examples(path, Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=100))
     trained = [tokenizer.decode(sequence.token_ids[sequence.loss_mask]) for [sequence] in examples]
     assert trained == ["x<|im_end|>", "y<|im_end|>", "z<|im_end|>"]
+
+
+def problem_with(**fields):
+    return {"prompt": [Q], "reward_model": {"style": "rule", "ground_truth": "4"}} | fields
+
+
+CALC = {"calc_reward": {"create_kwargs": {"ground_truth": "4"}}}
+ELSEWHERE = {
+    "agent_name": problem_with(agent_name="tool_agent"),
+    "extra_info.tools_kwargs": problem_with(extra_info={"index": 0, "tools_kwargs": CALC}),
+    "extra_info.need_tools_kwargs": problem_with(extra_info={"need_tools_kwargs": True}),
+    "extra_info.interaction_kwargs": problem_with(extra_info=json.dumps({"interaction_kwargs": {"name": "gsm8k"}})),
+    "tools_kwargs": problem_with(tools_kwargs=CALC),
+    "env_class": problem_with(env_class="gsm8k_multi_turn"),
+}
+"""Records of verl and SkyRL with settings of an environment, by the field."""
+
+
+def read_problem(tmp_path, record, environment):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps(record))
+    settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 100}
+    [problem] = read_examples(path, Problems(environment=environment, **settings))
+    return problem
+
+
+@pytest.mark.parametrize("field", ELSEWHERE)
+@pytest.mark.parametrize("environment", ["single_turn", "calculator"])
+def test_settings_of_an_environment_that_the_recipe_does_not_name_are_refused(tmp_path, field, environment) -> None:
+    with pytest.raises(DataError, match="environment of your own") as caught:
+        read_problem(tmp_path, ELSEWHERE[field], environment)
+    assert f"'{field}' is " in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ELSEWHERE)
+@pytest.mark.parametrize("environment", ["command", "my_game:Game"])
+def test_an_environment_of_the_user_gets_the_settings(tmp_path, field, environment) -> None:
+    assert read_problem(tmp_path, ELSEWHERE[field], environment).record == ELSEWHERE[field]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"agent_name": "single_turn_agent", "extra_info": {"need_tools_kwargs": False, "tools_kwargs": None}},
+        {"agent_name": None, "extra_info": {"index": 3, "tools_kwargs": {"calc_reward": None}}},
+    ],
+)
+def test_settings_of_a_single_turn_are_read(tmp_path, fields) -> None:
+    assert read_problem(tmp_path, problem_with(**fields), "single_turn").answer == "4"
+    if fields["agent_name"]:
+        with pytest.raises(DataError, match="agent_name"):
+            read_problem(tmp_path, problem_with(**fields), "calculator")

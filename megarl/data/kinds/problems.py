@@ -12,6 +12,7 @@ import numpy as np
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import without_weights
+from megarl.data.record_fields import unread_environment_field
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import check_prompt_written
 from megarl.data.tools.schemas import ToolSchema
@@ -70,7 +71,12 @@ class Problems(TokenisedKind):
     environment_tools: Callable[[], Sequence[ToolSchema]] = tuple
     """Returns the environment's tools. A record with other tools is an error."""
 
+    environment: str = "single_turn"
+    """rollout.environment. Records with fields of other environments are refused."""
+
     def make(self, index: int, record: Record) -> Problem:
+        if (fault := unread_environment_field(record.fields, self.environment)) is not None:
+            raise record.error(fault)
         for name, source in self.required_fields.items():
             if name not in record.fields:
                 raise record.error(
