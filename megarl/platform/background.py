@@ -1,6 +1,6 @@
 """Background work of a rank, in a thread. On a GPU the thread has its own CUDA stream.
 
-Main thread and background thread must not share a process group. torch matches a group's collectives by their order on
+The main thread and this thread must not share a process group. torch matches a group's collectives by their order on
 each rank, but two threads have no common order.
 """
 
@@ -23,7 +23,7 @@ _POLL_SECONDS = 1e-3
 
 
 def begin(work: Callable[[], Value]) -> Future[Value]:
-    """Run `work` in a background thread, and return a future with its value or its error.
+    """Run `work` in a background thread. Returns a future with its value or error.
 
     On a GPU the work starts after all kernels queued so far on the current stream.
     """
@@ -38,20 +38,20 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
             with torch.cuda.stream(stream):
                 value = work()
                 if stream is not None:
-                    # A done future must mean that the kernels have finished, not only that they are queued.
+                    # When the future is done, the kernels must have finished, not only be queued.
                     stream.synchronize()
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(value)
 
-    # A daemon thread, so that a rank can exit without waiting for it.
+    # A daemon thread: a rank can exit without waiting for it.
     threading.Thread(target=run, name="background", daemon=True).start()
     return future
 
 
 def finish(future: Future[Value]) -> Value:
-    """Wait for background work that `begin` started. Returns its value or raises its error."""
+    """Wait for the work of `begin`. Returns its value or raises its error."""
     while not future.done():
         time.sleep(_POLL_SECONDS)
     return future.result()

@@ -1,4 +1,4 @@
-"""The device that the recipe chooses for its ranks (`cluster.device`), and checks whether the machine has it.
+"""The device chosen by the recipe for its ranks (`cluster.device`), and checks that the machine has it.
 
 Does not import torch, because the checks before a start use this module. `platform.device` also asks torch.
 """
@@ -15,10 +15,10 @@ from megarl.platform.gpu_needs import library_versions
 from megarl.platform.visible_gpus import driver_version, installed_gpus
 
 VARIABLE = "MEGARL_DEVICE"
-"""Environment variable giving ranks the value of `cluster.device`: auto, cpu or cuda."""
+"""Environment variable with the value of `cluster.device` for ranks: auto, cpu or cuda."""
 
 LEAST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
-"""Oldest usable Linux driver of NVIDIA, by major version of CUDA. Source: NVIDIA's CUDA Toolkit release notes."""
+"""Oldest usable Linux driver of NVIDIA, by major CUDA version. Source: NVIDIA's CUDA Toolkit release notes."""
 
 
 def read_choice() -> str:
@@ -31,9 +31,9 @@ def has_cuda_build() -> bool:
 
 
 def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
-    """Return why this machine cannot provide the device `choice` (auto, cpu, cuda); None if it can.
+    """Return why this machine cannot provide the device `choice` (auto, cpu, cuda); None: it can.
 
-    `can_use_cuda` is torch's answer. Without it (None), only problems that are certain without torch are reported.
+    `can_use_cuda` is torch's answer; None: report only problems that are certain without torch.
     """
     if choice == "cpu" or can_use_cuda:
         return None
@@ -56,7 +56,7 @@ def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
 
 
 def gpu_fault() -> str | None:
-    """Return why the installed torch cannot use this machine's GPUs; None if it can. Only versions are compared."""
+    """Return why the installed torch cannot use this machine's GPUs; None: it can. Compares only versions."""
     cuda = library_versions().get("CUDA")
     if cuda is None:
         return f"torch {version('torch')} is a build for CPUs; run VENV=DIR launch/setup.sh gpu"
@@ -64,10 +64,10 @@ def gpu_fault() -> str | None:
 
 
 def driver_fault(driver: str | None, cuda: int, supported: int | None) -> str | None:
-    """Return why the driver version `driver` is too old for CUDA `cuda`; None if it is new enough or unknown.
+    """Return why the driver version `driver` is too old for CUDA `cuda` (major version); None: new enough or unknown.
 
-    `cuda` is a major version. `supported` is the major version supported by the loaded driver library. If known, it
-    decides, because NVIDIA's compatibility package has a newer library for an older kernel driver.
+    `supported` is the major version that the loaded driver library supports. If known, it decides, because NVIDIA's
+    compatibility package has a newer library for an older kernel driver.
     """
     least = LEAST_DRIVERS.get(cuda)
     if driver is None or least is None:
@@ -79,7 +79,7 @@ def driver_fault(driver: str | None, cuda: int, supported: int | None) -> str | 
 
 
 def supported_cuda() -> int | None:
-    """Return the major CUDA version supported by the driver's library; None if it cannot be loaded."""
+    """Return the major CUDA version that the driver's library supports; None: it cannot be loaded."""
     try:
         library, cuda_version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         error = library.cuDriverGetVersion(ctypes.byref(cuda_version))

@@ -22,10 +22,9 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, at most `seconds` long. Return its exit code and its outputs as texts.
+    """Run a program to its end, at most `seconds` long. Returns its exit code and outputs as texts.
 
-    Raises OSError if it cannot be started. Its subclass TimeoutError means that the program was killed after
-    `seconds`.
+    Raises OSError if it cannot be started, and its subclass TimeoutError if it was killed after `seconds`.
     """
     try:
         return subprocess.run(
@@ -43,7 +42,7 @@ def run_command(
 
 
 def resume_process(pid: int) -> None:
-    """Resume a stopped process. No effect if it runs, has ended, or belongs to another user."""
+    """Resume a stopped process. Does nothing if it runs, has ended, or belongs to another user."""
     with suppress(OSError):
         os.kill(pid, signal.SIGCONT)
 
@@ -57,7 +56,7 @@ def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[in
 
     Its standard output goes to sys.stdout, unless `captures_output`. Returns the exit code, the captured standard
     output ("" otherwise) and the last lines of the error output. On Ctrl-C the terminal sends the program the same
-    signal. This function waits for its end, then raises KeyboardInterrupt.
+    signal: wait for its end, then raise KeyboardInterrupt.
     """
     sys.stdout.flush()
     # A notebook replaces sys.stdout. Its cells do not show a child's output to the inherited file.
@@ -85,15 +84,15 @@ def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[in
 def run_in_foreground(command: Sequence[str]) -> int:
     """Run a program to its end in this process's terminal, and return its exit code.
 
-    SIGTERM and SIGHUP are passed on to the program. SIGINT is not, because the terminal sends it to the program anyway.
-    If a signal ended the program, the code is 128 + the signal's number, as in a shell. Call this in the main thread.
+    SIGTERM and SIGHUP are passed on. SIGINT is not, because the terminal sends it to the program anyway. If a signal
+    ended the program, the code is 128 + the signal's number, as in a shell. Call this in the main thread.
     """
     with subprocess.Popen(command) as process:
 
         def pass_on(number: int, _: object) -> None:
             process.send_signal(number)
 
-        # Set after the start: the program would inherit an ignored signal.
+        # Set after the start: a program inherits ignored signals.
         handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
         earlier_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -105,7 +104,7 @@ def run_in_foreground(command: Sequence[str]) -> int:
 
 
 class _StreamReader(threading.Thread):
-    """Thread that reads a child's stream to its end, appends its lines to `lines`, and copies them to `shown_on`."""
+    """Thread that reads a child's stream to its end. It appends lines to `lines`, and copies them to `shown_on`."""
 
     def __init__(self, stream: IO[str], lines: deque[str], shown_on: IO[str] | None) -> None:
         super().__init__(daemon=True)
@@ -120,5 +119,5 @@ class _StreamReader(threading.Thread):
                     self._shown_on.flush()
                 except (OSError, ValueError):
                     # The copy fails: a closed pipe, a full disk, or a character that the stream lacks. Continue
-                    # reading, because the child would wait for ever at a full pipe.
+                    # reading: the child would wait for ever at a full pipe.
                     self._shown_on = None

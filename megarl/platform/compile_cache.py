@@ -1,4 +1,4 @@
-"""Cache folder for code compiled by vLLM with torch.compile: one for each GPU of each node."""
+"""Cache folder for code that vLLM compiles with torch.compile: one for each GPU of each node."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NODE_LOCAL = Path("/tmp")
 
 
 def use_own_folder() -> None:
-    """Set VLLM_CACHE_ROOT to a folder of this GPU. Call it before an engine is built. No effect on a CPU.
+    """Set VLLM_CACHE_ROOT to a folder of this GPU. Call it before an engine is built. Does nothing on a CPU.
 
     vLLM 0.30 names a cache folder by configuration and rank (compilation/backends.py), but the compiled code contains
-    the device index. With a shared folder, a second engine of the node would run code compiled for another GPU. So
-    would an engine restarted on another device.
+    the device index. In a shared folder, a second engine of the node, or an engine restarted on another device, would
+    run code compiled for another GPU.
 
     Raises ConfigError if other users can write the folder, because vLLM executes its contents.
     """
     rank_device = device.current()
     if rank_device.type != "cuda":
         return
-    # The permissions of a folder chosen by the user are the user's decision.
+    # Users decide about the permissions of a folder that they chose.
     if not os.environ.get(_VARIABLE):
         _make_private(_default_root())
     os.environ[_VARIABLE] = str(folder_of_device(rank_device.index or 0))
@@ -35,7 +35,7 @@ def use_own_folder() -> None:
 
 def folder_of_device(index: int) -> Path:
     """Return the folder of this node's GPU `index`: below VLLM_CACHE_ROOT if set, else on the node's own disk."""
-    # Nodes may share a folder chosen by the user, so add the host name.
+    # Nodes may share a folder that the user chose, so add the host name.
     user_folder = os.environ.get(_VARIABLE)
     root = Path(user_folder).expanduser() / socket.gethostname() if user_folder else _default_root() / "vllm"
     return root / f"cuda{index}"
@@ -47,7 +47,7 @@ def _default_root() -> Path:
 
 def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
-    # lstat, because another user may have put a link here, and `exist_ok` accepts links.
+    # lstat: another user may have put a link here, and `exist_ok` accepts links.
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(

@@ -17,13 +17,13 @@ _SECONDS = 120.0
 _EXTENSION = "#include <Python.h>\n"
 _KERNEL = "#include <cub/cub.cuh>\n"
 _CCCL = ("cub", "libcudacxx/include", "thrust")
-"""Folders of C++ headers in FlashInfer's copy of the CUDA library CCCL, in the order of FlashInfer's builds (jit/env.py
-of 0.6.18).
+"""Folders of C++ headers in FlashInfer's copy of the CUDA library CCCL, in the order of its builds (jit/env.py of
+0.6.18).
 """
 
 
 def extension_fault() -> str | None:
-    """Return why Triton cannot build a Python extension here, with the package to install; None if it can."""
+    """Return why Triton cannot build a Python extension here, with the package to install; None: it can."""
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     compiler = c_compiler()
     if compiler is None:
@@ -42,14 +42,12 @@ def extension_fault() -> str | None:
 
 
 def c_compiler() -> str | None:
-    """Return the C compiler used by Triton (runtime/build.py of 3.7): $CC, else gcc, else clang; None: there
-    is none.
-    """
+    """Return Triton's C compiler (runtime/build.py of 3.7): $CC, else gcc, else clang; None: there is none."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def toolkit_fault(toolkit: Path) -> str | None:
-    """Return why a CUDA toolkit cannot compile FlashInfer's kernels; None if it can, or without FlashInfer.
+    """Return why a CUDA toolkit cannot compile FlashInfer's kernels; None: it can, or FlashInfer is not installed.
 
     FlashInfer's headers require the same CUDA version of compiler and runtime headers. An engine compiles the kernels
     at its start, minutes into a run. The preprocessor finds a mismatch in seconds, without a GPU.
@@ -66,7 +64,7 @@ def toolkit_fault(toolkit: Path) -> str | None:
 
 
 def _compile_error(source: str, name: str, command: list[str], output: str) -> str | None:
-    """Run a compiler. Returns the first line of its output containing "error", or the last line; None on success."""
+    """Run a compiler. Returns the first line of its output with "error", else the last line; None: it succeeded."""
     with PrivateFolder() as folder:
         (folder / name).write_text(source)
         try:

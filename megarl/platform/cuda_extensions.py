@@ -25,10 +25,9 @@ MODULES = {
 """Modules to import, by package. All except flashinfer need libcuda, the library of NVIDIA's driver."""
 
 REMEDY = "run launch/setup.sh"
-"""Advice for a library that cannot be imported."""
 
 DEEP_EP = "deep_ep"
-"""Name of DeepEP's package. Its extension needs libcuda, the library of NVIDIA's driver."""
+"""DeepEP's package. Its extension needs libcuda."""
 
 _SECONDS = 300.0
 """Time limit in seconds for all imports of one child process."""
@@ -62,10 +61,10 @@ def runs_on_cpu() -> bool:
 
 
 def import_faults() -> dict[str, str]:
-    """Return why installed CUDA libraries cannot be imported, by module; empty: no problem.
+    """Return, by module, why installed CUDA libraries cannot be imported; empty: no fault.
 
-    Transformer Engine is always checked. vLLM and FlashInfer are checked only with a driver and vLLM's build for GPUs.
-    Otherwise nothing loads their extensions.
+    Transformer Engine is always checked. vLLM and FlashInfer are checked only with a driver and vLLM's build for GPUs;
+    otherwise nothing loads their extensions.
     """
     fault = transformer_engine.import_fault()
     faults = {"transformer_engine.pytorch": fault} if fault else {}
@@ -77,7 +76,7 @@ def import_faults() -> dict[str, str]:
 
 
 def deep_ep_fault() -> str | None:
-    """Return why DeepEP cannot be used; None if it can. Without a driver only its installation is checked."""
+    """Return why DeepEP cannot be used; None: it can. Without a driver only its installation is checked."""
     if runs_on_cpu():
         return "this environment is one for CPUs"
     if find_spec(DEEP_EP) is None:
@@ -86,7 +85,7 @@ def deep_ep_fault() -> str | None:
 
 
 def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
-    """Import modules in a child process, one after the other. Returns why some cannot be imported, by module."""
+    """Import modules in a child process, one after the other. Returns, by module, why an import failed."""
     command = [sys.executable, "-c", _PROGRAM, *modules]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     transformer_engine.unset_empty_toolkits(environment)
@@ -95,7 +94,7 @@ def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
     except TimeoutError:
         return {modules[0]: f"the import did not end within {_SECONDS:.0f} s"}
     faults = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
-    # A module may crash the process. Then the first module without a line is the cause, and later ones were not tried.
+    # A module may crash the process. It is then the first one without a line, and later ones were not tried.
     ended = next((name for name in modules if name not in faults), None)
     if ended is not None:
         faults[ended] = f"its process ended with {done.returncode}"

@@ -1,4 +1,4 @@
-"""The device of this rank (GPU or CPU), and the environment variables selecting it."""
+"""The device of this rank (GPU or CPU), and the environment variables that select it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megarl.platform import chosen_device, numa
 from megarl.types import ConfigError
 
-# Functions import torch themselves, because a start needs the ranks' environment before torch is loaded.
+# Functions import torch themselves: a start needs the ranks' environment before torch is loaded.
 if TYPE_CHECKING:
     import torch
 
@@ -27,10 +27,10 @@ def current() -> torch.device:
 
 
 def fault(choice: str | None = None) -> str | None:
-    """Return why this machine cannot provide the device chosen by a recipe; None if it can.
+    """Return why this machine cannot provide the device that a recipe chooses; None: it can.
 
-    `choice` is auto, cpu or cuda; None: this rank's choice. Without this check, a GPU with too old a driver would
-    silently be replaced by the CPU.
+    `choice` is auto, cpu or cuda; None: this rank's choice. Without this check, the CPU would silently replace a GPU
+    whose driver is too old.
     """
     import torch
 
@@ -48,13 +48,13 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0,
     "L40": 181.0, "L4": 121.0, "A40": 150.0, "A10": 125.0, "RTX 6000 Ada": 364.0, "RTX 4090": 165.0,
 }  # fmt: skip
-"""Dense peak performance in bfloat16 and float16, in TFLOP/s, by a part of the GPU's name. From NVIDIA's data
+"""Dense peak performance in bfloat16 and float16, in TFLOP/s, by part of the GPU's name. Source: NVIDIA's data
 sheets.
 """
 
 
 def peak_tflops(dtype: str) -> float | None:
-    """Return the peak performance of this rank's device in TFLOP/s; None if unknown (CPUs, other GPUs, other types)."""
+    """Return the peak performance of this rank's device in TFLOP/s; None: unknown (CPUs, other GPUs, other types)."""
     import torch
 
     if not torch.cuda.is_available() or dtype not in ("bfloat16", "float16"):
@@ -63,7 +63,7 @@ def peak_tflops(dtype: str) -> float | None:
 
 
 def peak_of(device_name: str) -> float | None:
-    """Return a GPU's peak performance in TFLOP/s by its name; None if unknown. The longest matching entry decides."""
+    """Return a GPU's peak performance in TFLOP/s by its name; None: unknown. The longest matching entry decides."""
     # Match whole words: "L4" must not match "L40S", nor "A10" "A100".
     matches = [part for part in PEAK_TFLOPS if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![0-9])", device_name)]
     return PEAK_TFLOPS[max(matches, key=len)] if matches else None
@@ -72,12 +72,11 @@ def peak_of(device_name: str) -> float | None:
 def rank_environment(
     ranks_per_node: int, choice: str = "auto", binds: bool = False, *, orders_kernels: bool = False
 ) -> dict[str, str]:
-    """Return the environment variables for the start of a rank: device, cores, CUDA connections, cache folders.
+    """Return the environment variables for a rank's start: device, cores, CUDA connections, cache folders.
 
-    `choice` is `cluster.device`. With `binds`, ranks on GPUs are bound to NUMA nodes. With `orders_kernels`, a GPU
-    starts the kernels of all streams in the order of their launch. Ranks on the CPU see no GPU. On a GPU, CUDA_HOME is
-    `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU, `cpu.vllm_patches` keeps them
-    offline.)
+    `choice` is `cluster.device`. `binds`: ranks on GPUs are bound to NUMA nodes. `orders_kernels`: a GPU starts the
+    kernels of all streams in the order of their launch. Ranks on the CPU see no GPU. On a GPU, CUDA_HOME is
+    `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline (on a CPU by `cpu.vllm_patches`).
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     environment = {"OMP_NUM_THREADS": str(threads)}
@@ -87,9 +86,9 @@ def rank_environment(
     if choice == "cuda" or (choice == "auto" and not _uses_cpu()):
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         defaults = {
-            # The default is a temporary folder, and a rank's temporary folder is removed with the rank.
+            # The default is in a temporary folder, but a rank's temporary folder is removed with the rank.
             "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "megarl", "torchinductor"),
-            # When a rank starts, models are local folders. Nodes must look up and report nothing online.
+            # When a rank starts, its models are local folders: nothing needs to go online.
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
@@ -110,16 +109,16 @@ def rank_environment(
 
 
 def cuda_toolkit() -> Path | None:
-    """Return the CUDA toolkit with which FlashInfer and vLLM compile kernels at run time; None without one.
+    """Return the CUDA toolkit with which FlashInfer and vLLM compile kernels at run time, or None.
 
-    Candidates, in order: CUDA_HOME or CUDA_PATH, the folder made by launch/setup.sh from torch's wheels, the folder of
-    the nvcc on the PATH, /usr/local/cuda. Folders lacking files for FlashInfer are skipped (`toolkit_notice`).
+    Candidates, in order: CUDA_HOME or CUDA_PATH, the folder that launch/setup.sh makes from torch's wheels, the folder
+    of the nvcc on the PATH, /usr/local/cuda. Folders lacking files for FlashInfer are skipped (`toolkit_notice`).
     """
     return next((folder for folder in _toolkit_folders() if not _missing_files(folder)), None)
 
 
 def toolkit_notice() -> str | None:
-    """Return a notice, with the missing files, if the toolkit in CUDA_HOME or CUDA_PATH cannot be used; else None."""
+    """Return a notice about missing files of the toolkit in CUDA_HOME or CUDA_PATH, or None."""
     named = _named_toolkit()
     if named is None:
         return None
@@ -142,7 +141,7 @@ def _toolkit_folders() -> Iterator[Path]:
 
 
 def _named_toolkit() -> tuple[str, Path] | None:
-    """Return the variable that names a CUDA toolkit, with the toolkit's folder; None: CUDA_HOME and CUDA_PATH are not
+    """Return the variable that names a CUDA toolkit, and the toolkit's folder; None: neither CUDA_HOME nor CUDA_PATH is
     set.
     """
     return next(((name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
@@ -163,9 +162,9 @@ _IMPORTED_WITH_MODELS = ("vllm.model_executor.layers.quantization.online.base", 
 
 
 def forkable_imports(*modules: str) -> tuple[str, ...]:
-    """Return the modules to import before ranks are forked: all of `modules` on a CPU, none with a GPU.
+    """Return the modules to import before ranks are forked: none with a GPU, because CUDA does not survive a fork.
 
-    CUDA cannot be used after a fork. On a CPU, modules that vLLM imports only with a model are added.
+    On a CPU these are `modules`, and modules that vLLM imports only with a model.
     """
     # With a GPU, an import may initialise state that does not survive a fork, above all CUDA.
     return (*modules, *_IMPORTED_WITH_MODELS) if _uses_cpu() else ()

@@ -22,7 +22,7 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Capability, Gpu
 
 if TYPE_CHECKING:
-    # The ranks import this module, and importing the recipe's models takes 0.1 s.
+    # Not at run time: the ranks import this module, and importing the recipe's models takes 0.1 s.
     from megarl.config import Recipe
 
 NAMED_GPUS: dict[str, Capability] = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
@@ -53,7 +53,7 @@ class Need:
     remedy: str = ""
 
     def range_missed_by(self, capability: Capability) -> str | None:
-        """Return the required range of compute capabilities as text if `capability` is outside of it; else None."""
+        """Return the required range as text if `capability` is outside it, else None."""
         if capability < self.least:
             return f"{_text_of(self.least)} ({generation(self.least)}) or newer"
         if self.below is not None and capability >= self.below:
@@ -63,7 +63,7 @@ class Need:
     def missed_by_libraries(self, versions: Mapping[str, str]) -> Iterator[str]:
         """Yield a message for each missing or outdated library. `versions` are the installed versions by library.
 
-        A development build counts as its coming release.
+        A development build counts as the release that it leads to.
         """
         asked = {"Transformer Engine": self.transformer_engine, "CUDA": self.cuda}
         for name, least in asked.items():
@@ -86,7 +86,7 @@ _MEGATRON_FP4 = Need((10, 0), transformer_engine="2.7.0")
 
 
 def field_needs() -> dict[str, Need]:
-    """Return the requirements of recipe fields for which all values except the default have the same requirement."""
+    """Return the requirements of recipe fields whose values, except the default, all have the same requirement."""
     # FlashInfer's attention reads an FP8 cache from Ampere on, vLLM 0.30's other backends from Ada on.
     has_flashinfer = not runs_on_cpu() and find_spec("flashinfer") is not None
     return {
@@ -99,7 +99,7 @@ def field_needs() -> dict[str, Need]:
 
 
 def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
-    """Return the requirements of a recipe's values, by `field = value`. Values that every GPU supports are left out.
+    """Return the requirements of a recipe's values by `field = value`, without values that every GPU supports.
 
     With `is_trained` False only fields of the engines count.
     """

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def disable_collector() -> Iterator[None]:
-    """Context for imports: disable the cyclic garbage collector, then exempt all existing objects from it.
+    """Disable the cyclic garbage collector during imports, then exempt all existing objects from it.
 
     Otherwise it scans the objects of torch, vLLM and Megatron again and again, even at exit. It frees almost nothing,
     and takes a quarter of a rank's start time.
@@ -25,9 +25,10 @@ def disable_collector() -> Iterator[None]:
 
 @contextmanager
 def without(library: str) -> Iterator[None]:
-    """Context in which `import library` fails as if it were not installed. No effect if it is imported already.
+    """Make `import library` fail inside this context, as if it were not installed. Does nothing if it is imported
+    already.
 
-    Other libraries import it for functions unused by ranks, and the import takes tenths of a second at each start.
+    Other libraries import it for functions that ranks do not use. The import takes tenths of a second at each start.
     """
     if library in sys.modules:
         yield
@@ -42,7 +43,7 @@ def without(library: str) -> Iterator[None]:
 
 @contextmanager
 def unfreeze_disabled() -> Iterator[None]:
-    """Context in which `gc.unfreeze` does nothing. vLLM 0.30 calls it when an engine shuts down."""
+    """Make `gc.unfreeze` do nothing inside this context. vLLM 0.30 calls it when an engine shuts down."""
     # After an unfreeze, each collection would scan the objects of all libraries.
     unfreeze = gc.unfreeze
     gc.unfreeze = lambda: None

@@ -15,9 +15,7 @@ from megarl.types import ConfigError
 
 
 def prepare_megatron() -> None:
-    """Install the patches for Megatron-Core on a CPU. Call it before the first import of Megatron. No effect with
-    CUDA.
-    """
+    """Install the patches for Megatron-Core on a CPU, before the first import of Megatron. Does nothing with CUDA."""
     if not torch.cuda.is_available():
         from megarl.platform.cpu import megatron_patches
 
@@ -25,7 +23,7 @@ def prepare_megatron() -> None:
 
 
 def prepare_hybrid_optimizer() -> None:
-    """Patch Megatron's `HybridDeviceOptimizer` for a CPU. No effect with CUDA."""
+    """Patch Megatron's `HybridDeviceOptimizer` for a CPU. Does nothing with CUDA."""
     if not torch.cuda.is_available():
         from megarl.platform.cpu import megatron_patches
 
@@ -33,7 +31,7 @@ def prepare_hybrid_optimizer() -> None:
 
 
 def prepare_vllm() -> None:
-    """Install the patches for vLLM on a CPU. Call it before the first import of vLLM. No effect with CUDA."""
+    """Install the patches for vLLM on a CPU, before the first import of vLLM. Does nothing with CUDA."""
     if not torch.cuda.is_available():
         from megarl.platform.cpu import vllm_patches
 

@@ -14,13 +14,13 @@ _DEBUGGERS = {
     "py-spy": ("py-spy", "dump", "--native", "--pid", "PID"),
     "gdb": ("gdb", "-nx", "-batch", "-p", "PID", "-ex", "thread apply all backtrace 40"),
 }
-"""Programs that print native stacks, best first; PID stands for the process."""
+"""Programs that print native stacks, best first. PID stands for the process."""
 
 
 def thread_states(pid: int) -> str:
-    """Return a line per thread of a process: name, state, and the kernel function it waits in.
+    """Return a line per thread of a process: name, state, and the kernel function in which it waits.
 
-    Empty if the process does not exist. State T: stopped. State D: waiting for a disk.
+    State T: stopped. State D: waiting for a disk. Empty: the process does not exist.
     """
     lines = []
     for folder in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name)):
@@ -39,7 +39,7 @@ def is_stopped(pid: int) -> bool:
 def native_stacks(pid: int, seconds: float) -> str:
     """Return the native stacks of a process's threads, from py-spy or gdb, or why there are none.
 
-    The process pauses meanwhile, for at most `seconds`. A process already stopped stays stopped.
+    The process pauses for at most `seconds`. A stopped process stays stopped.
     """
     name = next((name for name in _DEBUGGERS if shutil.which(name)), None)
     if name is None:
@@ -53,7 +53,7 @@ def native_stacks(pid: int, seconds: float) -> str:
         fault = f"{name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"
     except OSError as error:
         fault = str(error)
-    # gdb attaches by SIGSTOP. If gdb is killed, for example at its time limit, the process stays stopped.
+    # gdb attaches by SIGSTOP. If gdb is killed, for example at its time limit, the process would stay stopped.
     if not was_stopped:
         resume_process(pid)
     return f"no native stacks: {fault}"

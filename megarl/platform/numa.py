@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 SYS = Path("/sys")
 
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
-"""Folder of NVIDIA's driver with a folder for each GPU, named by its PCI address."""
+"""NVIDIA's driver has a folder here for each GPU, named by its PCI address."""
 
 VARIABLE = "MEGARL_RANKS_TO_BIND"
-"""Environment variable giving ranks the number of ranks on their node, or `BY_GPU`. A rank without it is not bound."""
+"""Environment variable with the number of ranks on the node, or `BY_GPU`. A rank without it is not bound."""
 
 BY_GPU = "by GPU"
-"""Value of the variable that divides the cores by all GPUs of the machine, because other worker groups may use some."""
+"""Value of the variable for dividing the cores by all GPUs of the machine: other worker groups may use some."""
 
 UNKNOWN = (
     "/sys does not name the NUMA nodes of their GPUs (numa_node is -1 or missing); cluster.bind_to_numa=false ends "
@@ -38,7 +38,7 @@ OUTSIDE = (
     "no core of their GPUs' NUMA nodes is allowed to them (by Slurm, a cgroup or taskset); allow all cores of the node "
     "(Slurm: sbatch --exclusive), or set cluster.bind_to_numa=false"
 )
-"""Reason for not binding a rank: cores and GPUs were assigned to the job on different NUMA nodes."""
+"""Reason for not binding a rank: the job's cores and GPUs are on different NUMA nodes."""
 
 
 class Place(NamedTuple):
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
     @property
     def description(self) -> str:
-        """Return the place as text, for example `GPU 0000:0f:00.0, NUMA node 0, cores 0-11, adapters mlx5_0`."""
+        """The place as text, for example `GPU 0000:0f:00.0, NUMA node 0, cores 0-11, adapters mlx5_0`."""
         node = f"GPU {self.gpu}, NUMA node {'unknown' if self.node is None else self.node}"
         if self.fault is not None:
             return f"{node}, not bound: {self.fault}"
@@ -88,7 +88,7 @@ def places(gpus: Sequence[str], allowed: Collection[int], root: Path = SYS) -> l
 
 
 def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
-    """Return the cores of each NUMA node; an empty dict if the kernel does not know NUMA nodes."""
+    """Return the cores of each NUMA node; empty: the kernel knows no NUMA nodes."""
     folders = (root / "devices/system/node").glob("node[0-9]*")
     return {
         int(folder.name.removeprefix("node")): frozenset(parse_core_ranges((folder / "cpulist").read_text()))
@@ -97,9 +97,8 @@ def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
 
 
 def adapter_nodes(nodes: Mapping[int, Collection[int]], root: Path = SYS) -> dict[str, int | None]:
-    """Return the NUMA node of each InfiniBand or RoCE adapter by name; None: it is unknown.
-
-    `nodes` are the machine's NUMA nodes.
+    """Return the NUMA node of each InfiniBand or RoCE adapter by name; None: unknown. `nodes` are the machine's NUMA
+    nodes.
     """
     folders = (root / "class/infiniband").glob("*")
     # Sort by length first, so that mlx5_10 comes after mlx5_9.
@@ -108,14 +107,13 @@ def adapter_nodes(nodes: Mapping[int, Collection[int]], root: Path = SYS) -> dic
 
 
 def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
-    """Return the NUMA node of a PCI device; None: it is unknown."""
     try:
         number = int((device / "numa_node").read_text())
     except (OSError, ValueError):
         number = -1
     if number >= 0:
         return number
-    # On machines with one NUMA node, the firmware often gives none.
+    # With one NUMA node the firmware often names none.
     with_cores = [node for node, cores in nodes.items() if cores]
     return with_cores[0] if len(with_cores) == 1 else None
 
@@ -135,7 +133,7 @@ def physical_cores(cores: Collection[int], root: Path = SYS) -> list[tuple[int, 
 def _rank_cpus(groups: Sequence[tuple[int, ...]], index: int, count: int) -> tuple[int, ...]:
     """Return the logical CPUs of rank `index` of `count`. `groups` has the CPUs of each core.
 
-    Ranks share a core only if cores are too few.
+    Ranks share a core only if there are too few.
     """
     start = index * len(groups) // count
     stop = max((index + 1) * len(groups) // count, start + 1)
@@ -164,7 +162,7 @@ def core_ranges(cores: Collection[int]) -> str:
 
 @cache
 def allowed_cores() -> frozenset[int]:
-    """Return the cores that this process may use. The first call decides: later bindings do not change the result."""
+    """Return the cores that this process may use, as of the first call: later bindings do not change the result."""
     return frozenset(os.sched_getaffinity(0))
 
 
@@ -178,9 +176,9 @@ def gpu_addresses() -> list[str]:
 
 
 def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[Place]:
-    """Return the places of this node's ranks, by local rank; empty if the ranks are not to be bound.
+    """Return the places of this node's ranks, by local rank; empty: do not bind the ranks.
 
-    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses GPU r. With `BY_GPU`, each GPU of the machine or
+    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses GPU r. With `BY_GPU` each GPU of the machine or
     container gets its share of the cores, so that ranks of different worker groups get different cores.
     """
     setting = os.environ.get(VARIABLE, "0")
@@ -222,8 +220,8 @@ class _Binding:
 def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SYS) -> None:
     """Bind this rank to the cores of its place, unless cluster.bind_to_numa = false.
 
-    `gpus` returns the PCI addresses of the visible GPUs. If binding fails, the rank continues with a notice: it is
-    slower, but works.
+    `gpus` returns the PCI addresses of the visible GPUs. If binding fails, the rank continues with a notice: it is only
+    slower.
     """
     if VARIABLE not in os.environ:
         return
@@ -245,7 +243,7 @@ def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SY
 def bind_threads(cores: Collection[int]) -> None:
     """Bind all threads of this process to these cores. Later threads and child processes inherit the binding.
 
-    Raises OSError if the system refuses it.
+    Raises OSError if the system refuses.
     """
     for thread in Path("/proc/self/task").iterdir():
         # A thread may have ended since it was listed.
@@ -254,5 +252,7 @@ def bind_threads(cores: Collection[int]) -> None:
 
 
 def notices() -> list[str]:
-    """Return a notice if this rank could not be bound to its GPU's NUMA node; equal for all ranks with one reason."""
+    """Return a notice if this rank could not be bound to its GPU's NUMA node. Ranks with the same reason have equal
+    notices.
+    """
     return [] if _Binding.fault is None else [f"ranks are not bound to NUMA nodes: {_Binding.fault}"]

@@ -1,7 +1,7 @@
 """Time spans of this process, recorded while a step is profiled: name, start and end of a block of code.
 
 Times are in seconds of `time.monotonic`, a clock shared by all processes of a machine. Recording a span costs about a
-microsecond. Without recording, it costs a fraction of that.
+microsecond, an unrecorded span a fraction of that.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 Span = tuple[str, float, float]
 
 _NUM_MEASURED = 2_000
-"""Number of spans recorded to measure the mean cost of a span. Recording them takes about 2 ms."""
+"""Number of spans recorded to measure a span's mean cost. It takes about 2 ms."""
 _recorded: list[Span] | None = None
 _annotate: Callable[[str], AbstractContextManager[None]] | None = None
-"""Function that opens a named range in another profiler's trace; None: no other profiler runs."""
+"""Opens a named range in another profiler's trace; None: no other profiler runs."""
 _NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 
 
@@ -40,18 +40,14 @@ class _RecordedSpan:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Context whose duration is recorded under `name`, if recording is on. Ignored in all threads except the main
-    one.
-    """
-    # Spans of one thread always nest. Spans of several threads would overlap in the profile.
+    """Record the duration of this context under `name`, if recording is on and this is the main thread."""
+    # Main thread only: spans of one thread always nest, but those of several threads would overlap in the profile.
     is_on = _recorded is not None or _annotate is not None
     return _RecordedSpan(name) if is_on and threading.current_thread() is threading.main_thread() else _NOT_RECORDED
 
 
 def annotation(name: str) -> AbstractContextManager[None]:
-    """Context that opens a named range in another profiler's trace, if one runs (`annotate_with`). It is not
-    recorded.
-    """
+    """Open a named range in another profiler's trace, if one runs (`annotate_with`). Not recorded here."""
     return _NOT_RECORDED if _annotate is None else _annotate(name)
 
 
@@ -62,7 +58,7 @@ def annotate_with(annotate: Callable[[str], AbstractContextManager[None]] | None
 
 
 def measure_span_seconds() -> float:
-    """Measure and return the mean cost, in seconds, of recording one span. Recording must be off before the call."""
+    """Measure the mean cost, in seconds, of recording one span. Recording must be off."""
     record(True)
     began = time.monotonic()
     for _ in range(_NUM_MEASURED):
@@ -74,7 +70,7 @@ def measure_span_seconds() -> float:
 
 
 def record(is_on: bool) -> list[Span]:
-    """Turn recording on or off. Return the spans ended since the last call, in the order of their ends."""
+    """Turn recording on or off. Returns the spans ended since the last call, in the order of their ends."""
     global _recorded
     ended_spans = _recorded or []
     _recorded = [] if is_on else None

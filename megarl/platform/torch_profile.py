@@ -1,4 +1,4 @@
-"""Profile of this process by torch while a step is profiled: operators and kernels, or allocations of the GPU."""
+"""torch's profile of one step in this process: operators and kernels, or allocations of the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Kind = Literal["torch", "memory"]
 
 _MOST_ALLOCATIONS = 200_000
-"""Number of newest allocations and frees that a snapshot records. Each takes about 1 KB with its Python stack."""
+"""Maximum newest allocations and frees in a snapshot. Each takes about 1 KB with its Python stack."""
 
 
 class TorchProfile:

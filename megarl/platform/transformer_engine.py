@@ -1,7 +1,7 @@
-"""Checks whether NVIDIA's Transformer Engine is installed and can be imported.
+"""Checks that NVIDIA's Transformer Engine can be imported if it is installed.
 
-If it is installed but its import fails, this is an error. Megatron-Core 0.16.1 imports it too. After most errors it
-fails as well, but after an ImportError it silently trains with other layers.
+A failing import is an error. Megatron-Core 0.16.1 imports it too. It also fails after most errors, but after an
+ImportError it silently trains with other layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.platform.commands import run_command
 from megarl.types import ConfigError
 
 REMEDY = "run launch/setup.sh, or uninstall transformer-engine"
-"""Advice for a Transformer Engine with a failing import."""
+"""Advice for a Transformer Engine whose import fails."""
 
 _IMPORT_SECONDS = 120.0
 """Time limit in seconds for the import in a child process."""
@@ -49,9 +49,9 @@ def require_sound() -> None:
 
 
 def import_fault() -> str | None:
-    """Return why the installed Transformer Engine cannot be imported, tried in a child process.
+    """Try the import in a child process. Returns why the installed Transformer Engine cannot be imported.
 
-    Return None if it can be imported, or is not installed.
+    None: it can be imported, or is not installed.
     """
     if not is_installed():
         return None

@@ -15,7 +15,7 @@ Capability = tuple[int, int]
 
 
 class Gpu(NamedTuple):
-    """A GPU: its name, compute capability and memory in GiB. None means unknown."""
+    """A GPU: its name, compute capability and memory in GiB. None: unknown."""
 
     name: str
     capability: Capability | None = None
@@ -38,7 +38,7 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 @cache
 def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver on this machine; None if nvidia-smi fails."""
+    """Return the version of NVIDIA's driver on this machine; None: nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -52,7 +52,7 @@ def driver_version() -> str | None:
 
 def _run_nvidia_smi(query: list[str]) -> str:
     """Return the output of nvidia-smi. Raises OSError if it fails."""
-    # With a time limit, because nvidia-smi hangs on some broken GPUs.
+    # With a time limit: nvidia-smi hangs on some broken GPUs.
     done = run_command(query, seconds=20)
     if done.returncode:
         raise OSError(f"nvidia-smi ended with {done.returncode}")
@@ -60,7 +60,7 @@ def _run_nvidia_smi(query: list[str]) -> str:
 
 
 def _parse_gpu(line: str) -> Gpu:
-    """Parse one line of nvidia-smi's list of GPUs. It writes [N/A] for an unknown value."""
+    """Parse one line of nvidia-smi's list of GPUs. [N/A] means an unknown value."""
     memory, capability, name = line.split(", ", 2)
     major, _, minor = capability.partition(".")
     compute_capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
@@ -68,5 +68,5 @@ def _parse_gpu(line: str) -> Gpu:
 
 
 def installed_gpu_gib() -> float | None:
-    """Return the memory, in GiB, of the machine's smallest usable GPU; None: there is no GPU of known memory."""
+    """Return the memory in GiB of the machine's smallest usable GPU; None: no GPU of known memory."""
     return min((gpu.gib for gpu in installed_gpus() if gpu.gib is not None), default=None)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
-"""The module of Megatron-Core that always imports Triton. Megatron-Core 0.16 has no such module."""
+"""Module of Megatron-Core that always imports Triton. Megatron-Core 0.16 lacks it."""
 
 
 class _AbsentKernel:
@@ -29,7 +29,7 @@ class _AbsentKernel:
 def install() -> None:
     """Load Megatron's paged stash with kernels that cannot run. Call it before the first import of Megatron.
 
-    No effect if Triton is installed, or if this Megatron has no paged stash.
+    Does nothing if Triton is installed, or if this Megatron has no paged stash.
     """
     if PAGED_STASH in sys.modules or importlib.util.find_spec("triton") is not None:
         return
@@ -46,7 +46,7 @@ def install() -> None:
     triton.jit, triton.language = _AbsentKernel, language
     # The kernels' annotations use this type.
     language.constexpr = object
-    # Only while this file is imported. Megatron, torch and vLLM also look for Triton, and must not find it.
+    # Only during this import: Megatron, torch and vLLM also look for Triton, and must not find it.
     sys.modules |= {"triton": triton, "triton.language": language}
     try:
         spec.loader.exec_module(module)

@@ -11,16 +11,16 @@ import warnings
 import torch
 
 _library: list[torch.library.Library] = []
-"""Replacements of torch's operators. They are in effect as long as this object exists."""
+"""Replacements of torch's operators, in effect as long as this object exists."""
 
 
 def install() -> None:
-    """Replace torch's products on the CPU by faster ones, once. No effect if the CPU has bfloat16 kernels."""
+    """Replace torch's products on the CPU by faster ones. Does nothing if the CPU has bfloat16 kernels."""
     if _library or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     _library.append(torch.library.Library("aten", "IMPL"))
     with warnings.catch_warnings():
-        # torch warns that a kernel is replaced, but that is intended.
+        # Ignore torch's warning about the replaced kernel.
         warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
         _library[0].impl("mm", product, "CPU", allow_override=True)
         _library[0].impl("bmm", batched_product, "CPU", allow_override=True)
@@ -28,7 +28,7 @@ def install() -> None:
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product [rows, columns] of two matrices, `a` [rows, inner] and `b` [inner, columns]."""
-    # The variant with `out` has its own kernel. It is not replaced, so this call does not recurse.
+    # The variant with `out` has its own kernel, which is not replaced. So this call does not recurse.
     return torch.mm(_fast_layout(a, b), b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
@@ -38,7 +38,7 @@ def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _fast_layout(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the values of `a` in the faster memory layout: column-major if `b` is row-major."""
+    """Return `a` in the faster memory layout: column-major if `b` is row-major."""
     if a.dtype != torch.bfloat16 or b.stride(-1) != 1:
         return a
     return a.mT.contiguous().mT

@@ -1,7 +1,7 @@
 """Gated delta-nets of vLLM 0.30 on a machine without CUDA, computed by torch from the layer's own parameters.
 
-vLLM's CPU kernels need bfloat16, head sizes of 64 or 128, and a repacked convolution weight. With a plain weight they
-return wrong numbers without an error on CPUs with AVX-512 BF16. This module computes in float32.
+vLLM's CPU kernels need bfloat16, head sizes of 64 or 128, and a repacked convolution weight. On CPUs with AVX-512 BF16
+they return wrong numbers for a plain weight, without an error. This module computes in float32.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class _Batch(NamedTuple):
     `has_state` [sequences]: the state contains earlier tokens of the sequence.
 
     A step that verifies drafted tokens starts from the state after the last accepted token. It stores the state after
-    each of its tokens, because the next step may start from any of them. Three fields serve such steps, and are None
-    otherwise. `inputs` [sequences] are the slots of the convolution's inputs. `skipped` [sequences] is the number of
-    inputs before those of the last accepted token. `token_slots` [sequences, longest] are the slots of the states after
-    each token.
+    each of its tokens, because the next step may start from any of them. Three fields are set only in such steps.
+    `inputs` [sequences] are the slots of the convolution's inputs. `skipped` [sequences] is the number of inputs before
+    those of the last accepted token. `token_slots` [sequences, longest] are the slots of the states after each token.
     """
 
     slots: Tensor
@@ -76,8 +75,8 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
 
 
 def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
-    """Yield a batch of the sequences without drafted tokens, then one of the rest, each with the indices of its
-    tokens.
+    """Yield the batch of sequences without drafted tokens, then the batch of the others, each with its tokens'
+    indices.
     """
     all_tokens = torch.arange(metadata.num_actual_tokens)
     if metadata.spec_sequence_masks is None:
@@ -87,7 +86,7 @@ def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
     has_others = metadata.num_decodes + metadata.num_prefills > 0
     if has_others:
         yield metadata.non_spec_token_indx.long(), _batch(metadata)
-    # vLLM 0.30 lists the tokens only if there are both kinds of sequences.
+    # vLLM 0.30 lists the tokens only with both kinds of sequences.
     yield metadata.spec_token_indx.long() if has_others else all_tokens, _drafted_batch(metadata)
 
 
@@ -113,7 +112,7 @@ def _drafted_batch(metadata: Any) -> _Batch:
 
 
 def _lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
-    """Return a batch's `lengths`, `longest` and `places`, given the first token of each sequence [sequences + 1]."""
+    """Return a batch's `lengths`, `longest` and `places` from the first token of each sequence [sequences + 1]."""
     lengths = starts[: count + 1].diff().long()
     longest = int(lengths.max())
     is_token = torch.arange(longest) < lengths.unsqueeze(1)
@@ -143,7 +142,7 @@ def _convolve(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
     out = sum(
         (all_inputs[:, tap : tap + batch.longest] * weight[:, tap] for tap in range(width)), start=torch.zeros(())
     )
-    # Store the inputs before the next token. With drafts, store those before each token that may come next.
+    # Store the inputs before the next token. With drafts, store them for each token that may come next.
     last = rows(all_inputs, batch.lengths, width - 1) if batch.token_slots is None else all_inputs[:, 1:]
     cache[batch.inputs, : last.size(1)] = last.to(cache.dtype)
     return F.silu(batch.tokens(out))

@@ -1,8 +1,8 @@
 """torchvision, torchaudio and torchcodec on a machine without CUDA: hides broken ones, replaces a missing torchvision.
 
-PyPI's builds of these libraries do not work with torch's build for CPUs. transformers imports those it finds, with any
-model. vLLM 0.30's module of Qwen3.5 imports transformers' image code even for text, and this code needs torchvision.
-Processing text calls no function of torchvision. A call raises ImportError.
+PyPI's builds of these libraries do not work with torch's build for CPUs, but transformers imports all that it finds.
+vLLM 0.30's module of Qwen3.5 imports transformers' image code even for text, and this code needs torchvision. Text
+processing calls no function of torchvision. A call raises ImportError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODULES = (
 
 
 class _Absent(ModuleType):
-    """A stand-in module. Accessing a public attribute raises ImportError."""
+    """A stand-in module. Access to a public attribute raises ImportError."""
 
     __version__ = "0"
 
@@ -35,8 +35,7 @@ class _Absent(ModuleType):
 
 
 def hide_broken() -> None:
-    """Hide torchvision, torchaudio and torchcodec if they cannot be imported. Other libraries then treat them as
-    missing.
+    """Hide torchvision, torchaudio and torchcodec if their import fails. Other libraries then treat them as missing.
 
     Call it before the first import of vLLM.
     """
@@ -54,7 +53,7 @@ def hide_broken() -> None:
 
 
 def provide_torchvision() -> None:
-    """Make torchvision importable if it is not installed or hidden."""
+    """Make torchvision importable if it is missing or hidden."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     for name in _MODULES:

@@ -1,7 +1,7 @@
 """Patches of torch that let the unmodified Megatron-Core 0.16.1 run on a CPU over gloo.
 
-Megatron uses the device "cuda", CUDA's random state, and tensor types `torch.cuda.*`. Without CUDA, the patches replace
-them by those of the CPU. No file of Megatron is edited.
+Megatron uses the device "cuda", CUDA's random state, and tensor types `torch.cuda.*`. Without CUDA the patches replace
+them by the CPU's. No file of Megatron is edited.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megarl.platform.cpu import absent_triton, bfloat16_products
 from megarl.platform.imports import without
 
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
-"""The torch functions that Megatron calls with device="cuda"."""
+"""torch functions that Megatron calls with device="cuda"."""
 
 _MARK = "_megarl"
-"""Attribute marking the patched `Tensor.cuda`, so that patches are installed only once."""
+"""Marks the patched `Tensor.cuda`, so that patches are installed only once."""
 
 
 class _NoStream(contextlib.nullcontext[None]):
-    """Replacement of a CUDA stream or event on a CPU. Its methods do nothing, because all work is synchronous."""
+    """CUDA stream or event on a CPU. Its methods do nothing, because all work is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ def install() -> None:
     # Megatron's jit_fuser is torch.compile. On a CPU it would compile C++ code for each tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", r"(?s).*(Transformer Engine|Apex).* not installed.*", UserWarning)
-    # `with torch.device(...)` recognises factories by identity. Cache the originals now, before they are patched: the
-    # patches still call them.
+    # `with torch.device(...)` recognises factories by identity. Cache the originals before the patches, which still
+    # call them.
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_device(getattr(torch, name), rank_device))
@@ -86,7 +86,7 @@ def _adapt_experts(rank_device: torch.device) -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # vLLM 0.30, imported later, replaces torch.cuda's stream class by one without events. So create the stream now.
+    # vLLM 0.30, imported later, replaces torch.cuda's stream class by one without events: create the stream now.
     dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = _NoStream()
     # Without Transformer Engine, the module lacks this name but still looks it up.
@@ -141,10 +141,10 @@ def adapt_hybrid_optimizer() -> None:
 
 
 def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
-    """Replaces `HybridDeviceOptimizer`'s method that splits parameters, on a CPU.
+    """Replacement of the method of `HybridDeviceOptimizer` that splits parameters.
 
-    Returns what the original does: host groups, device groups, host copies by parameter, parameters by host copy, and
-    float32 copies by parameter. `offload_fraction` is the fraction of elements to offload.
+    Returns, as the original: host groups, device groups, host copies by parameter, parameters by host copy, and float32
+    copies by parameter. `offload_fraction` is the fraction of elements to offload.
     """
     threshold = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
     numel = 0

@@ -1,8 +1,8 @@
 """Verification of drafted tokens (speculative decoding) by vLLM 0.30 on a machine without Triton.
 
-vLLM 0.30 calls its rejection sampler through dispatchers of Triton kernels. Its C++ kernels for CPUs are installed
-under names that nothing calls, and one would round temperatures to integers. The functions here take the inputs of the
-Triton kernels, and compute the same in torch. `_advance` replaces the kernel between two tokens drafted by a model.
+vLLM 0.30 calls its rejection sampler through dispatchers of Triton kernels. Nothing calls its C++ kernels for CPUs, and
+one would round temperatures to integers. The functions here take the inputs of the Triton kernels, and compute the same
+in torch. `_advance` replaces the kernel between two tokens drafted by a model.
 
 The algorithm is speculative sampling (Leviathan et al., arXiv 2211.17192): the tokens have the policy's distribution,
 whatever was drafted. A request's drafts are `draft_token_ids[start:end]`: `end` is the request's entry of
@@ -19,7 +19,6 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Make vLLM's rejection sampler call the functions of this module."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import utils
 
@@ -37,7 +36,7 @@ def install() -> None:
 class _Kernel:
     """Wraps a function to be called like a Triton kernel: `kernel[grid](**arguments)`.
 
-    vLLM reads the parameters of `func`, and passes inputs of the same names.
+    vLLM reads the parameters of `func`, and passes inputs of these names.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -62,7 +61,7 @@ def _advance(
     batch_size: int,
     **_: Any,
 ) -> None:
-    """Move each request to its next position: write position, place in the KV cache and length.
+    """Advance each request by one position: write position, place in the KV cache and length.
 
     A request beyond `max_model_len` tokens gets position 0, place `PAD_ID` and length 1, so it writes nowhere. Shapes:
     positions, seq_lens and out_clamped_positions [requests], block_table [requests, blocks], out_slot_mapping [requests
@@ -90,7 +89,7 @@ def _accept_greedy(
     is_greedy: Tensor | None,
     **_: Any,
 ) -> None:
-    """Write the tokens of greedy requests: accepted drafts, then the policy's own most probable token.
+    """Write the tokens of greedy requests: accepted drafts, then the policy's most probable token.
 
     Shapes: output_token_ids int32 [requests, most drafts + 1], cu_num_draft_tokens [requests], draft_token_ids and
     target_argmax [drafts], bonus_token_ids [requests, 1], is_greedy bool [requests] or None for all.

@@ -1,9 +1,9 @@
 """Patches for vLLM 0.30 on a machine without CUDA: unpacked weights, gloo between ranks, unchanged process settings.
 
-Without patches, vLLM copies weights into another format for its CPU kernels. Writing new weights into a parameter would
+Without patches, vLLM copies weights into another format for its CPU kernels. New weights written into a parameter would
 then have no effect, without an error. With the patches, linear layers and experts compute from the parameters. As a
-side effect, float32 log-probs equal those of transformers. vLLM supports FP8 weights on few CPUs only. The patches
-multiply them by their scales, in the dtype of the activations, as vLLM's own CPU kernels do.
+side effect, float32 log-probs equal those of transformers. vLLM supports FP8 weights on few CPUs. The patches multiply
+them by their scales, in the dtype of the activations, as vLLM's own CPU kernels do.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment variables set before vLLM's import, unless the user has set them: offline, no compilation, few
-messages.
-"""
+"""Environment variables for vLLM's import, unless the user has set them: offline, no compilation, few messages."""
 
 
 BLOCK_TOKENS = 32
-"""Tokens per block of the engine's KV cache. vLLM's default on a CPU is longer than a short prompt. The prompt's prefix
-would then never be reused.
+"""Tokens per block of the KV cache. vLLM's default on a CPU is longer than a short prompt, whose prefix would never be
+reused.
 """
 
 
@@ -146,7 +144,7 @@ def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
 def _without_lora_kernels(select_backend):
     """Wrap vLLM's choice of expert kernels so that it ignores LoRA. Experts get no adapters here.
 
-    With LoRA enabled, vLLM 0.30 chooses kernels for adapters of experts, even if only attention has adapters.
+    With LoRA, vLLM 0.30 chooses kernels for adapters of experts, even if only attention has adapters.
     """
 
     @functools.wraps(select_backend)
@@ -200,8 +198,8 @@ def _adapt_check(check_and_update_config):
     """Wrap `CpuPlatform.check_and_update_config`. Choose the plain backend for latent attention, and keep LD_PRELOAD.
 
     On processors with AMX, vLLM's default packs the weight of `kv_b_proj` and replaces the parameter by an empty
-    tensor. vLLM 0.30 adds its allocator and torch's OpenMP to LD_PRELOAD for worker processes. megarl has none, so only
-    other programs would load them. They report an error if the path has a blank.
+    tensor. vLLM 0.30 adds its allocator and torch's OpenMP to LD_PRELOAD for worker processes. megarl has none: only
+    other programs would load them, and report an error if the path has a blank.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -220,7 +218,7 @@ def _adapt_check(check_and_update_config):
 
 
 def _keep_thread_control(init_device):
-    """Wrap `CPUWorker.init_device`, which replaces `torch.set_num_threads`. Restore the original afterwards."""
+    """Wrap `CPUWorker.init_device`, which replaces `torch.set_num_threads`, and restore this function afterwards."""
 
     @functools.wraps(init_device)
     def initialise(worker) -> None:

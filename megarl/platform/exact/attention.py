@@ -24,8 +24,8 @@ def attend(
 
     Shapes: q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim]. Sequences lie end to end in the
     first dimension. `num_queries` and `num_keys` [sequences] are their lengths. A sequence's last query and last key
-    have the same position. A query attends to the keys up to its own position: the last `window` of them, or all if
-    `window` is 0. Returns [queries, heads, head_dim].
+    have the same position. A query attends to the last `window` keys up to its position, or to all if `window` is 0.
+    Returns [queries, heads, head_dim].
     """
     libraries.prepare_vllm()
     from vllm import _custom_ops
@@ -36,7 +36,7 @@ def attend(
     block, (_, groups, width) = BLOCK_TOKENS, k.shape
     blocks = -(-num_keys // block)
     first_blocks = blocks.cumsum() - blocks
-    # Each sequence starts a new block, as in the engine's cache. Unused entries of the table are never read.
+    # As in the engine's cache, each sequence starts a new block. Unused entries of the table are never read.
     table = torch.from_numpy(first_blocks[:, None] + np.arange(blocks.max())).to(torch.int32)
     starts = num_keys.cumsum() - num_keys
     slots = torch.from_numpy(np.arange(len(k)) + np.repeat(first_blocks * block - starts, num_keys))

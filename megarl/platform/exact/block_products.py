@@ -3,8 +3,8 @@
 An input's rows are padded to a multiple of EXACT_ROWS. At such sizes, other rows do not change a row's result. If
 tensor-parallel ranks split a product, its inner dimension has a fixed total number of equal blocks. Each block's
 product is rounded to the input's dtype. The rounded products are added in float32, pairwise along a fixed binary tree,
-first within a rank, then over the ranks. Trainer and engine have the same total number of blocks. So both make the same
-additions, even with different numbers of blocks per rank.
+first within a rank, then over the ranks. So trainer and engine make the same additions, even with different numbers of
+blocks per rank.
 """
 
 from __future__ import annotations

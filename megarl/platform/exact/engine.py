@@ -13,13 +13,13 @@ from megarl.platform.exact.experts import round_experts
 
 
 def fix_attention_order() -> None:
-    """Make the engine of this process sum a query's attention in a fixed order. Call it before the engine is built."""
+    """Fix the order in which this process's engine sums a query's attention. Call it before the engine is built."""
     # By default, vLLM 0.30 splits the keys over the threads if there are few queries, then adds the parts.
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
 
 
 def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
-    """Let the linear layers and experts of a live vLLM model round each token as `models.exact` does.
+    """Make linear layers and experts of a live vLLM model round each token as `models.exact` does.
 
     Row-parallel layers add their products in blocks, `num_blocks` over all ranks.
     """
@@ -40,7 +40,7 @@ def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
 def _forward_in_blocks(layer: Any, num_blocks: int, x: torch.Tensor) -> Any:
     """Return the output [tokens, out] of a row-parallel layer without bias, for this rank's input [tokens, in].
 
-    vLLM's layer returns a pair of output and bias, unless `return_bias` is off.
+    As in vLLM's layer, the result is a pair of output and bias unless `return_bias` is off.
     """
     from vllm.distributed import get_tp_group
 

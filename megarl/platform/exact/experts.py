@@ -1,4 +1,4 @@
-"""Experts of an engine on a CPU whose results depend neither on the other tokens nor on the ranks (`trainer.exact`).
+"""Experts of an engine on a CPU. Results depend neither on the other tokens nor on the ranks (`trainer.exact`).
 
 An expert's products are those of `block_products`, rounded to the model's dtype. A token's experts are weighted and
 added in float32, in ascending order of their numbers, and the sum is rounded once. The trainer does the same.
@@ -21,7 +21,7 @@ from megarl.platform.exact.block_products import block_product, row_product, sum
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Return the sum of each token's experts, [tokens, hidden_size], in the dtype of `values`.
 
-    Shapes: values [tokens, top_k, hidden_size], weights float32 [tokens, top_k]; ascending numbers of experts.
+    Shapes: values [tokens, top_k, hidden_size], weights float32 [tokens, top_k], both by ascending expert.
     """
     total, *terms = (values.float() * weights[..., None]).unbind(1)
     for term in terms:
@@ -30,7 +30,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
-    """Let the experts among the modules of a live vLLM model compute as this module describes.
+    """Make the experts of a live vLLM model compute as this module describes.
 
     Products over the intermediate channels have `num_blocks` blocks over all ranks.
     """
@@ -45,7 +45,7 @@ def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
         experts = kernel.fused_experts
         assert isinstance(experts, CPUUnquantizedExperts), type(experts).__name__
         assert experts.w1_bias is None and experts.w2_bias is None
-        # With expert parallelism, a rank has whole experts, so all blocks are its own.
+        # With expert parallelism a rank has whole experts, and so all their blocks.
         own_blocks = num_blocks // experts.moe_config.tp_size
         experts.apply = functools.partial(_compute_experts, own_blocks, get_tp_group().device_group)
         kernel.output_is_reduced = lambda: True

@@ -1,4 +1,4 @@
-"""How vLLM's rotary embedding rounds on this processor."""
+"""Rounding of vLLM's rotary embedding on this processor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megarl.platform import libraries
 def truncates() -> bool:
     """Return whether vLLM's rotary embedding truncates float32 to bfloat16 on this CPU, instead of rounding.
 
-    vLLM 0.30 converts with an instruction that rounds only on processors with AVX-512 BF16. On others, it drops the
-    lower 16 bits. This function calls the kernel once to find out.
+    vLLM 0.30 converts with an instruction that rounds only on processors with AVX-512 BF16. Others drop the lower 16
+    bits. This function calls the kernel once to find out.
     """
     libraries.prepare_vllm()
     from vllm import _custom_ops

@@ -1,7 +1,7 @@
 """vLLM's memory pools of a sleeping engine. A process frees them before it builds another engine.
 
 vLLM 0.30 has one object with the pools per process, and builds no engine while they hold memory. On a CPU there are no
-pools, and these functions have no effect.
+pools, and these functions do nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 def allow_free_while_asleep() -> None:
     """Allow memory of the pools to be freed while the engine sleeps. Call it before an engine is built.
 
-    vLLM 0.30 would unmap this memory a second time. That fails, and all later allocations from the pools fail too.
+    vLLM 0.30 would unmap this memory a second time. This fails, and all later allocations from the pools too.
     """
     if (allocator := _allocator()) is not None:
         # vLLM passes this attribute to each pool it creates.
@@ -29,8 +29,8 @@ def allow_free_while_asleep() -> None:
 def move_constants() -> None:
     """Move the tensors of Python modules out of the pools. Call it after an engine's model was built.
 
-    A module imported while the model is built creates its constants in the pool. They would lose their values in the
-    first sleep, and keep the pool's memory after the engine's end.
+    A module imported during the build creates its constants in the pool. They would lose their values in the first
+    sleep, and keep the pool's memory after the engine's end.
     """
     if (allocator := _allocator()) is not None:
         modules = list(sys.modules.values())
@@ -38,7 +38,7 @@ def move_constants() -> None:
 
 
 def _allocator() -> Any:
-    """Return vLLM's object with the pools; None if it has none here, or was not imported."""
+    """Return vLLM's object with the pools; None: it has none here, or was not imported."""
     if "vllm" not in sys.modules:
         return None
     from vllm.device_allocator import cumem
@@ -66,7 +66,7 @@ def _move_out(allocator: Any, objects: Iterable[object]) -> None:
     addresses = [address for address, _ in allocations]
     storages: dict[int, torch.UntypedStorage] = {}
     for value in objects:
-        # Not isinstance: it would call properties of foreign objects, and these may import modules.
+        # Not isinstance: it calls properties of foreign objects, which may import modules.
         if not issubclass(type(value), torch.Tensor):
             continue
         tensor = cast(torch.Tensor, value)
@@ -84,7 +84,6 @@ def _move_out(allocator: Any, objects: Iterable[object]) -> None:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage on a GPU; 0 for other tensors."""
     if not tensor.is_cuda or tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
         return 0
     return tensor.untyped_storage().data_ptr()

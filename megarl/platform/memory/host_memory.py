@@ -19,7 +19,7 @@ def machine_bytes() -> int:
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> int:
-    """Return the bytes of host memory that are free or can be freed: those of the machine, up to a cgroup limit."""
+    """Return the bytes of host memory that are free or can be freed, at most what a cgroup limit leaves."""
     for line in meminfo.read_text().splitlines():
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
@@ -28,7 +28,7 @@ def available_bytes(meminfo: Path = _MEMINFO) -> int:
 
 
 def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -> Iterator[int]:
-    """Yield the memory limits, in bytes, of this process's cgroup and its parents. Yields nothing without a limit.
+    """Yield the memory limits, in bytes, of this process's cgroup and its parents.
 
     `cgroup_file` lists the process's cgroups. `root` is the mount point of the cgroup file system.
     """
@@ -43,12 +43,12 @@ def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -
 
 
 def _limits_around(root: Path, path: str, name: str) -> Iterator[int]:
-    """Yield the memory limits, in bytes, of a cgroup and of all its parents, innermost first."""
+    """Yield the memory limits, in bytes, of a cgroup and its parents, innermost first."""
     cgroup_folder = root / path.strip("/")
     for folder in (cgroup_folder, *cgroup_folder.parents):
         if not folder.is_relative_to(root):
             return
-        # In a container the path may be the host's, and then only its outer folders exist below `root`.
+        # In a container the path may be the host's. Then only its outer folders exist below `root`.
         with contextlib.suppress(OSError):
             text = (folder / name).read_text().strip()
             if text != "max":

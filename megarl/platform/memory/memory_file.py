@@ -1,7 +1,7 @@
-"""Host memory in files without a name. Other processes of this user on this machine can open them.
+"""Host memory in nameless files. Other processes of this user on this machine can open them.
 
-Copies of the training state are in such files, so they outlive the rank that made them. The kernel frees a file when
-the last process with the file open ends. So a kill leaves nothing behind.
+Such files hold copies of the training state, so the copies outlive the rank that made them. The kernel frees a file
+when the last process with it open ends, so a kill leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MemoryFile:
 
     @property
     def path(self) -> str:
-        """Path by which other processes of this user open the file, while this process has it open."""
+        """Path by which this user's other processes open the file, as long as this process has it open."""
         return str(Path("/proc") / str(os.getpid()) / "fd" / str(self.descriptor))
 
     def __del__(self) -> None:

@@ -1,7 +1,6 @@
-"""Page-locking of host memory, so a GPU can copy to and from it in the background. Ranks of a machine take turns.
+"""Page-locking of host memory, so that a GPU can copy to and from it in the background. A machine's ranks take turns.
 
-Kernel and driver hold machine-wide locks meanwhile. If ranks lock pages at the same time, none finishes sooner, and
-each finishes last.
+Kernel and driver hold machine-wide locks meanwhile. Ranks that lock pages at the same time all finish last.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from megarl.platform import device
 from megarl.types import MegarlError
 
 _LONGEST_WAIT_SECONDS = 30.0
-"""Seconds to wait for a turn. A process suspended during its turn must not stop the others: they then go on without
-one.
+"""Seconds to wait for a turn; then continue without one. A process suspended during its turn must not stop the
+others.
 """
 _POLL_SECONDS = 0.002
 
@@ -43,14 +42,14 @@ def page_lock(memory: Tensor) -> None:
 
 
 def unlock(memory: Tensor) -> None:
-    """Release memory [bytes] that `page_lock` locked, the same range."""
+    """Release the same memory [bytes] that `page_lock` locked."""
     if device.current().type != "cpu":
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def refusal(num_bytes: int, reason: str) -> str:
-    """Return the message for a refused lock: what was refused, this process's limit, and the remedies."""
+    """Return the message for a refused lock: its size, this process's limit, and the remedies."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
     return (
@@ -62,7 +61,7 @@ def refusal(num_bytes: int, reason: str) -> str:
 
 @contextmanager
 def turn(folder: Path | None = None) -> Iterator[None]:
-    """Context in which no other process of this user on this machine locks pages.
+    """Let no other process of this user on this machine lock pages inside this context.
 
     `folder` holds the lock's file; None: the system's temporary folder. If the file cannot be opened, processes may
     lock at the same time, which is only slower.

@@ -8,23 +8,21 @@ import sys
 from pathlib import Path
 
 _RESET_PEAK = "5"
-"""Text that, written to /proc/self/clear_refs, resets the kernel's record of this process's peak resident memory
-(proc(5)).
-"""
+"""Written to /proc/self/clear_refs, this text resets the kernel's peak of this process's resident memory (proc(5))."""
 
 _fixed_peak: int | None = None
-"""Peak of the current call in bytes, fixed by `fix_peak` before its end; None: it is still measured."""
+"""Peak of the current call in bytes, fixed by `fix_peak`; None: it is still measured."""
 
 
 def restart_peak() -> None:
-    """Forget the peak so far. Call it within a phase, after memory of the previous phase was released."""
+    """Forget the peak so far. Call it within a phase, after the previous phase's memory was released."""
     _measure_and_reset_peak()
 
 
 def fix_peak() -> None:
     """Fix the peak of the current call. Later memory counts for the next call.
 
-    Call it before the last part of a call, if that part prepares the next phase.
+    Call it before the last part of a call, if this part prepares the next phase.
     """
     global _fixed_peak
     _fixed_peak = _measure_and_reset_peak()
@@ -42,10 +40,10 @@ def take_peak_bytes() -> int | None:
 def _measure_and_reset_peak() -> int | None:
     """Return the peak memory in bytes since the last measurement, and start a new peak.
 
-    On a GPU: all memory in use now, by any library or process, plus memory returned by torch's allocator since its
-    peak. On a CPU: the process's resident set, including shared pages. If the system forbids resetting the peak, it is
-    the peak since the process started. Returns None in a process without a model: torch was never imported, or the
-    machine's GPUs are not used.
+    On a GPU: all memory in use now, by any library or process, plus memory that torch's allocator has returned since
+    its peak. On a CPU: the process's resident set, including shared pages; if the system forbids a reset, its peak
+    since the process started. None in a process without a model: torch was never imported, or the machine's GPUs are
+    not used.
     """
     if "torch" not in sys.modules:
         return None
@@ -53,7 +51,7 @@ def _measure_and_reset_peak() -> int | None:
 
     if not torch.cuda.is_available():
         return _take_resident_peak()
-    # A query would initialise CUDA on torch's current device. Until a rank sets its own device, this is the first GPU.
+    # A query would initialise CUDA on torch's current device: the first GPU, until a rank sets its own.
     if not torch.cuda.is_initialized():
         return None
     from megarl.platform import device

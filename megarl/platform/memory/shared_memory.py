@@ -11,14 +11,14 @@ from megarl.types import ConfigError, DiskFullError
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 16 << 20
-"""Bytes of shared memory that must be available for a start."""
+"""Bytes of shared memory that a start needs."""
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
     """Write 16 MiB of shared memory. Raises ConfigError if it cannot be written, DiskFullError if it is full."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # This reserves the pages, unlike a sparse file, so it fails if memory is short.
+            # Unlike a sparse file this reserves the pages, so it fails if memory is short.
             os.posix_fallocate(file.fileno(), 0, _LEAST_BYTES)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
