@@ -80,8 +80,8 @@ Source = FolderReader | CheckpointReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Result of a conversion. `is_verified`: the written weights were read back and compared. `num_kept` counts tensors
-    that were copied unchanged.
+    """Result of a conversion. `is_verified`: the written weights were read back and compared. `num_kept` tensors were
+    copied unchanged.
     """
 
     folder: Path
@@ -191,7 +191,7 @@ def to_hf(
         total = sum(prod(shape) * dtype.itemsize for shape, dtype in forms.values())
         files = None
         if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
-            # None if its files hold kept tensors beyond the index.
+            # None if the files hold kept tensors that the index lacks.
             files = _files_of_index(model_folder, [*stored, *companion_tensors])
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)
@@ -234,7 +234,7 @@ class _Slab:
 
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
-    """Fill the slabs in order. Each slab is written in the background while the next one is filled."""
+    """Fill the slabs in order. While one slab is filled, the previous one is written in the background."""
     with _one_thread_per_operation(), ThreadPoolExecutor(1) as writer:
         writing = None
         for slab in slabs:
@@ -248,7 +248,7 @@ def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
 
 @contextmanager
 def _one_thread_per_operation() -> Iterator[None]:
-    """Context in which torch computes each operation in the calling thread.
+    """Make torch compute each operation in the calling thread inside this context.
 
     Reading, writing and hashing each have a thread. If a copy used more threads, they would wait busily: on two cores
     they took half of a conversion's CPU time.
@@ -358,9 +358,9 @@ def _write_files(
                 shape, dtype = forms[name]
                 for box in _slices(copies.get(name, name), shape, dtype):
                     pieces = _pieces(box, model)
-                    # A copy has its original's name, whose elements count once.
+                    # A copy has its original's name, and the elements count only once.
                     counted = () if name in copies else pieces
-                    # Copied tensors before this one are written with its first part: a file grows at its end alone.
+                    # Write the copied tensors before this one with its first part: a file grows only at its end.
                     yield _Slab(pieces, box.shape, dtype, partial(write, file, copied, counted))
                     copied = []
             last[file] = copied
@@ -379,7 +379,7 @@ def _write_kept(tensors: Mapping[str, UnchangedTensor], file: str, manifest: Man
 
 
 def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """Yield consecutive parts of a tensor. A part has at most SLAB_BYTES, unless a single row is larger."""
+    """Yield consecutive parts of a tensor, each of at most SLAB_BYTES unless a single row is larger."""
     rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
@@ -411,9 +411,9 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 @contextmanager
 def _checking_files(folder: Path) -> Iterator[None]:
-    """Context that checks a folder's files against its manifest, if it has one.
+    """Check a folder's files against its manifest, if it has one, inside this context.
 
-    Sizes are checked on entry. A thread computes hashes in the background; they are compared at the end.
+    Sizes are checked on entry. A background thread computes hashes; the exit compares them.
     """
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
@@ -438,7 +438,7 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
 def _files_of_index(folder: Path, tensors: Sequence[str]) -> dict[str, list[str]] | None:
     """Return the tensors of each file in a folder's index, in the order of `tensors`.
 
-    None if the index and `tensors` have different names.
+    None: the index and `tensors` have different names.
     """
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
@@ -478,7 +478,7 @@ def _packs_experts(folder: Path) -> bool:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint in a folder: the folder itself, the one in Megatron's tracker file, or a run's newest.
+    """Find the checkpoint in a folder: the folder itself, the one named by Megatron's tracker file, or a run's newest.
 
     Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints. Raises DataError for an invalid
     tracker file.
@@ -487,7 +487,7 @@ def find_checkpoint(folder: Path) -> Path:
         return folder
     if not (folder / TRACKER).exists():
         return _checkpoint_of_run(folder)
-    # Only a number or `release` is accepted below, so bytes that are not text may be replaced.
+    # Only a number or `release` is valid here, so undecodable bytes may be replaced.
     text = (folder / TRACKER).read_bytes()[:100].decode(errors="replace").strip()
     if text != RELEASE and not text.isdecimal():
         raise DataError(
@@ -518,7 +518,7 @@ def _checkpoint_of_run(folder: Path) -> Path:
 
 
 def _dtypes(source: Source, model: ModelShape, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each converted tensor: `dtype`, or the source's if None.
+    """Return the dtype of each converted tensor: `dtype`, or with None the source's.
 
     Tensors that are float32 in every model stay float32.
     """

@@ -32,9 +32,7 @@ from megarl.types import DataError
 
 
 def target_token_ids(folder: str, shape: DrafterShape) -> Tensor:
-    """Return the policy's token id of each token that the drafter proposes: int64 [drafted tokens]. Raises
-    DataError.
-    """
+    """Return the policy's id of each token that the drafter proposes: int64 [drafted tokens]. Raises DataError."""
     token_ids = torch.arange(shape.vocab_size)
     offsets = _unchanged_tensors(folder).get(OFFSETS)
     return token_ids if offsets is None else token_ids + offsets
@@ -129,7 +127,7 @@ def _write_others(
     config = read_object(Path(source) / "config.json")
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # The maps are int64 and bool, which no plan moves: they have a file of their own.
+    # No plan moves the maps, which are int64 and bool. They have a separate file.
     last = f"model-{len(files) + 1:05}-of-{len(files) + 1:05}.safetensors"
     if maps:
         save_file(dict(maps), folder / last)
@@ -141,9 +139,7 @@ def _write_others(
 
 
 def _unchanged_tensors(folder: str) -> dict[str, Tensor]:
-    """Return the vocabulary maps in a drafter's files, by published names. Empty if the drafter has the whole
-    vocabulary.
-    """
+    """Return the vocabulary maps in a drafter's files, by published names; empty: it has the whole vocabulary."""
     stored = MappedFolder(folder)
     names = {published_name(name): name for name in stored.names}
     return {name: stored.tensor(names[name]) for name in (OFFSETS, IS_DRAFTED) if name in names}

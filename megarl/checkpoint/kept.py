@@ -1,4 +1,4 @@
-"""Kept tensors: draft layers and vision towers in a model folder that trainer and engine do not use.
+"""Kept tensors of a model folder, which trainer and engine do not use: draft layers and vision towers.
 
 They are copied byte for byte and belong to no layout.
 """
@@ -24,7 +24,7 @@ from megarl.files.strict_json import loads
 from megarl.types import DataError
 
 FILE = "kept.safetensors"
-"""Name of the file with the kept tensors in the `hf` folder next to a converted checkpoint."""
+"""File with the kept tensors in the `hf` folder next to a converted checkpoint."""
 
 _CHUNK_BYTES = 1 << 24
 
@@ -44,7 +44,6 @@ class UnchangedTensor(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return self.num_bytes // max(1, prod(self.shape))
 
     @property
@@ -78,10 +77,10 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTe
 
 
 def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, UnchangedTensor], dict[str, str]]:
-    """Return the tensors to copy from a folder, and the tensors of a trained draft layer that equal others of the
-    model.
+    """Return the tensors to copy from a folder, and the copies in a trained draft layer as {name: name of the
+    original}.
 
-    The second result maps a name to the name of its original. Raises DataError for a truncated file.
+    Raises DataError for a truncated file.
     """
     tensors = kept_tensors(folder, model)
     copies = {name: original for name, original in list_draft_copies(model).items() if name in tensors}
@@ -105,10 +104,10 @@ def file_content(tensors: Mapping[str, UnchangedTensor]) -> Iterator[bytes]:
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
-    """Return the files with weights in a folder, each with its tensors according to the index."""
+    """Return a folder's files with weights, each with its tensors according to the index."""
     if (folder / FILE).exists():
         return [(folder / FILE, set())]
-    # A conversion may be given a folder with config.json and tokenizer alone.
+    # A conversion's input may have only config.json and tokenizer.
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         return []
     return [(folder / file, expected) for file, expected in weight_files(folder).items()]

@@ -42,7 +42,7 @@ class ManifestWriter:
     def append(self, name: str, data: bytes | memoryview) -> int:
         """Append data to a file; create it if missing. Returns the data's offset in bytes."""
         start = self.sizes.setdefault(name, 0)
-        # Hashing takes CPU time and writing waits for the disk, so both run at once. sha256 releases the GIL.
+        # Hashing uses the CPU and writing waits for the disk: run both at once. sha256 releases the GIL.
         hashed = self._hasher.submit(self._hashes.setdefault(name, hashlib.sha256()).update, data)
         self._file(name).write(data)
         hashed.result()
@@ -50,9 +50,7 @@ class ManifestWriter:
         return start
 
     def _file(self, name: str) -> IO[bytes]:
-        """Return the open file `name`. Files stay open, because opening a file for each write would be many times
-        slower.
-        """
+        """Return the open file `name`. Opening a file for each write would be many times slower."""
         if name not in self._open:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +80,7 @@ class ManifestWriter:
         write_manifest(self.folder, self.files, layout)
 
     def release(self, *, durable: bool = False) -> None:
-        """Close all files; with `durable`, after fsync."""
+        """Close all files; with `durable` after fsync."""
         self._hasher.shutdown()
         while self._open:
             with self._open.popitem()[1] as file:
@@ -108,7 +106,7 @@ class _Stream:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-    """Write the files' sizes and hashes, library versions, and the caller's description `layout` of the folder."""
+    """Write sizes and hashes of the files, library versions, and the caller's description `layout` of the folder."""
     manifest = {
         "files": dict(sorted(files.items())),
         "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
@@ -118,7 +116,7 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 
 def complete_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder. Its ranks have hashed and synced `files`; all further files are hashed now."""
+    """Write a folder's manifest. The ranks have hashed and synced `files`; all further files are hashed now."""
     unhashed_paths = [path for path in folder.iterdir() if path.name not in files]
     for path in unhashed_paths:
         sync(path)
@@ -127,7 +125,7 @@ def complete_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layo
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[ManifestWriter]:
-    """Context that creates a folder. The folder appears at the end, and only without an error.
+    """Create a folder. It appears at the end of this context, and only without an error.
 
     Raises ConfigError if the folder exists and is not empty.
     """
@@ -161,7 +159,7 @@ def check_sizes(folder: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Copy the folder again.") from None
     for name, (size, _) in expected.items():
-        # A manifest comes with a downloaded folder: it must not make megarl read other files.
+        # A manifest comes with a downloaded folder. It must not make megarl read other files.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise DataError(f"{path}: {name!r} is not a file of this folder. Copy the folder again.")
         with storage_faults_named(folder / name):

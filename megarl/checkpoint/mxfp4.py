@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The absolute values of e2m1: two bits of exponent, one of mantissa. A fourth bit is the sign."""
+"""Absolute values of e2m1: two bits of exponent, one of mantissa. A fourth bit is the sign."""
 
 _SCALE_BIAS, _NAN = 127, 255
-"""A scale byte (e8m0) is the exponent of two plus the bias, or stands for NaN."""
+"""A scale byte (e8m0) is the exponent of two plus the bias, or NaN."""
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     groups] has one exponent a group. A group with the scale 255 becomes NaN, as the format defines.
     """
     numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)])
-    # One table of both numbers of a byte needs no separation of the bits.
+    # A table of both numbers of a byte: the bits need no separation.
     byte = torch.arange(256)
     pairs = torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=-1)
     values = pairs[blocks.int()].flatten(-2)

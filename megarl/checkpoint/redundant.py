@@ -53,7 +53,7 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
 
 
 def _originals(model: ModelShape) -> dict[str, str]:
-    """Return the names of tensors that must equal another tensor, each with the other tensor's name."""
+    """Return the tensors that must equal another tensor, as {name: the other tensor's name}."""
     tied = {HEAD: checkpoint_name(EMBEDDING, model)} if model.tie_word_embeddings else {}
     return {**tied, **list_draft_copies(model)}
 
@@ -92,7 +92,7 @@ def _numbers(tensor: UnchangedTensor) -> np.ndarray:
     """Return a tensor's numbers, flat: float64 [elements]."""
     content = b"".join(tensor.content())
     if tensor.code == "BF16":
-        # The first half of a float32.
+        # A bfloat16 is the first half of a float32.
         return (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
     return np.frombuffer(content, kinds[tensor.code]).astype(np.float64)

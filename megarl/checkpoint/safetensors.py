@@ -95,8 +95,8 @@ class FolderReader:
         return self._file(self._stored[name].path).get_tensor(name).view(-1)
 
     def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
-        """Yield (part of the layout, this folder's pieces for it). A part needs few experts, so few are dequantised at
-        a time.
+        """Yield (part of the layout, this folder's pieces for it). A part has few experts, so few are dequantised at a
+        time.
         """
         by_file: dict[str, list[Piece]] = {}
         for piece in layout:
@@ -150,7 +150,7 @@ def load(
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
     for wanted_pieces, available in reader.groups(layout):
-        # Source and destination are on this rank, so nothing is staged and one bucket of any size (4 EiB) is enough.
+        # Source and destination are on this rank: nothing is staged, and one bucket of any size (4 EiB) is enough.
         plan = make_plan([available], [wanted_pieces], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
         sources = {name: reader.storage(name) for name in sorted({piece.storage for piece in available})}
         Transport(plan, sources, parameters, dtype=torch.float32).reshard()
@@ -179,7 +179,7 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
     model = read_model_shape(folder, override)
     name = checkpoint_name(EMBEDDING if model.tie_word_embeddings else HEAD, model)
     head = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
-    # Cloned, so that the memory map of the whole file can be freed.
+    # Clone, so that the memory map of the whole file can be freed.
     return head[rows.start : rows.stop].clone()
 
 
@@ -187,7 +187,7 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
 def _is_finite(piece: Piece, parameter: Tensor) -> bool:
     """Return whether all elements of a parameter's stored part are finite.
 
-    Only minimum and maximum are tested: both are NaN if an element is NaN. This is one pass without a copy.
+    Only minimum and maximum are tested, in one pass without a copy: both are NaN if an element is NaN.
     """
     numbers = parameter.as_strided(piece.box.shape, piece.strides, parameter.storage_offset() + piece.offset)
     return bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
@@ -228,7 +228,7 @@ def export(
 
     def write_others(partial: Path) -> None:
         for name, path in companions(source).items():
-            # The card describes the base model. The driver writes that of the trained one.
+            # The card describes the base model. The driver writes the trained model's card.
             if name == CARD:
                 continue
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
@@ -283,13 +283,13 @@ def write_folder(
     folder's further files. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     folder = Path(folder)
-    # Written next to its final place, so that the last rename stays on one file system and is atomic.
+    # Written next to its final place: the last rename then stays on one file system and is atomic.
     partial = folder.with_name(f".{folder.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_others(partial)
-    # No rank may create its files before rank 0 has made the folder.
+    # Rank 0 must make the folder before any rank creates its files.
     _barrier()
     destinations: dict[str, Tensor] = {}
     written: list[list[Piece]] = [[] for _ in layouts]
@@ -314,16 +314,14 @@ def write_folder(
 def kept_file(
     num_files: int, unchanged_tensors: Mapping[str, UnchangedTensor]
 ) -> dict[str, Mapping[str, UnchangedTensor]]:
-    """Return the copied tensors by the name of their file. It is the last file, after `num_files` others. Empty without
-    any.
-    """
+    """Return the copied tensors by the name of their file, the last after `num_files` others; empty: there are none."""
     return {_file_name(num_files + 1, num_files + 1): unchanged_tensors} if unchanged_tensors else {}
 
 
 def pack_files(tensors: Mapping[str, Form], shard_bytes: int, *, num_more: int = 0) -> dict[str, dict[str, Form]]:
     """Distribute tensors, in order, over files of at most `shard_bytes`: by file name, widest dtypes first.
 
-    File names contain the number of all files, with `num_more` further files.
+    File names contain the number of all files, including `num_more` further files.
     """
     shards: list[dict[str, Form]] = [{}]
     filled = 0
@@ -398,13 +396,13 @@ def changed_config(
     # Quantised weights were dequantised on reading.
     changed.pop("quantization_config", None)
     if dtype is not None:
-        # The text model of a vision-language model has the field again. Tensors of the tower are copied as they are.
+        # A vision-language model's text model has the field again. Tensors of the tower are copied unchanged.
         changed = _with_dtype(changed, dtype)
         if "text_config" in changed:
             changed["text_config"] = _with_dtype(changed["text_config"], dtype)
     if model and model.has_value_head:
         changed |= value_head_fields(path.parent, model)
-    # An unchanged file keeps its bytes, so that its hash stays that of the source.
+    # Keep an unchanged file's bytes, so that its hash stays that of the source.
     if changed == fields:
         return content
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()

@@ -16,21 +16,21 @@ from megarl.files.model_folder import read_safetensors_header, weight_files
 from megarl.reshard.layouts.packed import checkpoint_tensors
 
 CODES = ("F64", "F32", "F16", "BF16")
-"""Dtype codes in safetensors files that are accepted for training."""
+"""Dtype codes in safetensors files accepted for training."""
 
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")
-"""Endings of the names of packed tensors: all experts of a layer in one."""
+"""Endings of the names of packed tensors: all experts of a layer in one tensor."""
 
-# Faults listed of each kind: a wrong config.json can cause one for every tensor.
+# Maximum faults listed of each kind: a wrong config.json can cause one for every tensor.
 _NAMED = 5
 
 
 MXFP4 = "MXFP4"
 """Value of `Stored.code` for tensors in the 4-bit format MXFP4 (`checkpoint.mxfp4`)."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the names of the two tensors that store an MXFP4 tensor in files: 4-bit numbers, and their scales."""
+"""An MXFP4 tensor is stored as two tensors with these name endings: 4-bit numbers, and their scales."""
 _GROUP = 32
-"""MXFP4 has one scale for this many consecutive numbers."""
+"""Consecutive MXFP4 numbers with one scale."""
 
 
 class Stored(NamedTuple):
@@ -80,8 +80,8 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
                     faults.append(Fault("shape", f"{path}: {name} is {code} {shape}; MXFP4 has {expected_form} there."))
                 continue
             if name not in shapes:
-                # Redundant tensors are not loaded, only compared (`checkpoint.redundant`). Others are kept: copied by
-                # exports, never trained (`checkpoint.kept`).
+                # Redundant tensors are not loaded, only compared (`checkpoint.redundant`). Other tensors are kept:
+                # exports copy them, nothing trains them (`checkpoint.kept`).
                 if name.endswith(_PACKED) and not name.startswith(prefixes):
                     text = f"{path}: {name} holds all experts of a layer; rewrite it with one tensor per expert."
                     faults.append(Fault("packed", text))
@@ -130,7 +130,7 @@ def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) 
     part_shapes = {}
     for name, shape in shapes.items():
         if parse_name(name).template in packed:
-            # Rows and columns are exchanged: groups of input features have a scale.
+            # Rows and columns are exchanged: each group of input features has a scale.
             groups = (shape[0], shape[2], shape[1] // _GROUP)
             part_shapes |= {name + BLOCKS: (*groups, _GROUP // 2), name + SCALES: groups}
     return part_shapes

@@ -73,15 +73,15 @@ class Parameter:
     layer: int = -1
     expert: int = -1
     block_key: str = ""
-    """Ending of the key of one block. Empty if the checkpoint stores all blocks of the parameter under one key."""
+    """Ending of the key of one block; empty: the checkpoint stores all blocks of the parameter under one key."""
     layer_in_key: bool = False
-    """Whether the key contains the layer's number. Megatron-Core does this if layers have different parameters."""
+    """Whether the key contains the layer's number, as in Megatron-Core if layers have different parameters."""
     is_latent: bool = False
     """Whether the model has latent attention. Megatron's local layers then rename no norms."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key with Transformer Engine's layers; then the key with Megatron's local layers, if it differs."""
+        """The key with Transformer Engine's layers, and the key with Megatron's local layers if it differs."""
         parameter, variant = self.rule.parameter, self.rule.transformer_engine
         fused = parameter if self.rule.is_expert or variant is None else variant.parameter
         # Megatron-Core 0.16.1: except with latent attention, the local spec saves norms under the names of Transformer
@@ -110,7 +110,7 @@ class Parameter:
             low = max(box.start[dim], position)
             high = min(box.stop[dim], position + segment.stop - segment.start)
             if low < high:
-                # From the parameter's coordinates to the Hugging Face tensor's, along the split dimension.
+                # Shift from the parameter's coordinates to the Hugging Face tensor's, along the split dimension.
                 shift = segment.start - position
                 start = (*box.start[:dim], low + shift, *box.start[dim + 1 :])
                 stop = (*box.stop[:dim], high + shift, *box.stop[dim + 1 :])
@@ -157,8 +157,7 @@ def _blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
 def split(
     model: ModelShape, parallel: ParallelConfig, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
 ) -> Iterator[StoredShard]:
-    """Yield the parts of tensors that each rank stores. A part has at most `chunk_bytes`, unless a single row is
-    larger.
+    """Yield the parts of tensors that each rank stores, at most `chunk_bytes` each unless a single row is larger.
 
     `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model. Raises
     DataError if tensors fused into one parameter have different dtypes.
@@ -243,7 +242,7 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
     for key, stored in objects.items():
         tensors[key] = BytesStorageMetadata()
         storage[MetadataIndex(key)] = _StorageInfo(stored.file, stored.start, stored.length)
-    # A fixed protocol, because the default depends on the Python version.
+    # A fixed protocol: the default depends on the Python version.
     return pickle.dumps(Metadata(tensors, None, storage, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
 
 
@@ -260,7 +259,7 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         expert_tensor_parallel_size=parallel.etp,
         world_size=parallel.world_size,
         data_parallel_size=parallel.dp,
-        # The checkpoint has weights only; Megatron-LM must not look for an optimizer or random states.
+        # The checkpoint has only weights: Megatron-LM must not look for an optimizer or random states.
         no_save_optim=True,
         no_save_rng=True,
         group_query_attention=True,
@@ -282,10 +281,10 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
 def _megatron_lm_arguments(model: ModelShape) -> dict[str, Any]:
     """Return Megatron-LM's arguments with other names or values than TransformerConfig's fields."""
     arguments: dict[str, Any] = {"num_experts": model.router.num_experts if model.router else None}
-    # Without experts Megatron-LM's default stands in the file.
+    # Without experts the file has Megatron-LM's default.
     arguments |= {"moe_layer_freq": 1} if model.router is None else router_settings(model.router, model)
     if isinstance(model.attention, Latent):
-        # In memory, YaRN with factor 1 stands for unscaled angles. Megatron-LM has a type for these.
+        # In memory YaRN with factor 1 means unscaled angles. Megatron-LM has a type for these.
         arguments["rope_type"] = "yarn" if model.rotary.scaling == "yarn" else "rope"
     if model.linear_attention is not None:
         arguments["experimental_attention_variant"] = model.linear_attention.megatron_lm_variant

@@ -47,11 +47,11 @@ _ALLOWED = {
     }.items()
     for name in names.split()
 } | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-"""Classes allowed in a `.metadata` file, in addition to torch's dtypes: plain records without behaviour."""
+"""Classes allowed in a `.metadata` file besides torch's dtypes: plain records without behaviour."""
 
 
 _COMMON_OBJECT = "common_state"
-"""Name of the state common to all ranks in checkpoints without `common.pt`."""
+"""State common to all ranks, in checkpoints without `common.pt`."""
 
 _SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
 _MEMORY = 1 << 30
@@ -76,7 +76,8 @@ class CheckpointReader:
         stored = self._stored = _Metadata(folder)
         if stored.has_draft_layers:
             if problem := model.draft_layers_problem:
-                # Layers copied from the model folder would be older than those trained with the checkpoint's policy.
+                # Layers copied from the model folder would be older than the layers trained with the checkpoint's
+                # policy.
                 raise DataError(
                     f"{folder / METADATA}: has draft layers, but {problem}. Give the model's own config.json."
                 )
@@ -108,7 +109,7 @@ class CheckpointReader:
         stored = self._stored.tensor(key, 0)
         if stored.shape != shape:
             raise DataError(f"{self.folder / METADATA}: {key} is {stored.shape}, but must be {shape}. {_AGAIN}")
-        # Values that no part has stay not finite.
+        # Values that no part has stay NaN.
         tensor = torch.full(shape, torch.nan, dtype=stored.dtype)
         for offset, size, place in stored.chunks.get((), ()):
             name = f"{key} {offset}"
@@ -142,8 +143,8 @@ class CheckpointReader:
                 self.dtypes[piece.box.name] = tensor.dtype
 
     def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the byte offset of a part's elements in its place in a file. Only the pickle around the elements is
-        read.
+        """Return the byte offset of a part's elements in its place in a file. Reads only the pickle around the
+        elements.
         """
         path = self.folder / place.file
         try:
@@ -213,8 +214,8 @@ def _loads(content: bytes) -> Metadata:
 def read_metadata(path: Path) -> Metadata:
     """Read a `.metadata` file. Its pickle may contain plain records only. Raises DataError and StorageError.
 
-    A few bytes of pickle can cause endless work. So a child process with limits of time and memory reads the file
-    first.
+    A few bytes of pickle can cause endless work. So first a child process with limits of time and memory reads the
+    file.
     """
     with storage_faults_named(path):
         content = path.read_bytes() if path.exists() else None
@@ -253,7 +254,7 @@ def check_harmless(folder: Path) -> None:
                     file.seek(place.offset)
                     _load_plain(io.BytesIO(file.read(place.length)))
     except Exception as error:  # A damaged pickle can raise anything.
-        # A missing file is a damaged checkpoint. Other system errors come from the storage.
+        # A missing file means a damaged checkpoint. Other system errors come from the storage.
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             with storage_faults_named(path):
                 raise
@@ -378,7 +379,7 @@ class _Metadata:
         return _StoredTensor(tuple(record.size), record.properties.dtype, chunks)
 
     def _size(self, path: Path) -> int:
-        """Return a file's size in bytes, cached: a file has thousands of parts."""
+        """Return a file's size in bytes, cached because a file has thousands of parts."""
         if path.name not in self._sizes:
             if not path.is_file():
                 raise DataError(f"{path}: not found. {_AGAIN}")

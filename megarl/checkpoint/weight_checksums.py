@@ -51,7 +51,7 @@ def compute_checksums(
     owners: dict[Box, int] = {}
     for holder, layout in enumerate(layouts):
         for piece in layout:
-            # Several data-parallel replicas have the same box. It counts once.
+            # Data-parallel replicas have the same box. It counts once.
             owners.setdefault(piece.box, holder)
     places = {name: place for place, name in enumerate(sorted({box.name for box in owners}))}
     total = torch.zeros(len(places), dtype=torch.int64, device=device_of([*parameters.values()]))
@@ -60,7 +60,7 @@ def compute_checksums(
             name = piece.box.name
             total[places[name]] += piece_checksum(piece, parameters[piece.storage], dtypes[name])
     if dist.is_initialized() and len(layouts) > 1:
-        # Sums of int64 wrap around, as those of checksums must.
+        # Sums of int64 wrap around, as sums of checksums must.
         dist.all_reduce(total)
     return {name: value & MASK for name, value in zip(places, total.tolist(), strict=True)}
 

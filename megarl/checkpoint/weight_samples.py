@@ -14,7 +14,7 @@ from megarl.files.model_folder import read_safetensors_header, weight_files
 
 _NUMBER = re.compile(r"\d+")
 _SPACES = 4
-"""Spaces between the tensors read of a kind, so at most 8 tensors are read of each."""
+"""Spaces between the sampled tensors of a kind: at most 8 tensors are read of each kind."""
 _MAX_INDEX = 16
 """Elements read in each dimension of a tensor."""
 
@@ -46,7 +46,7 @@ def weights_identity(folder: str | Path) -> str:
 def _sampled_names(names: Collection[str]) -> list[str]:
     """Return some tensors of each kind, such as the query matrices of all layers, spread over the sorted names.
 
-    Training may change a few kinds alone, such as adapters' targets. A model of any size has few kinds, so reading them
+    Training may change only a few kinds, such as adapters' targets. A model of any size has few kinds, so the reading
     takes a fraction of a second.
     """
     names_of_kind: dict[str, list[str]] = {}

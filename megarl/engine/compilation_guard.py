@@ -9,8 +9,8 @@ from megarl.types import ConfigError
 
 _FIELD = "rollout.vllm.compilation_config"
 _PASS = "fuse_allreduce_rms"
-"""vLLM 0.30 enables this compiler pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the start,
-which needs a CUDA toolkit.
+"""Compiler pass that vLLM 0.30 enables on Hopper for two or more ranks. At the start FlashInfer compiles its kernel,
+and needs a CUDA toolkit.
 """
 
 

@@ -77,11 +77,11 @@ class RolloutEngine:
     ) -> None:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
 
-        `stall_seconds` is how long the engine may compute no token although requests are unfinished. `override`
-        replaces fields of the model's config.json. `features` are settings outside of `config`. Raises ConfigError for
-        settings that vLLM refuses.
+        TimeoutError is raised after `stall_seconds` without a new token for unfinished requests. `override` replaces
+        fields of the model's config.json. `features` are settings outside `config`. Raises ConfigError for settings
+        that vLLM refuses.
         """
-        # First of all: vLLM caches its environment variables while the engine is built.
+        # First: vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
         self._parts = list(build_parts(model_path, config, override, features or EngineFeatures()))
         for part in self._parts:
@@ -104,7 +104,7 @@ class RolloutEngine:
         self.weight_version = 0
         self._progress = Progress(stall_seconds)
         self._channel = _open_channel(config.tp)
-        # While building, vLLM reseeds the global generators. The trainer's random state must not change.
+        # During construction vLLM reseeds the global generators. The trainer's random state must not change.
         with preserved_random_state():
             with refused(ValueError, TypeError, AssertionError, KeyError):
                 vllm_config = engine_config(arguments, config, self._parts)
@@ -124,7 +124,7 @@ class RolloutEngine:
         self._requests: LeaderRequests | None = None
         if self.is_leader:
             self._requests = LeaderRequests(self._start_engine(vllm_config), self._parts)
-            # While building, the engine commanded the followers (cache sizes, warm-up). Release them now.
+            # During construction the engine commanded the followers (cache sizes, warm-up). Release them now.
             self._channel.release()
         else:
             serve(self._worker, self._channel)
@@ -161,12 +161,12 @@ class RolloutEngine:
         """Sample until `leave_after` requests are finished, none is left, or `budget_seconds` are over.
 
         Returns the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
-        `aborts` are ignored. A request refused by vLLM (too long, empty, unknown token) returns with finish reason
+        `aborts` are ignored. If vLLM refuses a request (too long, empty, unknown token), it returns with finish reason
         `error` and the cause; other requests continue. Ranks other than the leader return an empty list at the same
         time.
 
         Before the return, the outputs of all started steps are read. So the caller may write weights and release
-        memory. Raises TimeoutError if vLLM schedules no request for `stall_seconds`, and the rank then counts as lost.
+        memory. Raises TimeoutError if vLLM schedules no request for `stall_seconds`; the rank then counts as lost.
         """
         faults.reach("sample")
         with preserved_random_state():
@@ -180,7 +180,7 @@ class RolloutEngine:
                 self._channel.release()
 
     def sampled_so_far(self) -> dict[str, int]:
-        """Return the number of sampled tokens of each unfinished request, by id; empty on ranks other than the
+        """Return the number of sampled tokens of each unfinished request by id; empty on ranks other than the
         leader.
         """
         running = {} if self._requests is None else self._requests.running
@@ -189,8 +189,8 @@ class RolloutEngine:
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens at temperature 1; None on ranks other than the leader.
 
-        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. The prompt is not left in
-        the cache. Raises RuntimeError if the engine has another request.
+        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. The prompt does not stay
+        in the cache. Raises RuntimeError if the engine has another request.
         """
         with preserved_random_state():
             if self._requests is None:
@@ -202,7 +202,7 @@ class RolloutEngine:
                 self._channel.release()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the engine's metrics since the last call. The leader counts for all ranks. Other ranks return none."""
+        """Return the engine's metrics since the last call. The leader counts for all ranks; other ranks return none."""
         if self._requests is None:
             return {}
         executor = self._executor
@@ -229,9 +229,9 @@ class RolloutEngine:
             full_tensors.load(self._worker, tensors)
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Record an update of the live weights, and discard the KV cache of the old weights.
+        """Record an update of the live weights, and drop the KV cache of the old weights.
 
-        With rollout.recompute_kv=false, running requests keep their KV cache. `version` is the version of the new
+        With rollout.recompute_kv=false running requests keep their KV cache. `version` is the version of the new
         weights; None: the next number.
         """
         self.weight_version = self.weight_version + 1 if version is None else version
@@ -253,7 +253,7 @@ class RolloutEngine:
         """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache.
 
         Normally the weights are dropped (sleep level 2). If vLLM cannot restore all tensors of the model, they are
-        copied to host memory instead (sleep level 1).
+        copied to host memory (sleep level 1).
         """
         self.reset_prefix_cache()
         self._sleep.begin()
@@ -263,17 +263,17 @@ class RolloutEngine:
         return self._sleep.notices
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Allocate the released memory again, at the same addresses. Afterwards the weights must be written.
+        """Allocate the released memory again, at the same addresses. Then the weights must be written.
 
         `tags` selects "weights", "kv_cache", or both.
         """
         self._sleep.end(tags)
 
     def close(self) -> None:
-        """Shut the engine down, but leave torch's default process group open. A collective over the world.
+        """Shut the engine down, but keep torch's default process group open. A collective over the world.
 
-        Objects in reference cycles stay in memory until the process ends. Calling `gc.unfreeze` and `gc.collect` would
-        free them, but takes seconds.
+        Objects in reference cycles stay in memory until the process ends. `gc.unfreeze` and `gc.collect` would free
+        them, but take seconds.
         """
         # vLLM's own shutdown would also destroy the default process group.
         with unfreeze_disabled():

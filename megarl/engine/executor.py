@@ -27,7 +27,7 @@ from megarl.engine.parts.engine_part import EnginePart
 from megarl.groups import signed
 
 BLOCK_BYTES = 1 << 16
-"""Bytes of the first broadcast of a command. Longer commands need a second broadcast."""
+"""Bytes of a command's first broadcast. Longer commands need a second broadcast."""
 
 
 class CommandChannel:
@@ -37,8 +37,8 @@ class CommandChannel:
     key.
     """
 
-    # vLLM's own encoding (msgpack, no pickle) is not enough. It would decode some fields of a step's command as plain
-    # dictionaries, because their types are known to type checkers only.
+    # vLLM's own encoding (msgpack, no pickle) is not enough: it decodes some fields of a step's command as plain
+    # dictionaries, because only type checkers know their types.
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -46,12 +46,12 @@ class CommandChannel:
         self._commands = signed.channel_between("engine commands", ranks) if group is not None else None
 
     def send(self, command: Any) -> None:
-        """Send a command to all followers. For the leader only."""
+        """Send a command to all followers. Called on the leader only."""
         if self._commands is not None:
             signed.broadcast(self._commands, command, self.group, self.ranks[0], BLOCK_BYTES)
 
     def receive(self) -> Any:
-        """Wait for the next command and return it. For followers only.
+        """Wait for the next command. Called on followers only.
 
         Raises ForgedMessageError if the leader did not sign it.
         """
@@ -59,7 +59,7 @@ class CommandChannel:
         return signed.broadcast(self._commands, None, self.group, self.ranks[0], BLOCK_BYTES)
 
     def release(self) -> None:
-        """Make `serve` return on all other ranks. For the leader only."""
+        """Make `serve` return on all followers. Called on the leader only."""
         self.send(None)
 
     def gather(self, result: Any) -> list[Any]:
@@ -93,7 +93,7 @@ def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
 
 @contextmanager
 def _without_message_queues() -> Iterator[None]:
-    """Context in which vLLM creates process groups without message queues, because `CommandChannel` sends commands."""
+    """Let vLLM create process groups without message queues, because `CommandChannel` sends commands."""
     # vLLM 0.30's queue takes 24 MiB of shared memory, sends pickles over sockets, and stays behind after a kill.
     create_group_with_queue = MessageQueue.create_from_process_group
     # vLLM's annotations require a queue, but its code handles None: a group of one rank has none.
@@ -108,8 +108,8 @@ def _without_message_queues() -> Iterator[None]:
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
     """Execute the leader's commands on a follower, until the leader releases it. All steps are then complete."""
-    # After starting a step, wait for the one before, as the leader does. vLLM overwrites a step's buffers two steps
-    # later, so the device must have read them by then.
+    # After starting a step, wait for the previous one, as the leader does. vLLM overwrites a step's buffers two steps
+    # later: the device must have read them by then.
     started: Any = None
     while (command := channel.receive()) is not None:
         method, args, kwargs = command
@@ -129,8 +129,8 @@ def _wait_for(output: Any) -> None:
 
 
 def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
-    """Run the forward pass of a step. Also sample, unless vLLM must first send a grammar's mask."""
-    # Both halves in one command save a broadcast per step.
+    """Run a step's forward pass, and sample unless vLLM must first send a grammar's mask."""
+    # One command for both halves saves a broadcast per step.
     output = worker.execute_model(scheduler_output)
     if output is None and not scheduler_output.has_structured_output_requests:
         output = worker.sample_tokens(None)
@@ -138,7 +138,7 @@ def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
 
 
 class LeaderExecutor(Executor):
-    """vLLM executor on an engine's leader. It runs work on its own worker, and on the followers by commands."""
+    """vLLM executor on an engine's leader. It runs work on its own worker, and commands the followers to run it."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class LeaderExecutor(Executor):
         self.max_kv_usage = 0.0
         """Largest fraction of the KV cache used by a step since the last reset."""
         self.kv_usage: Callable[[], float] = lambda: 0.0
-        """Function that returns the used fraction of the KV cache. A placeholder until the scheduler exists."""
+        """Returns the used fraction of the KV cache. A placeholder until the scheduler exists."""
         self.num_steps = 0
         """Number of steps started since the last reset."""
         self.num_ahead = 0
@@ -166,7 +166,7 @@ class LeaderExecutor(Executor):
         super().__init__(vllm_config)
 
     def _init_executor(self) -> None:
-        """Do nothing: the worker is ready, because its start was a collective together with the followers."""
+        """Do nothing: the worker was started in a collective with the followers."""
 
     def collective_rpc(
         self,
@@ -176,7 +176,7 @@ class LeaderExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """Call a worker's method on all ranks. Return the results in rank order, or a future with `non_block`.
+        """Call a worker's method on all ranks. Returns the results in rank order, or a future with `non_block`.
 
         `timeout` is ignored. Raises TypeError if `method` is not a name.
         """
@@ -191,7 +191,7 @@ class LeaderExecutor(Executor):
         return future if non_block else future.result()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Run one step on all workers. Return the leader's output; all ranks sample the same tokens."""
+        """Run one step on all workers. Returns the leader's output; all ranks sample the same tokens."""
         self.num_preempted += len(scheduler_output.preempted_req_ids or ())
         self.max_kv_usage = max(self.max_kv_usage, self.kv_usage())
         # A step without tokens computes nothing, so it does not count.
@@ -206,8 +206,8 @@ class LeaderExecutor(Executor):
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Run the second half of a step: sampling with the masks of grammar-constrained requests.
 
-        With asynchronous scheduling, vLLM calls this for every step. Without a grammar, the first half has sampled
-        already, and its result is returned.
+        With asynchronous scheduling vLLM calls this for every step. Without a grammar the first half has already
+        sampled, and its result is returned.
         """
         if self._is_sampled:
             self._is_sampled = False
@@ -233,7 +233,7 @@ class LeaderExecutor(Executor):
 
 
 def _future(value: Any) -> Future[Any]:
-    """Return a future with the result `value`. Reading the result of an asynchronous output waits for the device."""
+    """Return a future with the result `value`. Reading an asynchronous output waits for the device."""
     if isinstance(value, AsyncModelRunnerOutput):
         return AsyncOutputFuture(value, single_value=True)
     future: Future[Any] = Future()

@@ -35,7 +35,7 @@ class LeaderRequests:
         self._scheduler: RecordingScheduler = self._core.scheduler
 
     def add(self, request: Request, weight_version: int) -> list[Completion]:
-        """Pass a request to vLLM. Return a completion with the error if vLLM refuses it, else an empty list.
+        """Pass a request to vLLM. Returns a completion with the error if vLLM refuses it, else an empty list.
 
         `weight_version` is the version of the live weights.
         """
@@ -76,7 +76,7 @@ class LeaderRequests:
         return completion
 
     def finish_started_steps(self) -> list[Any]:
-        """Return the outputs of steps started ahead by asynchronous scheduling, without starting another."""
+        """Return the outputs of steps that asynchronous scheduling has started ahead, without starting another."""
         outputs: list[Any] = []
         # A paused scheduler schedules nothing, so each step() only reads one finished step from the queue.
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)

@@ -15,8 +15,8 @@ class Progress:
     def check(self, seconds: float, is_working: bool, *, num_running: int, kv_usage: Callable[[], float]) -> None:
         """Raise TimeoutError if the calls since the last computed token took `stall_seconds`.
 
-        The newest call took `seconds`. `is_working` says whether it computed a token, or left no request unfinished.
-        `num_running` and `kv_usage` (used fraction of the KV cache) are for the message.
+        The newest call took `seconds`. `is_working`: it computed a token, or left no request unfinished. `num_running`
+        and `kv_usage` (used fraction of the KV cache) are for the message.
         """
         if is_working:
             self._stalled_for = 0.0

@@ -14,7 +14,7 @@ from megarl.platform import device
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Context that restores the random generators of Python, NumPy, torch and this rank's GPU at its end.
+    """Restore the random generators of Python, NumPy, torch and this rank's GPU at the end of this context.
 
     Inside it, vLLM may reseed them and draw from them.
     """

@@ -24,7 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 HAS_SHORT_PATHS = vllm_version.startswith("0.30.")
-"""Whether vLLM 0.30 is installed. The short paths repeat its code. Other versions use their own code."""
+"""Whether vLLM 0.30 is installed: the short paths repeat its code. Other versions use their own code."""
 
 
 class SampledTokens:
@@ -42,9 +42,7 @@ class SampledTokens:
         self.logprobs: list[float] = []
         """Log-prob of each sampled token [new_tokens]; empty if the request does not ask for log-probs."""
         self.top_tokens: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
-        """Ids and log-probs [requested number] of the most likely tokens at each position; empty if none are
-        requested.
-        """
+        """Ids and log-probs [requested number] of the most likely tokens at each position; empty: none requested."""
         self.ends = frozenset({*(sampling.stop_token_ids or ()), sampling.eos_token_id})
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         """Number of sampled tokens at which the request must end."""
@@ -57,7 +55,7 @@ class SampledTokens:
             and not request.use_structured_output
             and not request.has_encoder_inputs
         )
-        """Whether only stop tokens and limits can end this request. Then the short path can decide that it
+        """Whether only stop tokens and limits can end this request. Then the short path can decide whether it
         continues.
         """
 
@@ -81,8 +79,8 @@ class RecordingScheduler(Scheduler):
         )
         cache = self.kv_cache_manager
         self._block_size = cache.block_pool.hash_block_size
-        # With full attention, a decode step changes blocks only at their borders. Other attention also frees blocks
-        # between.
+        # With full attention a decode step changes blocks only at their borders. Other attention also frees blocks
+        # between them.
         self._is_full_attention = all(
             type(manager) is FullAttentionManager and manager.block_size == self._block_size
             for manager in cache.coordinator.single_type_managers

@@ -1,4 +1,4 @@
-"""Sleep of a vLLM engine: the trainer uses its GPU memory meanwhile."""
+"""Sleep of a vLLM engine, during which the trainer uses its GPU memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineSleep:
         reasons = [part.sleep_reason for part in parts if part.sleep_reason]
         self._level = 1 if unrestored or reasons else 2
         self.notices: list[str] = []
-        """Texts for the user about the costs of putting the engine to sleep."""
+        """Notices for the user about the costs of the engine's sleep."""
         if self._level == 1 and can_sleep:
             further = [tensor for part in parts for tensor in part.further_tensors()]
             self.notices.append(sleep_copies_notice(model, unrestored, reasons, further))
@@ -46,8 +46,7 @@ class EngineSleep:
 def unrestored_tensors(model: torch.nn.Module) -> list[str]:
     """Return the names of a model's tensors lost by sleep level 2: neither parameters nor buffers.
 
-    The KV cache is left out, because it may be lost. Scalars on the host are left out, because sleep releases no host
-    memory.
+    The KV cache is skipped, because it may be lost. So are scalars on the host, because sleep releases no host memory.
     """
     return [
         f"{path}.{name}".removeprefix(".")

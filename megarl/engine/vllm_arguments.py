@@ -43,7 +43,7 @@ REASON_LENGTH = 400
 def refusals_named(
     config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart], *kinds: type[Exception]
 ) -> Iterator[None]:
-    """Context that turns vLLM's errors of these classes into a ConfigError naming the recipe field.
+    """Turn vLLM's errors of these classes into a ConfigError that names the recipe field.
 
     `max_model_len` is in tokens. `parts` are the engine's optional features, whose fields vLLM may refuse too.
     """
@@ -60,7 +60,7 @@ def refusals_named(
 
 
 def _refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart]) -> str:
-    """Return the recipe field meant by a vLLM error with this text, with its value, and a remedy if known."""
+    """Return the recipe field that a vLLM error with this text means, with its value, and a remedy if known."""
     # vLLM 0.30 raises ValueErrors without a code, so recognise the field by words of the message.
     for part in parts:
         if (field := part.refused_field(text)) is not None:
@@ -99,8 +99,8 @@ def engine_arguments(
         if key not in field_names and key not in refusals_by_field():
             hint = f"did you mean {near}?" if (near := nearest(key, field_names)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
-        # A field decided by another recipe field is refused by the check before a start. An engine can take it. Leave
-        # values out of the message, because they may contain a token.
+        # The check before a start refuses a field that another recipe field decides. An engine can take it. Keep values
+        # out of the message: they may contain a token.
         if key not in reserved_settings("vllm") and (fault := engine_field_fault(key)) is not None:
             raise ConfigError(f"rollout.vllm.{key}: {fault}")
     arguments: dict[str, Any] = {
@@ -114,12 +114,11 @@ def engine_arguments(
         "distributed_executor_backend": LeaderExecutor,
         # A reshard brings the weights from the trainer.
         "load_format": "dummy",
-        # Log-probs after temperature, top-p, top-k and min-p: those of the distribution sampled from.
+        # Log-probs after temperature, top-p, top-k and min-p: of the distribution sampled from.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
-        # Of vLLM 0.30's CUDA backends, only this one leaves the experts' weights in the layout in which they are
-        # loaded.
+        # Only this one of vLLM 0.30's CUDA backends keeps the experts' weights in the layout of loading.
         "moe_backend": "triton",
         "async_scheduling": config.async_scheduling,
         "disable_log_stats": True,
@@ -152,8 +151,8 @@ def _family_rope(shape: ModelShape) -> dict[str, float]:
 
 
 def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
-    """Change fields of a model's config for vLLM. Also remove its `quantization_config`, because the trainer sends
-    weights in full precision.
+    """Change fields of a model's config for vLLM. Remove its `quantization_config`: the trainer sends full
+    precision.
     """
     config.update(dict(changes))
     del config.quantization_config
@@ -223,6 +222,6 @@ def sampling_params(request: Request) -> SamplingParams:
         detokenize=bool(sampling.stop),
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # The parameters are used for this request only, so vLLM needs no copy.
+        # Only this request uses the parameters: vLLM needs no copy.
         skip_clone=True,
     )

@@ -28,10 +28,10 @@ from megarl.engine.parts.trained_adapter import TrainedAdapter  # noqa: E402
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFeatures:
-    """Features of an engine outside of the recipe's section `rollout`."""
+    """Features of an engine outside the recipe's section `rollout`."""
 
     keep_experts: KeepExperts | None = None
-    """Function that stores a completion's routed experts; None: they are not stored."""
+    """Stores a completion's routed experts; None: they are not stored."""
     adapter: LoraConfig | None = None
     """The trained LoRA adapter, used by all requests."""
     num_slots: int = 0

@@ -33,7 +33,7 @@ METRICS = (
 class Drafts(EnginePart):
     """Part that counts drafts, and loads the weights of a draft model, if there is one.
 
-    `is_drafters` returns, for the name of a checkpoint's tensor, whether the draft model loads it.
+    `is_drafters(name)` tells whether the draft model loads this tensor of the checkpoint.
     """
 
     def __init__(self, is_drafters: Callable[[str], bool]) -> None:
@@ -42,7 +42,7 @@ class Drafts(EnginePart):
         self._model: ModelWithDrafter | None = None
 
     def start(self, scheduler: Any) -> None:
-        # vLLM calls this at each verification of drafts. Its own code counts only with its statistics enabled.
+        # vLLM calls this at each verification of drafts. Its own function counts only with its statistics enabled.
         scheduler.make_spec_decoding_stats = self._counts.count
 
     def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
@@ -60,7 +60,7 @@ class Drafts(EnginePart):
 
 
 class FrozenDrafts(Drafts):
-    """Drafts of a published drafter (EAGLE-3). vLLM loads its weights from its own files. Reshards do not write them.
+    """Drafts of a published drafter (EAGLE-3). vLLM loads the drafter's files. Reshards do not write it.
 
     `config` is vLLM's `speculative_config`.
     """
@@ -73,7 +73,7 @@ class FrozenDrafts(Drafts):
         self._drafter: nn.Module | None = None
 
     def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
-        # In an engine with dummy weights, vLLM 0.30 would let any drafter use the policy's embedding and head.
+        # With dummy weights vLLM 0.30 would let any drafter use the policy's embedding and head.
         own = {"model": find_folder(self._config["model"]), "draft_load_config": {"load_format": "safetensors"}}
         return {"speculative_config": {**self._config, **own}}
 
@@ -98,7 +98,7 @@ class TrainedDrafts(FrozenDrafts):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.written: OwnParameters | None = None
-        """The parts of the drafter that a reshard writes; None before the start."""
+        """Parts of the drafter that a reshard writes; None before the start."""
 
     def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
         model = super().wrap_model(worker, model)
@@ -128,8 +128,8 @@ class OwnParameters(nn.Module):
 class ModelWithDrafter(nn.Module):
     """A vLLM model with its draft model: the model's parts under their own names, the draft model as `DRAFTER`.
 
-    vLLM 0.30 shares embedding and head between both, so each of them is one parameter. `is_drafters` returns, for the
-    name of a checkpoint's tensor, whether the draft model loads it.
+    vLLM 0.30 shares embedding and head between both, so each is one parameter. `is_drafters(name)` tells whether the
+    draft model loads this tensor of the checkpoint.
     """
 
     def __init__(self, model: nn.Module, drafter: nn.Module, is_drafters: Callable[[str], bool]) -> None:
@@ -141,15 +141,15 @@ class ModelWithDrafter(nn.Module):
         self.add_module(DRAFTER.rstrip("."), drafter)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load checkpoint tensors [any shape] of both models by vLLM's own loaders. Returns the loaded names."""
+        """Load checkpoint tensors [any shape] of both models by vLLM's loaders. Returns the loaded names."""
         tensors = list(weights)
         model, drafter = self._loaders
         drafts = [(name, tensor) for name, tensor in tensors if self._is_drafters(name)]
         return model.load_weights(tensors) | {DRAFTER + name for name in drafter.load_weights(drafts)}
 
     def passing_drafts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield checkpoint tensors [any shape] for the policy's loader. After the last tensor, load the draft
-        model's.
+        """Yield checkpoint tensors [any shape] for the policy's loader. After the last one, load the draft model's
+        tensors.
         """
         drafts = []
         for name, tensor in weights:
@@ -177,7 +177,7 @@ class DraftCounts:
         num_invalid_spec_tokens: Mapping[str, int] | None,
         request_id: str,
     ) -> None:
-        """Count one verification. It replaces vLLM's `Scheduler.make_spec_decoding_stats`."""
+        """Count one verification. Replaces vLLM's `Scheduler.make_spec_decoding_stats`."""
         num_drafted = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
         if num_drafted > 0:
             self._num_verifications += 1

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class EnginePart:
     """An optional feature of a `RolloutEngine`. By default each method does nothing.
 
-    The methods are in the order in which an engine calls them. It calls them on all ranks of a replica, unless they say
-    "on the leader", the replica's first rank.
+    The engine calls the methods in this order, on all ranks of a replica. Methods "on the leader" are called on the
+    replica's first rank only.
     """
 
     sleep_reason: str = ""
@@ -59,7 +59,7 @@ class EnginePart:
         return tensors
 
     def further_tensors(self) -> Iterable[torch.Tensor]:
-        """Return this feature's device tensors [any shape] outside of the engine's model."""
+        """Return this feature's device tensors [any shape] outside the engine's model."""
         return ()
 
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:

@@ -9,7 +9,7 @@ from megarl.platform.exact import engine as exact_engine
 
 
 class ExactRounding(EnginePart):
-    """Part that makes an engine round as `models.exact` does. Each product is split into `num_blocks` blocks over all
+    """Part that makes an engine round as `models.exact` does. Products are split into `num_blocks` blocks over all
     ranks.
     """
 

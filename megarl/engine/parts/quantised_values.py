@@ -9,8 +9,8 @@ from typing import Any
 from megarl.engine.parts.engine_part import EnginePart
 
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
-"""vLLM's setting `quantization` by `rollout.quantization`. vLLM quantises weights while loading them, with one scale
-per block of 128 x 128 or per row.
+"""vLLM's setting `quantization` by `rollout.quantization`. vLLM quantises weights during loading, with one scale per
+block of 128 x 128 or per row.
 """
 ROUTERS = "*.mlp.gate"
 """Pattern of the names of MoE routers, which vLLM must not quantise."""
@@ -23,7 +23,8 @@ class QuantisedWeights(EnginePart):
         self._scheme = scheme
 
     def arguments(self) -> Mapping[str, Any]:
-        # vLLM would also quantise the routers of some families. They would then choose other experts than the trainer.
+        # vLLM would also quantise the routers of some families, which would then choose other experts than the
+        # trainer's.
         return {"quantization": VLLM_QUANTIZATION[self._scheme], "quantization_config": {"ignore": [ROUTERS]}}
 
 

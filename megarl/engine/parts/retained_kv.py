@@ -11,7 +11,7 @@ from megarl.types import Request
 
 
 class RetainedKV(EnginePart):
-    """Part with which running requests keep their KV cache after a weight update. Later requests do not reuse it."""
+    """Part that keeps running requests' KV cache after a weight update. Later requests do not reuse it."""
 
     keeps_cache = True
 
@@ -26,7 +26,7 @@ class RetainedKV(EnginePart):
             arguments["prompt"]["cache_salt"] = _cache_salt(weight_version)
 
     def update_weights(self, running: Collection[RunningRequest], weight_version: int) -> None:
-        # The salt of later requests differs, so they do not reuse blocks computed with old weights.
+        # Later requests have another salt: they do not reuse blocks of old weights.
         for request in running:
             if self._keeps_computed_tokens(request, weight_version):
                 request.versions.append((len(request.sampled.token_ids), weight_version))
@@ -34,19 +34,19 @@ class RetainedKV(EnginePart):
                 request.versions[:] = [(0, weight_version)]
 
     def _keeps_computed_tokens(self, running: RunningRequest, weight_version: int) -> bool:
-        """Return whether a request has a computed KV cache. A request without one switches to the new weights' prefix
+        """Return whether a request has a computed KV cache. Without one it switches to the new weights' prefix
         cache.
         """
         request = self._scheduler.requests[running.internal_id]
         if request.num_computed_tokens > 0 or request.num_output_tokens > 0:
             return True
         request.cache_salt = _cache_salt(weight_version)
-        # vLLM computed the block hashes, including the salt, when the request was added. Make it compute them again.
+        # vLLM computed the block hashes, including the salt, when the request was added. Compute them again.
         request.block_hashes.clear()
         request.update_block_hashes()
         return False
 
 
 def _cache_salt(weight_version: int) -> str:
-    """Return the salt of prefix-cache keys. It differs between weight versions, so that blocks are not reused."""
+    """Return the salt of prefix-cache keys. Weight versions differ in it, so they share no blocks."""
     return f"version {weight_version}"

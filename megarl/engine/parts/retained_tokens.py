@@ -1,6 +1,6 @@
 """Retained tokens: the tokens left to sample from after top-p, top-k and min-p.
 
-vLLM's V2 model runner records them itself. For the V1 runner, `RetainedTokenRecorder` does.
+vLLM's V2 model runner records them itself. `RetainedTokenRecorder` does so for the V1 runner.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RetainedTokenRecorder:
 
     def _sample(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
         sampled, logprobs = self._forward(logits, generators, k, p)
-        # min-p has already set the tokens it removed to minus infinity, so one check covers all three.
+        # min-p has already set its removed tokens to minus infinity, so one check covers all three.
         is_finite = logprobs.isfinite()
         self._is_retained = is_finite & ~is_finite.all(1, keepdim=True)
         return sampled, logprobs
@@ -95,8 +95,8 @@ class RetainedTokenRecorder:
     def complete(self, output: Any) -> Any:
         """Add the sampling masks to the output of the newest step, and return it.
 
-        An asynchronous output gets its masks when it is read. Counting them then waits on the device for the next step,
-        so starting steps ahead saves no time.
+        An asynchronous output gets its masks when it is read. The count then waits on the device for the next step, so
+        starting steps ahead saves no time.
         """
         is_retained, self._is_retained = self._is_retained, None
         if isinstance(output, AsyncModelRunnerOutput):
@@ -129,9 +129,7 @@ def _mask_output(output: Any, is_retained: Tensor | None) -> Any:
 
 
 def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Return equivalent sampling parameters with temperature and top_k above 0, as vLLM's V2 runner needs to record
-    masks.
-    """
+    """Return equivalent sampling parameters for which vLLM's V2 runner records masks: temperature and top_k above 0."""
     # Greedy sampling equals top_k 1. A top_k of the whole vocabulary excludes nothing.
     recorded = copy.copy(parameters)
     if recorded.temperature == 0:
@@ -142,7 +140,7 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
-    """Return the retained tokens of each token of a completion; None: all of them were the whole vocabulary.
+    """Return the retained tokens of each token of a completion; None: always the whole vocabulary.
 
     Shapes: token_ids [new_tokens], masks one array [retained_tokens] per token. Raises RuntimeError if the numbers of
     masks and tokens differ.
@@ -153,7 +151,7 @@ def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size
         raise RuntimeError(
             f"vLLM returned {len(masks)} sampling masks for {len(token_ids)} sampled tokens; one per token is needed"
         )
-    # A mask of the whole vocabulary excludes nothing. Replace it by an empty mask, which means the same.
+    # A mask of the whole vocabulary excludes nothing. An empty mask means the same.
     parts = [np.asarray(mask if len(mask) < vocab_size else (), np.int32) for mask in masks]
     counts = np.array([len(part) for part in parts], np.int32)
     if not counts.any():

@@ -14,7 +14,7 @@ from megarl.engine.parts.engine_part import EnginePart
 from megarl.types import Completion, ExpertsHandle
 
 KeepExperts = Callable[[NDArray[np.integer]], ExpertsHandle]
-"""Function that stores the experts [tokens, layers, top_k] of a completion, and returns their handle."""
+"""Stores the experts [tokens, layers, top_k] of a completion, and returns their handle."""
 
 
 class RoutedExperts(EnginePart):

@@ -11,13 +11,13 @@ from megarl.reshard.layouts.vllm_slots import AdapterSlots
 from megarl.types import Request
 
 BASE = "base"
-"""Name, for vLLM's cache, of the adapter that changes nothing."""
+"""Name, for vLLM's cache, of an adapter that changes nothing."""
 
 
 class ServedAdapters(TrainedAdapter):
     """LoRA adapters in `num_slots` slots. A reshard writes one further slot. `install` copies it to the others.
 
-    A slot may be written between two steps, while requests use other slots. A name always means the same adapter. So
+    A slot may be written between two steps, while requests use other slots. A name always means the same adapter, so
     its KV cache stays valid, and a reshard drops none.
     """
 
@@ -36,7 +36,7 @@ class ServedAdapters(TrainedAdapter):
         self.slots = AdapterSlots(worker.get_model(), self._lora.rank, num_further=self._num_slots)
 
     def install(self, name: str | None, index: int) -> None:
-        """Copy the adapter of the last reshard into slot `index`. No request may still use the slot."""
+        """Copy the adapter of the last reshard into slot `index`. No request may still use this slot."""
         assert self.slots is not None
         self._indices = {
             other_name: slot_index for other_name, slot_index in self._indices.items() if slot_index != index

@@ -17,7 +17,7 @@ from megarl.types import Request
 class TrainedAdapter(EnginePart):
     """The trained adapter, used by all requests. A reshard writes the adapter's slots, not the weights."""
 
-    # With an adapter, the base weights are sent only once. A sleep must not drop them.
+    # With an adapter, the base weights are sent only once: a sleep must not drop them.
     sleep_reason = "lora.sync = adapter sends the base weights only once"
 
     def __init__(self, lora: LoraConfig) -> None:
@@ -39,7 +39,7 @@ class TrainedAdapter(EnginePart):
         self.slots = AdapterSlots(worker.get_model(), self._lora.rank)
 
     def activate(self, worker: Any) -> None:
-        # After the warm-up, because vLLM removes all adapters at its end.
+        # After the warm-up: vLLM removes all adapters at its end.
         assert self.slots is not None
         self.slots.activate(worker)
 
