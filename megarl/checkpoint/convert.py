@@ -278,7 +278,6 @@ def _fill(source: Source, slab: _Slab) -> Tensor:
 
 
 def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
-    """Write parts of tensors to the files of their ranks. Returns the place of each."""
     stored: list[Stored] = []
 
     def write(chunk: StoredShard, tensor: Tensor) -> None:
@@ -302,7 +301,6 @@ def _write_records(
     chunks: Sequence[StoredShard],
     stored: Sequence[Stored],
 ) -> None:
-    """Write a checkpoint's other files: `.metadata`, `common.pt`, `metadata.json`."""
     # All extra states are equal, so one stored `[None]` serves every key.
     objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
@@ -372,7 +370,6 @@ def _write_files(
 
 
 def _write_kept(tensors: Mapping[str, UnchangedTensor], file: str, manifest: ManifestWriter) -> int:
-    """Write the unchanged tensors, if any, to a file of their own. Returns their number."""
     for piece in file_content(tensors) if tensors else ():
         manifest.append(file, piece)
     return len(tensors)
@@ -423,7 +420,6 @@ def _checking_files(folder: Path) -> Iterator[None]:
 
 
 def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
-    """Return the parallel sizes as a config. Raises ConfigError for sizes below 1, and for experts of a dense model."""
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")

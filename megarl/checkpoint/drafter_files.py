@@ -123,7 +123,6 @@ def _write_others(
     maps: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Write config.json, the file of the vocabulary's `maps`, and the index of all files into a drafter's folder."""
     config = read_object(Path(source) / "config.json")
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

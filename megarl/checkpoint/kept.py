@@ -104,7 +104,6 @@ def file_content(tensors: Mapping[str, UnchangedTensor]) -> Iterator[bytes]:
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
-    """Return a folder's files with weights, each with its tensors according to the index."""
     if (folder / FILE).exists():
         return [(folder / FILE, set())]
     # A conversion's input may have only config.json and tokenizer.

@@ -178,7 +178,6 @@ class _StoredTensor:
 
 
 def _check_backend(folder: Path) -> None:
-    """Raise DataError for a folder in another format than `torch_dist`."""
     path = folder / BACKEND
     try:
         backend = loads(path.read_bytes())["sharded_backend"]

@@ -312,7 +312,6 @@ class RolloutEngine:
 
 
 def _open_channel(tp: int) -> CommandChannel:
-    """Return this rank's channel for commands within its vLLM engine. A collective over the world."""
     first = dist.get_rank() // tp * tp
     group: Any = dist.new_subgroups(tp, backend=HOST_ONLY, group_desc="engine commands")[0] if tp > 1 else None
     return CommandChannel(group, tuple(range(first, first + tp)))

@@ -55,7 +55,6 @@ class LeaderRequests:
         return []
 
     def finish(self, output: Any) -> Completion:
-        """Return the completion of a request from vLLM's output."""
         # The scheduler recorded the tokens itself, so vLLM's output lacks them.
         (end,) = output.outputs
         completion = self._complete(output.request_id, end.finish_reason)
@@ -116,7 +115,6 @@ class LeaderRequests:
         weight_version: int,
         request: Request | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments of `LLMEngine.add_request` except the id, for a `request` or a prompt to score."""
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         arguments: dict[str, Any] = {"prompt": prompt, "params": parameters}
         for part in self._parts:

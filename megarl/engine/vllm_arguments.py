@@ -173,7 +173,7 @@ def _state_arguments(shape: ModelShape) -> dict[str, Any]:
 
 
 def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[EnginePart] = ()) -> Any:
-    """Return vLLM's complete configuration. `parts` are the engine's optional features, which may revise it.
+    """Return vLLM's complete configuration. The `parts`, optional features, may revise it.
 
     Raises ValueError if `config.async_scheduling` is True but vLLM's platform does not support it.
     """
@@ -191,7 +191,6 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[
 
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:
-    """Return the argument for the size of the KV cache: a fraction of the GPU, or bytes."""
     # With a fraction, vLLM measures the free memory at its start, before the trainer exists.
     if config.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}

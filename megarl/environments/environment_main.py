@@ -30,8 +30,6 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 class _Player:
-    """Runs attempts one after the other. Each reset makes a new environment."""
-
     def __init__(self, make: Callable[[], Environment], runner: asyncio.Runner) -> None:
         self._make = make
         self._runner = runner

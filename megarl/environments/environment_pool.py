@@ -63,7 +63,6 @@ class EnvironmentPool:
             yield Seat(place)
 
     def close(self) -> None:
-        """Kill all processes. A second call does nothing."""
         self._processes.close()
 
 
@@ -79,7 +78,6 @@ class Seat:
         return self._place.num_killed
 
     def environment(self) -> SeatedEnvironment:
-        """Return the environment object for this attempt; its methods run in the reserved process."""
         return SeatedEnvironment(self._place)
 
 

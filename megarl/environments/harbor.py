@@ -91,7 +91,6 @@ class Harbor:
         return float(reward)
 
     def check(self) -> None:
-        """Read the tasks and try agent and environment before a run. Raises ConfigError if this fails."""
         self._tasks.check(self._folder)
 
 

@@ -185,7 +185,6 @@ class OpenEnv:
         return data
 
     def _read_observation(self, answer: Mapping[str, Any]) -> str:
-        """Return what the policy sees of a server's observation, as text."""
         observation = answer["observation"]
         if self._observation is not None:
             if self._observation not in observation:

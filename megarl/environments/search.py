@@ -87,7 +87,6 @@ def terms(text: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _index_of_file(path: str) -> Index:
-    """Return the search index of a JSONL file. A process builds it once."""
     try:
         lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:

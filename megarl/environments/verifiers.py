@@ -53,5 +53,4 @@ class Verifiers:
         return reward
 
     def check(self) -> None:
-        """Load the taskset before a run. Raises ConfigError if this fails."""
         self._tasks.check("the taskset")

@@ -105,7 +105,6 @@ def end_replacement(folder: Path) -> None:
 
 
 def end_replacements(parent: Path) -> None:
-    """Complete all killed replacements in a folder."""
     for replaced in parent.glob(f".*{_REPLACED}"):
         end_replacement(replaced.with_name(replaced.name.removeprefix(".").removesuffix(_REPLACED)))
 
@@ -124,7 +123,6 @@ def sync(path: Path) -> None:
 
 
 def disk_full(error: BaseException) -> DiskFullError | None:
-    """Return a DiskFullError if a full disk is among an error's causes, else None."""
     cause = _os_error(error, _FULL)
     return None if cause is None else _full_disk_error(cause, None, None)
 
@@ -191,7 +189,6 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise DiskFullError if the folder's disk has fewer than `num_bytes` free."""
     if num_bytes > _free_bytes(folder):
         raise _no_room(folder, num_bytes)
 

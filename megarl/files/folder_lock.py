@@ -159,7 +159,6 @@ class FolderLock:
         return False
 
     def release(self) -> None:
-        """Free the folder. Further calls do nothing."""
         if self._is_released.is_set():
             return
         self._is_released.set()
@@ -315,7 +314,6 @@ def owner_is_gone(folder: Path) -> bool:
 
 
 def _create(file: Path, content: bytes) -> None:
-    """Create a file. Raises FileExistsError if it exists, another OSError if it cannot be written."""
     # O_EXCL is atomic on NFS since version 3, on Lustre and on GPFS. Hard links are missing on some file systems.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:

@@ -104,7 +104,6 @@ def download(name: str, kind: Kind, *, only: Patterns | None = None, without: Pa
 
 
 def download_command(name: str, kind: Kind) -> str:
-    """Return the shell command that downloads a model or data set into the Hub's cache."""
     return f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
 
 

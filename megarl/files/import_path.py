@@ -107,7 +107,6 @@ def imported_object(path: str) -> Callable[..., Any] | None:
 
 
 def _module_name(path: Path) -> str:
-    """Return a Python file's module name in `sys.modules`, unique to the absolute path."""
     return f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
 
 

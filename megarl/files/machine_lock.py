@@ -33,7 +33,6 @@ class MachineLock:
         return True
 
     def close(self) -> None:
-        """Free the lock. Further calls do nothing."""
         if self.is_open:
             os.close(self._file)
             self._file = -1

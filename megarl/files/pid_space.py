@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Return the identity of this machine's boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

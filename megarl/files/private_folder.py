@@ -41,14 +41,12 @@ class PrivateFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder and its contents. Further calls do nothing."""
         if self._lock.is_open:
             shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's private folders whose processes have ended."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

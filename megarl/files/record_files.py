@@ -1,4 +1,4 @@
-"""Reads files of recorded runs and evaluations. Missing, broken or too large files count as empty.
+"""Reads files of recorded runs and evaluations. A missing, broken or too large file counts as empty.
 
 Anybody may have written them, so contents are counted before they are parsed.
 """
@@ -31,13 +31,11 @@ def parsed_value(content: bytes, max_values: int = SMALL) -> Any:
 
 
 def parsed_object(content: bytes | None, max_values: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a text; empty: it is not an object."""
     value = parsed_value(content or b"{}", max_values)
     return value if isinstance(value, dict) else {}
 
 
 def object_or_empty(path: Path, max_values: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file; empty: it is missing, unreadable or not an object."""
     try:
         return parsed_object(path.read_bytes(), max_values)
     except OSError:
@@ -45,7 +43,6 @@ def object_or_empty(path: Path, max_values: int = SMALL) -> dict[str, Any]:
 
 
 def mapping_or_empty(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; empty: it is missing, broken or too large."""
     try:
         return read_mapping(path.read_bytes())
     except OSError:

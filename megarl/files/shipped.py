@@ -37,7 +37,6 @@ def home() -> Path:
 
 
 def is_clone() -> bool:
-    """Return whether megarl runs from its repository."""
     return home() != PACKAGE
 
 

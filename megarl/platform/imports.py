@@ -25,8 +25,7 @@ def disable_collector() -> Iterator[None]:
 
 @contextmanager
 def without(library: str) -> Iterator[None]:
-    """Make `import library` fail inside this context, as if it were not installed. Does nothing if it is imported
-    already.
+    """Make `import library` fail inside this context, unless it is imported already.
 
     Other libraries import it for functions that ranks do not use. The import takes tenths of a second at each start.
     """

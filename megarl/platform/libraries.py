@@ -50,7 +50,6 @@ def check_vllm_build() -> None:
 
 
 def vllm_arguments(max_model_len: int) -> dict[str, Any]:
-    """Return vLLM's EngineArgs for a CPU; an empty dict with CUDA."""
     if torch.cuda.is_available():
         return {}
     from megarl.platform.cpu import vllm_patches

@@ -88,7 +88,6 @@ def places(gpus: Sequence[str], allowed: Collection[int], root: Path = SYS) -> l
 
 
 def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
-    """Return the cores of each NUMA node; empty: the kernel knows no NUMA nodes."""
     folders = (root / "devices/system/node").glob("node[0-9]*")
     return {
         int(folder.name.removeprefix("node")): frozenset(parse_core_ranges((folder / "cpulist").read_text()))
@@ -252,7 +251,4 @@ def bind_threads(cores: Collection[int]) -> None:
 
 
 def notices() -> list[str]:
-    """Return a notice if this rank could not be bound to its GPU's NUMA node. Ranks with the same reason have equal
-    notices.
-    """
     return [] if _Binding.fault is None else [f"ranks are not bound to NUMA nodes: {_Binding.fault}"]

@@ -39,7 +39,6 @@ class TorchProfile:
         self._profile: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Start recording in this thread and in the threads of its backward passes."""
         import torch
 
         if "torch" in self._kinds:

@@ -51,7 +51,6 @@ def driver_version() -> str | None:
 
 
 def _run_nvidia_smi(query: list[str]) -> str:
-    """Return the output of nvidia-smi. Raises OSError if it fails."""
     # With a time limit: nvidia-smi hangs on some broken GPUs.
     done = run_command(query, seconds=20)
     if done.returncode:

@@ -17,7 +17,6 @@ class BusyTime:
     """
 
     def __init__(self, spawner: int) -> None:
-        """Create the clock. `spawner` is the process id of the parent of the run's processes."""
         self._spawner = spawner
         self._seconds_by_process: dict[int, float] = {}
         self._seconds_of_ended = 0.0

@@ -58,7 +58,6 @@ def _check_result(result: int, call: str) -> int:
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a system call by name. Raises KernelError."""
     number = _SINCE_5.get(name) or _NUMBERS[machine()][name]
     converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _check_result(_LIBC.syscall(ctypes.c_long(number), *converted), name)

@@ -50,7 +50,7 @@ def open_sandbox(settings: SandboxSettings) -> AnySandbox:
 
 
 class RemoteSandbox:
-    """Runs programs on a SandboxFusion server.
+    """Runs programs on a SandboxFusion server. `run` raises SandboxError if every try fails.
 
     Without an answer, or after a server error (5xx, 429, SandboxError), the request is repeated: at most `MAX_TRIES`
     tries, with doubling pauses. `Ran.retries` counts the repetitions. Time limits are in the server's wall-clock time.
@@ -82,7 +82,6 @@ class RemoteSandbox:
         return self._settings
 
     def start(self) -> None:
-        """Run a trial program. Raises ConfigError if the server does not run it."""
         try:
             ran = self.run("print(sum(range(10)))")
         except SandboxError as error:
@@ -93,7 +92,6 @@ class RemoteSandbox:
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
     ) -> Ran:
-        """Run a program on the server. Raises SandboxError if every try fails."""
         seconds = self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds
         # SandboxFusion compiles before running. Both get the run's limit.
         request = {

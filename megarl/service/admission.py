@@ -92,7 +92,6 @@ class Admission:
         self._bytes[owner] += num_bytes
 
     def remove(self, owner: str, *, tokens: int, num_bytes: int) -> None:
-        """Forget a finished request."""
         _subtract(self._tokens, owner, tokens)
         _subtract(self._bytes, owner, num_bytes)
 

@@ -71,7 +71,6 @@ class Checkpoints:
         self._recover()
 
     def path_of(self, run: str, kind: str, name: str) -> str:
-        """Return the SDK's name of a checkpoint."""
         return f"tinker://{run}/{kind}/{name}"
 
     def begin(self, run: str, kind: str, name: str, owner: str, *, overwrite: bool) -> Path:
@@ -186,7 +185,6 @@ class Checkpoints:
             self._readers[folder] -= 1
 
     def delete_expired(self) -> None:
-        """Delete expired checkpoints, except those being read."""
         for record_file in self._folder.glob(f"*/*/*/{_RECORD}"):
             folder = record_file.parent
             record = self._read_record(folder)

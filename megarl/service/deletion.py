@@ -22,8 +22,6 @@ def delete_file(file: Path, report: Report) -> bool:
 
 
 def delete_tree(folder: Path, report: Report) -> None:
-    """Delete a folder with its files."""
-
     def note(function: Any, path: str, fault: Any) -> None:
         # Another process may delete the same folder.
         if not isinstance(fault[1], FileNotFoundError):

@@ -31,7 +31,6 @@ class Listing:
         self._served, self._checkpoints = served, checkpoints
 
     def list_checkpoints(self, owner: str, page: Page) -> dict[str, Any]:
-        """Return one page of an account's checkpoints, newest first."""
         stored = self._checkpoints.list_stored(owner)
         shown, cursor = _cut(stored, page)
         return {"checkpoints": [_describe_checkpoint(one) for one in shown], "cursor": cursor}
@@ -85,7 +84,6 @@ class Listing:
 
 
 def _past_run(checkpoints: Sequence[Stored]) -> RunState:
-    """Return the state of an ended run, from its checkpoints, newest first."""
     newest = checkpoints[0]
     return RunState(newest.run, newest.record["owner"], newest.record["time"], newest.record.get("run_metadata"))
 

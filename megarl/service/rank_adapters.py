@@ -69,7 +69,6 @@ class Adapters:
             model.extra_heads.append(head)
 
     def measure_memory(self) -> RankMemory:
-        """Return the memory of a model and of a copy of weights on this rank."""
         copy_bytes = sum(parameter.nbytes for parameter in trained_parameters(self._policy))
         return RankMemory(socket.gethostname(), state_bytes(self._policy), copy_bytes, available_bytes())
 

@@ -327,7 +327,6 @@ class RankTrainer:
             )
 
     async def _take_version(self, version: str, model_id: str | None = None) -> None:
-        """Make room for a copy of weights, of `model_id` or of a checkpoint. Like `_take_model`."""
         if model_id is not None:
             await self._take_model(model_id)
         await self._make_room(num_copies=1, needed=model_id)

@@ -15,7 +15,7 @@ from megarl.service.trainer import Trainer
 
 @dataclass(eq=False)
 class RequestHandlers:
-    """Base class. Subclasses turn requests of one kind into calls of the trainer."""
+    """Base class of handlers that turn requests of one kind into calls of the trainer."""
 
     _trainer: Trainer
     _checkpoints: Checkpoints

@@ -55,7 +55,6 @@ Handler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
 
 def make_server(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SECONDS) -> HttpServer:
-    """Return the HTTP server of a service, not started yet."""
     return _Routes(desk, accounts, hold_seconds).server
 
 

@@ -88,7 +88,6 @@ class Sessions:
         return session.session_id
 
     def ids(self, owner: str) -> list[str]:
-        """Return the ids of an owner's sessions, newest first."""
         return [session.session_id for session in reversed(self.owned_by(owner))]
 
     def describe(self, session_id: str, owner: str) -> dict[str, Any]:
@@ -101,7 +100,6 @@ class Sessions:
         }
 
     def run_states(self, owner: str) -> list[RunState]:
-        """Return an owner's models in memory."""
         return [
             RunState(model.model_id, owner, session.seen_at + self._epoch, model.metadata)
             for session in self.owned_by(owner)

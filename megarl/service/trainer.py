@@ -41,9 +41,7 @@ class Trainer(Protocol):
     @property
     def served(self) -> ServedModel: ...
 
-    async def create_model(self, model_id: str, seed: int) -> None:
-        """Create a model with new adapters, drawn from `seed`, and a new optimizer."""
-        ...
+    async def create_model(self, model_id: str, seed: int) -> None: ...
 
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
@@ -90,9 +88,7 @@ class Trainer(Protocol):
         """
         ...
 
-    async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
-        """Free the memory of models and versions."""
-        ...
+    async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None: ...
 
     async def sample(
         self, version: str | None, prompt: NDArray[np.int32], settings: SamplingSettings, seeds: Sequence[int]

@@ -25,7 +25,6 @@ from megarl.types import ConfigError, TopTokens
 SDK_VERSION = "0.38"
 """Minor version of the SDK with these messages."""
 PROTOBUF = "application/x-protobuf"
-"""Content type of protobuf bodies."""
 # SDK 0.38 reads a cell with this log-prob and id 0 as empty.
 _EMPTY_LOGPROB = -99999.0
 _LITTLE_ENDIAN = {"float32": "<f4", "int64": "<i8", "int32": "<i4"}

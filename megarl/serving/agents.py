@@ -142,13 +142,9 @@ class _ProgramError(Exception):
 class AgentProgram:
     """Runs the recipe's agent, a program or an `Agent` class, once per attempt. Each attempt has its own session.
 
-    The program's environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_AUTH_TOKEN, the
-    variables in `INHERITED` and those named by the recipe, and no others. Its standard input is a JSON object with the
-    problem's `messages`, `answer`, `record` and `index`, the attempt's `number` and its `seed`.
-
-    The program prints its reward as the last line of its output, a JSON number or {"reward": number}, or posts it to
-    the endpoint. Otherwise the recipe's reward functions score the last completion. A non-zero exit code or a timeout
-    ends the attempt with an error. At the end the program is killed with all its descendants.
+    A program reads the problem from standard input (`_task_input`), and finds its session by environment variables. It
+    prints its reward in the last line, or posts it to the endpoint. Otherwise the recipe's reward functions score the
+    last completion. At the end the program is killed with all its descendants.
     """
 
     config: AgentConfig
@@ -296,7 +292,7 @@ class AgentProgram:
     async def _adopt_or_start(
         self, task: Task, harbor: HarborTask | None, engine: AttemptEngine
     ) -> AsyncIterator[AttemptContainer]:
-        """Use the container of the last driver if it still runs, else start one. Raises ContainerError."""
+        """Use the last driver's container if it still runs, else start one. Raises ContainerError."""
         async with AsyncExitStack() as stack:
             container: AttemptContainer | None = None
             earlier = None if engine.log is None else engine.log.reopened
@@ -502,7 +498,6 @@ def _task_input(task: Task) -> dict[str, Any]:
 
 
 def _check_reward(reward: object) -> float:
-    """Return an agent's reward as a float. Raises _ProgramError unless it is a finite number."""
     number = finite_reward(reward)
     if number is None:
         raise _ProgramError(f"ValueError: the program's reward is {reward!r:.80}, not a finite number")
@@ -587,7 +582,6 @@ def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
 
 
 def _sample(problem: Problem, session: Session) -> Sample:
-    """Return a session's last completion as a sample for reward functions."""
     answers = session.answers
     if not answers:
         # The program made no call. Reward functions score an empty completion.

@@ -52,7 +52,6 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """The answer as a chat message."""
         return answer_message(self.text, self.reasoning, self.calls)
 
 

@@ -77,7 +77,6 @@ async def read_bytes(request: web.Request) -> bytes:
 
 @asynccontextmanager
 async def _read_faults_refused() -> AsyncIterator[None]:
-    """Turn errors of reading a body into RequestErrors."""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             yield

@@ -102,7 +102,7 @@ class AttemptContainer:
         )
 
     async def join(self, label: str) -> Executed:
-        """Wait for the end of a program that an earlier driver started. See `execute`."""
+        """Wait for the end of a program that an earlier driver started, as `execute` does."""
         return await self._await_end("join", label=label)
 
     async def _await_end(self, verb: str, **fields: Any) -> Executed:
@@ -161,7 +161,6 @@ class Containers:
         self._is_wait_reported = False
 
     async def start(self) -> None:
-        """Begin to renew leases."""
         self.renewing = asyncio.create_task(self._renew())
 
     async def close(self) -> None:
@@ -353,7 +352,6 @@ class Containers:
         return True
 
     async def _renew(self) -> None:
-        """Renew the leases of all containers until this task is cancelled."""
         while True:
             await asyncio.gather(*(self._renew_on(node) for node in self.nodes))
             await asyncio.sleep(min(_RENEW_SECONDS, self._lease_seconds / 6))
@@ -380,7 +378,6 @@ class Containers:
         return Node(agent.node, request, (agent.addresses[1] if host in ANY_ADDRESS else host, port), memory)
 
     def _name_slow_node(self, node: Node) -> None:
-        """Report a node, once, if its starts take much longer than those of other nodes."""
         usual_seconds = [seconds for peer in self.nodes if peer is not node for seconds in peer.start_seconds]
         if node.name in self._slow or len(node.start_seconds) < _NUM_STARTS or len(usual_seconds) < _NUM_STARTS:
             return

@@ -112,14 +112,12 @@ class Endpoint:
             self._server.accept()
 
     async def close(self) -> None:
-        """End all sessions, then stop the server."""
         await self._sessions.close()
         if self._server is not None:
             await self._server.close()
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port on which the endpoint listens."""
         return self._config.host, int(self.base_url.rpartition(":")[2])
 
     def url_of(self, session: Session) -> str:
@@ -182,7 +180,6 @@ class Endpoint:
             )
 
     async def _converse(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """Answer a request for the next message of a conversation."""
         session, identity, body = await self._read_request(request)
         chat, without_effect = dialect.as_chat(body)
         asked = self._read_sampling(chat, session)
@@ -374,7 +371,6 @@ class Endpoint:
             raise
 
     async def _tokens(self, answer: Answer, asked: Asked) -> list[str] | None:
-        """Return the text of each sampled token if the request asks for log-probs, else None."""
         if not asked.has_logprobs:
             return None
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)

@@ -104,7 +104,6 @@ class HttpServer:
             self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._listeners]
 
     async def close(self) -> None:
-        """Stop listening, and end all connections."""
         for accepting in self._accepting:
             accepting.cancel()
         if self._accepting:
@@ -149,7 +148,6 @@ class HttpServer:
             await asyncio.wait({connection.lost}, timeout=_CLOSE_SECONDS)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections until this task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:

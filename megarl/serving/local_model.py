@@ -87,7 +87,6 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
 
 
 def weights_dtype(folder: Path) -> str:
-    """Return the dtype named by a model folder's config.json; bfloat16 without one."""
     return str(read_object(folder / "config.json").get("dtype", "bfloat16"))
 
 

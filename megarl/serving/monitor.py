@@ -56,7 +56,6 @@ class EndpointMetrics:
     """Metrics of an endpoint: requests by page and status, request times, open sessions, engine load."""
 
     def __init__(self, num_sessions: Callable[[], int], load: Callable[[], PoolLoad | None]) -> None:
-        """Create the metrics in a new registry. The functions return current numbers."""
         self.registry = registry_of(EngineLoad(load))
         self._load, self._num_sessions = load, num_sessions
         self._requests = Counter(
@@ -76,7 +75,6 @@ class EndpointMetrics:
         self._seconds.labels(page).observe(seconds)
 
     def health(self) -> dict[str, Any]:
-        """Return the state of the endpoint as JSON values."""
         load = self._load()
         if load is None:
             return {"state": "starting"}
@@ -100,7 +98,6 @@ class Monitor:
         self.base_url = ""
 
     async def start(self) -> None:
-        """Start listening. Raises ConfigError if the address is not available."""
         port = self._config.port
         assert port is not None, "without a port no monitor is started"
         app = web.Application(middlewares=[self._admit])
@@ -111,7 +108,6 @@ class Monitor:
         self.base_url = await self._server.start(self._config.host, port)
 
     async def close(self) -> None:
-        """Stop the server."""
         if self._server is not None:
             await self._server.close()
 

@@ -68,7 +68,6 @@ class RunMemory:
 
     @property
     def num_containers(self) -> int:
-        """Number of living containers on all machines."""
         return sum(len(account.reserved_bytes) for account in self._accounts)
 
     async def wait_for_change(self) -> None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Session:
     """Record of one agent's attempt.
 
-    `counts` has numbers of abandoned calls, joined retries, overridden fields and others, by name. An earlier driver
-    sampled `num_aborted` tokens for the attempt that are in no answer yet.
+    `counts` has numbers of abandoned calls, joined retries, overridden fields and others, by name. `num_aborted` is as
+    in `SessionSampler`.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Session:
 
     @property
     def num_under_way(self) -> int:
-        """Number of model calls without an answer yet."""
         return sum(not call.task.done() for call in self._calls.values())
 
     def chat(

@@ -51,8 +51,8 @@ class Sessions:
     ) -> Session:
         """Open a session with a unique name. `pool` samples its completions.
 
-        With `seed` None the name is the seed, so that sessions with equal prompts sample different completions. An
-        earlier driver sampled `num_aborted` tokens for the attempt that are in no answer yet.
+        With `seed` None the name is the seed, so that sessions with equal prompts sample different completions.
+        `num_aborted` is as in `SessionSampler`.
         """
         self._num_opened += 1
         unique_name = f"{name}-{self._num_opened}"

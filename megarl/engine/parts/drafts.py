@@ -33,7 +33,7 @@ METRICS = (
 class Drafts(EnginePart):
     """Part that counts drafts, and loads the weights of a draft model, if there is one.
 
-    `is_drafters(name)` tells whether the draft model loads this tensor of the checkpoint.
+    `is_drafters(name)` returns whether the draft model loads this tensor of the checkpoint.
     """
 
     def __init__(self, is_drafters: Callable[[str], bool]) -> None:
@@ -128,7 +128,7 @@ class OwnParameters(nn.Module):
 class ModelWithDrafter(nn.Module):
     """A vLLM model with its draft model: the model's parts under their own names, the draft model as `DRAFTER`.
 
-    vLLM 0.30 shares embedding and head between both, so each is one parameter. `is_drafters(name)` tells whether the
+    vLLM 0.30 shares embedding and head between both, so each is one parameter. `is_drafters(name)` returns whether the
     draft model loads this tensor of the checkpoint.
     """
 
@@ -185,7 +185,6 @@ class DraftCounts:
             self._num_accepted += num_accepted_tokens
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Return the metrics of speculative decoding and reset the counts; empty without drafts."""
         if not self._num_drafted:
             return {}
         metrics: dict[str, Metric] = {

@@ -186,7 +186,6 @@ class LibraryProcess:
                 self._cancel(number)
 
     def kill(self) -> None:
-        """Kill the process and all its descendants, without waiting."""
         self.has_ended = True
         asyncio.get_running_loop().run_in_executor(None, self._server.close)
 

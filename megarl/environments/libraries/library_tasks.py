@@ -59,7 +59,6 @@ class LibraryTasks:
 
 
 def _count_tasks(process: LibraryProcess) -> int:
-    """Return the number of loaded tasks. Raises ChildError if the process reports an invalid number."""
     num_tasks = process.introduction.get("num_tasks")
     if not isinstance(num_tasks, int) or num_tasks < 0:
         raise ChildError(f"the number of tasks is {num_tasks!r:.80}, not a whole number")

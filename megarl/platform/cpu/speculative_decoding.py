@@ -187,5 +187,4 @@ def _requests(cu_num_draft_tokens: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _counts(cumulated: Tensor) -> Tensor:
-    """Return the counts [requests] of cumulated counts [requests]."""
     return torch.diff(cumulated, prepend=cumulated.new_zeros(1))

@@ -37,7 +37,6 @@ reused.
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
-    """Return vLLM's EngineArgs for a CPU."""
     return {
         "enforce_eager": True,
         "enable_sleep_mode": False,

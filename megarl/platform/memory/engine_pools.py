@@ -38,7 +38,7 @@ def move_constants() -> None:
 
 
 def _allocator() -> Any:
-    """Return vLLM's object with the pools; None: it has none here, or was not imported."""
+    """Return vLLM's object with the pools, or None."""
     if "vllm" not in sys.modules:
         return None
     from vllm.device_allocator import cumem

@@ -75,7 +75,6 @@ class ApptainerPlace:
         return decode_file(self._run(GET_SCRIPT, path, str(max_bytes + 1)), path, max_bytes)
 
     def _run(self, script: str, *arguments: str, stdin: str = "") -> str:
-        """Run a short script with the image's shell. Raises OSError if it fails."""
         command = [self._program, *exec_arguments(self._settings, None), "sh", "-c", script, "sh", *arguments]
         done = run_command(command, seconds=SHORT_SECONDS, stdin=stdin)
         if done.returncode != 0:

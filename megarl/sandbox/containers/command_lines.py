@@ -181,7 +181,6 @@ class CommandLinePlace:
                     self._run("rm", "--force", container)
 
     def _run(self, *arguments: str, stdin: str = "") -> str:
-        """Run a short command. Raises OSError if it fails."""
         done = run_command([self._program, *arguments], seconds=SHORT_SECONDS, stdin=stdin)
         if done.returncode != 0:
             raise OSError(" ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}")

@@ -133,7 +133,6 @@ class Container:
             raise ContainerError("ContainerLost: the container has ended") from error
 
     async def _meet(self, connection: socket.socket) -> None:
-        """Read the keeper's first message. Raises ContainerError if it is an error."""
         reader, self._writer = await asyncio.open_connection(sock=connection)
         first = await _read_frame(reader)
         if "refused" in first:

@@ -36,7 +36,6 @@ class ContainerHost:
             return {"error": str(error)}
 
     async def close(self) -> None:
-        """End all containers, except those that outlive their host."""
         containers, self._containers = self._containers, {}
         await asyncio.gather(*(container.leave() for container in containers.values()))
 

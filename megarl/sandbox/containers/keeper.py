@@ -120,7 +120,6 @@ def _serve(
 
 
 def _patience(settings: dict[str, Any]) -> float:
-    """Return the seconds for which connections wait for an absent endpoint."""
     return settings["lease_seconds"] if settings["outlives_host"] else 0.0
 
 

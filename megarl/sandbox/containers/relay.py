@@ -62,7 +62,6 @@ class Relay:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy bytes until the source ends. Then end the target's input."""
     with suppress(OSError):
         while part := source.recv(_PART_BYTES):
             target.sendall(part)

@@ -72,9 +72,7 @@ class Place(Protocol):
         """Return the bytes left for new files; None: unknown."""
         ...
 
-    def kill_all(self) -> None:
-        """Kill and reap all programs of the container."""
-        ...
+    def kill_all(self) -> None: ...
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
         """Replace `folder` by `files`: relative path to (mode, content). Raises OSError."""

@@ -93,7 +93,6 @@ class RootFolder:
 
 
 def _mount_image(image: str, users: int | None) -> str:
-    """Mount an image below a layer of new files, and return the mount point."""
     for name in ("image", "root", "new", "work"):
         os.mkdir(f"{_BUILT_AT}/{name}")
         # `mkdir` applies the umask to its mode, so set the mode again.

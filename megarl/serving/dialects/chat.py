@@ -166,7 +166,6 @@ class _Reply:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
-        """Return the log-probs of the sampled tokens in OpenAI's form."""
         values = answer.call.completion.rollout_logprobs.tolist()
         if not self.is_chat:
             return {"tokens": list(tokens), "token_logprobs": values, "top_logprobs": None, "text_offset": None}

@@ -282,14 +282,12 @@ def _empty_block(kind: str, parts: Any) -> dict[str, Any]:
 
 
 def _block(kind: str, parts: Any) -> dict[str, Any]:
-    """Return a complete content block. `parts` is its content, as `_parts` yields it."""
     if kind == "tool_use":
         return _empty_block(kind, parts) | {"input": _input(parts[2])}
     return {"type": kind, kind: parts} | ({"signature": _SIGNATURE} if kind == "thinking" else {})
 
 
 def _deltas(kind: str, parts: Any) -> Iterator[dict[str, Any]]:
-    """Yield a block's content as the pieces of a stream."""
     if kind == "tool_use":
         text, name, field = json.dumps(_input(parts[2]), ensure_ascii=False), "input_json_delta", "partial_json"
     else:

@@ -197,7 +197,6 @@ def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list
 def _part_events(
     part_kind: str, text_kind: str, index: str, part: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of an item's single text part."""
     logprobs = {"logprobs": []} if text_kind == "output_text" else {}
     yield f"response.{part_kind}.added", {index: 0, "part": part | {"text": ""}}
     for piece in pieces(part["text"]):
@@ -213,7 +212,6 @@ def _argument_events(name: str, arguments: str) -> Iterator[tuple[str, dict[str,
 
 
 def _empty_item(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an item as it begins in a stream."""
     empty = {"summary": [], "content": [], "arguments": "", "status": "in_progress"}
     return {name: empty.get(name, value) for name, value in item.items()}
 
