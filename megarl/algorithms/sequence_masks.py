@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algorithms.policy_losses import LossAndMetrics, is_sequence_loss
 from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means
-from megarl.algorithms.trial import checked_policy_loss
+from megarl.algorithms.trial import ResultError, checked_policy_loss
 from megarl.tracking.metric_rows import MetricRow
 
 METRICS = (
@@ -21,6 +21,7 @@ METRICS = (
         condition="algorithm.off_policy_limit",
     ),
 )
+_FRACTION = "off_policy_fraction"
 
 
 def is_off_policy(
@@ -56,7 +57,9 @@ def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float)
         further = (cu_seqlens, mask) if is_of_sequences else ()
         result = policy_loss(policy_logprobs, old_logprobs, advantages, *further, **settings)
         loss, metrics = checked_policy_loss(result, policy_logprobs)
+        if _FRACTION in metrics:
+            raise ResultError(f"the function returned a metric {_FRACTION!r}, which this filter measures; rename it")
         # `where` instead of a product: zero times an infinite loss is NaN.
-        return torch.where(is_dropped, 0.0, loss), metrics | {"off_policy_fraction": is_dropped.to(loss.dtype)}
+        return torch.where(is_dropped, 0.0, loss), metrics | {_FRACTION: is_dropped.to(loss.dtype)}
 
     return masked_loss

@@ -21,6 +21,14 @@ POLICY_LOSS_RESULT = (
 )
 ADVANTAGE_RESULT = "return a float tensor [samples], one advantage for each of rewards"
 
+TRAINING_METRICS = frozenset(
+    {
+        "empty_update", "entropy", "gap_exceeded", "grad_norm", "learning_rate", "loss", "moe_aux_loss",
+        "moe_global_aux_loss", "moe_seq_aux_loss", "moe_z_loss", "not_finite", "ptx_loss", "rollbacks", "spikes",
+        "tokens", "update_skipped",
+    }
+)  # fmt: skip
+"""Names of metrics `train/NAME` of every policy loss. A user's loss must not replace them."""
 _LENGTHS = (4, 2, 3)
 """Lengths of the toy sequences in tokens. The first token of each is not trained."""
 _NUM_GROUPS = 2
@@ -43,6 +51,11 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
     if fault := _shape_problem(loss, shape):
         raise ResultError(f"the function returned {fault} as loss, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
     for name, value in metrics.items():
+        if name in TRAINING_METRICS:
+            raise ResultError(
+                f"the function returned a metric {name!r}, but train/{name} is measured by the trainer; give the "
+                f"function's another name, for example 'own_{name}'"
+            )
         if fault := _shape_problem(value, shape):
             raise ResultError(
                 f"the function returned {fault} as metric {name!r}, for {shape[0]} tokens; {POLICY_LOSS_RESULT}"

@@ -13,6 +13,17 @@ import numpy as np
 
 from megarl.environments import Start, Step
 
+ROLLOUT_METRICS = frozenset(
+    {
+        "completion_tokens/max", "completion_tokens/mean", "epoch", "forks", "observed_tokens/max",
+        "observed_tokens/mean", "process_killed", "prompt_tokens/max", "prompt_tokens/mean", "restarted",
+        "segments/mean", "share", "temperature", "truncated", "turn_tokens/max", "turn_tokens/mean", "turns/max",
+        "turns/mean", "candidates_left/max", "candidates_left/mean", "candidates_left_bytes",
+    }
+)  # fmt: skip
+"""Names of rollout metrics. In a mixture they are logged as `environment/SOURCE/NAME`, like an environment's own."""
+_ROLLOUT_GROUPS = ("ended/", "errors/", "reward/", "time/")
+
 
 def checked_start(start: object) -> Start:
     """Return a copy of the value of `reset`. Raises TypeError unless it is a valid `Start`."""
@@ -44,12 +55,21 @@ def checked_step(step: object) -> Step:
         raise ValueError(
             f"the environment's step returned metrics that are not finite numbers by name: {step.metrics!r:.80}"
         )
+    if fault := _replaced_metric(step.metrics):
+        raise ValueError(
+            f"the environment's step returned the metric {fault!r}, which is one of every rollout; give it another name"
+        )
     _check_state(step.state, "step")
     return replace(step, messages=_copy_mappings(step.messages), metrics=dict(step.metrics))
 
 
 def _copy_mappings(mappings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple(deepcopy(dict(mapping)) for mapping in mappings)
+
+
+def _replaced_metric(metrics: Mapping[Any, float]) -> str | None:
+    names = map(str, metrics)
+    return next((name for name in names if name in ROLLOUT_METRICS or name.startswith(_ROLLOUT_GROUPS)), None)
 
 
 def _check_state(state: object, method: str) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.trial import advantage_fault, policy_loss_fault
+from megarl.algorithms.sequence_masks import drop_off_policy
+from megarl.algorithms.trial import TRAINING_METRICS, advantage_fault, policy_loss_fault
+from megarl.tracking.metric_table import rows
 
 
 def plain(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Any:
@@ -35,6 +37,31 @@ def three_results(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Ten
 def steep(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Any:
     # At a ratio of 1 the root is 0, and its slope is infinite.
     return (policy_logprobs - old_logprobs).abs().sqrt(), {}
+
+
+def named(name: str) -> Callable[..., Any]:
+    def policy_loss(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Any:
+        return -advantages * policy_logprobs, {name: torch.zeros_like(policy_logprobs)}
+
+    return policy_loss
+
+
+def test_the_trainer_s_metrics_are_those_of_the_table() -> None:
+    names = {row.name.removeprefix("train/") for row in rows() if row.name.startswith("train/")}
+    of_losses = {"clip_fraction", "dual_clip_fraction", "ratio", "sequence_weight", "off_policy_fraction"}
+    assert names - of_losses == TRAINING_METRICS
+
+
+@pytest.mark.parametrize("name", sorted(TRAINING_METRICS))
+def test_a_metric_of_the_trainer_is_not_replaced(name: str) -> None:
+    assert f"train/{name} is measured by the trainer" in (policy_loss_fault(named(name), {}, {}) or "")
+
+
+def test_a_loss_may_name_metrics_of_other_losses() -> None:
+    assert policy_loss_fault(named("clip_fraction"), {}, {}) is None
+    filtered = drop_off_policy(named("off_policy_fraction"), limit=0.1)
+    assert "'off_policy_fraction'" in (policy_loss_fault(filtered, {}, {}) or "")
+    assert policy_loss_fault(drop_off_policy(named("clip_fraction"), limit=0.1), {}, {}) is None
 
 
 def test_a_usable_loss_has_no_fault() -> None:

@@ -12,6 +12,7 @@ from megarl.config import RewardConfig
 from megarl.config.judges import judging
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.results import (
+    SCORE_METRICS,
     accuracy_metrics,
     by_source_name,
     check_result,
@@ -20,6 +21,7 @@ from megarl.rewards.scoring.results import (
     read_scores,
     source_metrics,
 )
+from megarl.tracking.metric_table import rows
 from megarl.types import Judging, Reward
 
 
@@ -123,6 +125,14 @@ def test_accuracy_is_measured_where_all_answers_are_judged() -> None:
     assert accuracy_metrics([right, wrong]) == {"accuracy": 0.5}
     assert accuracy_metrics([right, right, unjudged, unjudged]) == {"unjudged": 0.5}
     assert accuracy_metrics([]) == {}
+
+
+@pytest.mark.parametrize("name", sorted(SCORE_METRICS))
+def test_a_metric_of_the_scores_is_not_replaced(name: str) -> None:
+    assert f"reward/NAME/{name}" in {row.name for row in rows()}
+    for result in (FunctionScore(1.0, metrics={name: 7.0}), Reward(1.0, True, True, metrics={name: 7.0})):
+        with pytest.raises(ValueError, match=f"returned the metric '{name}'"):
+            check_result(result)
 
 
 def test_metrics_of_each_function() -> None:

@@ -39,6 +39,8 @@ METRICS = (
     MetricRow("reward/source/SOURCE/FUNCTION", "score", "score of a reward function in a data source, mean"),
     MetricRow("reward/NAME/OWN", "own", "a metric of the function itself, mean over the samples with it"),
 )
+SCORE_METRICS = frozenset({"mean", "std", "min", "max", "unscored"})
+"""Names of metrics `reward/NAME/...` of each reward function's scores. A function must not return them."""
 MAX_SOURCES = 50
 """Maximum number of data sources with their own metrics."""
 _OTHER_SOURCES = "other"
@@ -178,7 +180,7 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
             metrics[f"reward/{name}/max"] = float(max(opinions))
     for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
         values = [reward.metrics[key] for reward in rewards if key in reward.metrics]
-        metrics.setdefault(f"reward/{key}", fmean(values))
+        metrics[f"reward/{key}"] = fmean(values)
     return metrics
 
 
@@ -237,6 +239,12 @@ def _check_metrics(metrics: Any) -> dict[str, float]:
         isinstance(name, str) and _is_number(value) for name, value in metrics.items()
     ):
         raise TypeError(f"the function returned metrics that are not numbers by name: {metrics!r:.200}")
+    if replaced := SCORE_METRICS & metrics.keys():
+        name = min(replaced)
+        raise ValueError(
+            f"the function returned the metric {name!r}, but reward/NAME/{name} is measured from its scores; give the "
+            "metric another name"
+        )
     numbers = {name: float(value) for name, value in metrics.items()}
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError(f"the function returned metrics that are not finite: {metrics!r:.200}")

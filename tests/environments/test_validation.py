@@ -1,0 +1,31 @@
+"""Values of environments that are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.environments import Step
+from megarl.environments.validation import ROLLOUT_METRICS, checked_step
+from megarl.tracking.metric_table import rows
+
+
+def test_the_names_of_rollouts_are_those_of_the_table() -> None:
+    measured = {
+        row.name.removeprefix("rollout/")
+        for row in rows()
+        if row.name.startswith("rollout/") and row.module == "megarl.rollout.step.step_metrics"
+    }
+    of_sources = {row.name.removeprefix("environment/SOURCE/") for row in rows() if "environment/SOURCE/" in row.name}
+    assert {name for name in measured if name == name.lower()} | of_sources | {"process_killed"} == ROLLOUT_METRICS
+    assert "environment/process_killed" in {row.name for row in rows()}
+
+
+@pytest.mark.parametrize("name", [*sorted(ROLLOUT_METRICS), "ended/done", "errors/KeyError", "reward/mean", "time/x"])
+def test_a_metric_of_every_rollout_is_not_replaced(name: str) -> None:
+    with pytest.raises(ValueError, match=f"returned the metric '{name}'"):
+        checked_step(Step(metrics={name: 1.0}))
+
+
+@pytest.mark.parametrize("name", ["guesses", "tools/invalid", "shares", "my/turns"])
+def test_other_metrics_are_an_environment_s_own(name: str) -> None:
+    assert checked_step(Step(metrics={name: 1.0})).metrics == {name: 1.0}
