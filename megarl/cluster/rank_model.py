@@ -37,11 +37,11 @@ class Work:
     represented_tokens: int = 0
     """Tokens of sequences in all passes of models whose packing can save tokens."""
     stored_tokens: int = 0
-    """Tokens computed in these passes."""
+    """Tokens computed in these models' passes, so without the saved tokens."""
     saved_flops: float = 0.0
     """Model FLOPs that the packing saved. `flops` does not include them."""
     refused_rows: int = 0
-    """Rows computed without saving, although it would save enough."""
+    """Rows packed without saving tokens, although this would save enough work."""
 
     def take(self) -> Work:
         snapshot = replace(self)
@@ -75,7 +75,7 @@ class RankModel:
     max_tokens_per_microbatch: int
     """Maximum tokens in a row."""
     max_tokens_per_forward: int | None = None
-    """The same limit without gradients. None: `max_tokens_per_microbatch`."""
+    """Maximum tokens in a row of a forward pass without gradients. None: `max_tokens_per_microbatch`."""
     row_multiple: int = 1
     """A row's capacity is rounded down to a multiple of this."""
     together: int = 1
@@ -92,7 +92,7 @@ class RankModel:
     spikes: SpikeDetector | None = None
     """Detector of updates to drop (train.on_spike). None: no update is dropped for its size."""
     work: Work = field(default_factory=Work)
-    """Several models may share the counters."""
+    """Counters of work, perhaps shared by several models."""
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
@@ -273,7 +273,7 @@ class RankModel:
         return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
     def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
-        """Return one argument per rank: the replica's rows for its first rank, None for the others."""
+        """Return one argument per rank: the replica's rows for its first rank, None for its other ranks."""
         per_rank: list[Sequence[TokenBatch] | None] = [None] * self.parallel.world_size
         for replica, rows in enumerate(per_replica):
             per_rank[self.parallel.replica_ranks(replica)[0]] = rows
@@ -283,8 +283,7 @@ class RankModel:
         """Return the ranks that return each replica's results, in context-parallel order."""
         parallel = self.parallel
         return [
-            # The last pipeline stage has the outputs. Its tensor-parallel ranks all have the same ones, so take the
-            # first.
+            # The last pipeline stage has the outputs. All its tensor-parallel ranks have them, so take the first rank.
             [parallel.rank(tp=0, cp=part, dp=replica, pp=parallel.pp - 1) for part in range(parallel.cp)]
             for replica in range(parallel.dp)
         ]

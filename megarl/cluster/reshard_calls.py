@@ -37,7 +37,7 @@ _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the first. Then they count as missing."""
 
 Reports = list[ReshardReport]
-"""One per rank."""
+"""Reports of a reshard, one per rank."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
 """Calls of one attempt: the trainers', then one per replica."""
 
@@ -211,8 +211,8 @@ class ReshardCalls:
         """Context that ends the groups at fault for a call that takes too long.
 
         A running rank leaves the process group within 5 s of its cancellation. A rank still in it is stopped, so its
-        group ends. Without a cancellation, a hanging rank makes the calls of all groups late. Its group has ranks
-        outside of a collective, while the others wait in one.
+        group ends. Without a cancellation, a hanging rank makes the calls of all groups late. Only its own group has
+        ranks outside of a collective.
         """
 
         field = self._ranks.trainers.deadlines.limit_for(method).field
@@ -252,15 +252,15 @@ class ReshardCalls:
         topology = [place for group in groups for place in group.topology]
         rendezvous = self._ranks.trainers.meeting
         assert rendezvous is not None
-        within = min(_MEET_SECONDS, seconds)
+        meet_seconds = min(_MEET_SECONDS, seconds)
         calls: Calls = []
-        first = 0
+        first_rank = 0
         for group in groups:
-            meeting = Meeting(rendezvous, self._group_name, first, len(topology), within)
+            meeting = Meeting(rendezvous, self._group_name, first_rank, len(topology), meet_seconds)
             calls.append(
                 self._call(group, "join_and_reshard", [meeting] * group.world_size, topology, version, limit=seconds)
             )
-            first += group.world_size
+            first_rank += group.world_size
         return calls
 
     def _call(

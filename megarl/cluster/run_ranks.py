@@ -22,7 +22,7 @@ from megarl.types import PeerLostError
 _WATCH_SECONDS = 1.0
 """Seconds between searches for lost ranks while no call runs."""
 _NO_CALL = "sampling and scoring"
-"""In place of a method's name in the error of a rank lost without a call."""
+"""Text in place of a method's name in the error of a rank lost without a call."""
 _CAUSE_SECONDS = 2.0
 """Seconds to wait, after a failure, for another group to report the root cause."""
 
@@ -49,7 +49,7 @@ class RunRanks:
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
         self.nodes: RanksNodes | None = None
-        """None: the caller manages the nodes."""
+        """Nodes of the ranks. None: the caller manages them."""
         self.is_separate = bool(replicas)
         """Whether the engines have ranks of their own (rollout.placement = separate)."""
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
@@ -93,7 +93,7 @@ class RunRanks:
             group.deadlines = make()
 
     def report_hangs(self, folder: Path, notify: Callable[[str], object]) -> None:
-        """Write where all ranks stand to a file in this folder whenever a rank falls silent.
+        """Whenever a rank falls silent, write the stacks and states of all ranks to a file in this folder.
 
         `notify` gets the names of silent ranks at once, and reports of slow ranks.
         """

@@ -24,7 +24,7 @@ Files = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """A copy of the state of rank `origin`, of `num_ranks`, after a step, held by an agent."""
+    """An agent's copy of the state of rank `origin`, one of `num_ranks`, after a step."""
 
     agent: AgentLink
     step: int

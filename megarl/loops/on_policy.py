@@ -27,7 +27,7 @@ class OnPolicyRollout:
     """Samples for an on-policy loop's steps. `buffer` samples groups. `state` is saved with each step."""
 
     def __init__(self, run: Run, buffer: GroupBuffer, journal: AttemptJournal | None = None) -> None:
-        """Prepare sampling. `journal` records the attempts of agent programs; None: there are no agents."""
+        """`journal` records the attempts of agent programs; None: there are no agents."""
         self._journal = journal
         self.buffer, self.state = buffer, buffer.state
         self._run, self._recipe = run, run.recipe

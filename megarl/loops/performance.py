@@ -114,9 +114,9 @@ METRICS = (
 WINDOW = 5
 """Recent steps averaged to find the bottleneck."""
 FEWEST = 3
-"""Steps before the bottleneck is reported. The first step never counts, because it includes one-time work."""
+"""Minimum steps to report the bottleneck. The first step never counts, because it includes one-time work."""
 MARGIN = 0.1
-"""The trainer or the engines are the bottleneck if the other's idle share is larger by more than this."""
+"""Minimum difference of idle shares. The trainer is the bottleneck if the engines' share is larger, and vice versa."""
 
 Call = Callable[[str, bool], Awaitable[list[Any]]]
 """Async function (method, argument) that calls a method of all ranks of a group."""
@@ -133,7 +133,7 @@ class EvaluationMetrics(NamedTuple):
     evaluation: dict[str, float]
     """Metrics of the engines, and peak memory."""
     whole_step: dict[str, float]
-    """Shares of the step's time with its evaluation; empty if an earlier start measured the step."""
+    """Metrics divided by the time of step and evaluation together; empty if an earlier start measured the step."""
 
 
 class _BusySeconds(NamedTuple):
@@ -184,7 +184,7 @@ class Performance:
         models: Mapping[str, RankModel],
         predicted: Mapping[str, int] | None = None,
     ) -> None:
-        """Create the measurement. `predicted` has the planned bytes of the fullest rank by phase."""
+        """`predicted` has the planned bytes of the fullest rank by phase."""
         self._predicted = predicted or {}
         self._ranks = ranks
         self._work = models["policy"].work
@@ -368,10 +368,10 @@ class Balance:
         self._idle.append((idle, metrics["time/engines_idle"]))
         if len(self._idle) < FEWEST:
             return step_metrics
-        trainer, engines = (sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True))
-        ranks = self._balanced_ranks(trainer, engines)
-        self._judge(trainer, engines, ranks)
-        return step_metrics | {"rollout/balanced_ranks": ranks}
+        trainer_idle, engines_idle = (sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True))
+        balanced_ranks = self._balanced_ranks(trainer_idle, engines_idle)
+        self._judge(trainer_idle, engines_idle, balanced_ranks)
+        return step_metrics | {"rollout/balanced_ranks": balanced_ranks}
 
     def _balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
         """Return the number of engine ranks for equal load of trainer and engines, if work divides evenly
@@ -449,12 +449,12 @@ class Profiles:
                 step_span = (f"step {number}", began, time.monotonic())
             finally:
                 driver_spans = record(False)
-            of_trainers = await self._ranks.trainers.call("__spans__", False)
+            trainer_answers = await self._ranks.trainers.call("__spans__", False)
         # Includes cancellation: a signal may end the step.
         except BaseException:
             offsets_of_engines.cancel()
             raise
-        spans = [spans for _, spans in of_trainers]
+        spans = [spans for _, spans in trainer_answers]
         facts = {"step": number, "seconds_of_a_span": measure_span_seconds()}
         self._writing = asyncio.create_task(
             self._write(step_span, driver_spans, offsets, spans, offsets_of_engines, facts)
@@ -505,17 +505,17 @@ class Profiles:
             Track(f"rank {rank} on {self._ranks.topology[rank][0]}", rank_spans).moved(offset)
             for rank, (rank_spans, offset) in enumerate(zip(spans, offsets, strict=True))
         ]
-        share, of_ranks_alone = covered(tracks, step_span), covered(tracks[1:], step_span)
+        share, rank_share = covered(tracks, step_span), covered(tracks[1:], step_span)
         facts = facts | {
             "covered": share,
-            "covered_by_ranks": of_ranks_alone,
+            "covered_by_ranks": rank_share,
             "spans": [len(track.spans) for track in tracks],
         }
         path = self._folder.profiles_folder / f"step_{number:06d}.json"
         path.parent.mkdir(exist_ok=True)
         replace_text(path, json.dumps(chrome_trace(tracks, step_span, facts)))
         self._tracker.info(
-            f"profile of step {number}: {path}, {share:.1%} of its time in spans, {of_ranks_alone:.1%} in calls of "
+            f"profile of step {number}: {path}, {share:.1%} of its time in spans, {rank_share:.1%} in calls of "
             "ranks; open it in ui.perfetto.dev"
         )
 
@@ -532,6 +532,6 @@ async def _begin(call: Call) -> list[float]:
 
 async def _ask_clocks(call: Call) -> _Clocks:
     """Start recording spans on ranks. Return the times of request and last answer, and each rank's clock."""
-    asked = time.monotonic()
+    request_began = time.monotonic()
     readings = [clock for clock, _ in await call("__spans__", True)]
-    return _Clocks(asked, time.monotonic(), readings)
+    return _Clocks(request_began, time.monotonic(), readings)

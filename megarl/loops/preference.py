@@ -106,16 +106,16 @@ async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: i
             by_length = run.recipe.preference.normalize_by_length
             worth = worths(batch, await policy.forward(batch), by_length=by_length)
             # `_batch` stores the chosen and the rejected answer of a pair alternately.
-            good, bad = worth[::2], worth[1::2]
+            better, worse = worth[::2], worth[1::2]
             if run.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0
                 # Broadcast to all combinations of a desirable and an undesirable answer.
-                good, bad = worth[is_good, None], worth[None, ~is_good]
+                better, worse = worth[is_good, None], worth[None, ~is_good]
             # Without answers of both kinds AUC is undefined, so the set has no metric.
-            if not good.size or not bad.size:
+            if not better.size or not worse.size:
                 continue
             # A tie counts as half a win. Before training every pair is a tie, so accuracy starts at 0.5.
-            scalars[f"val/{name}/accuracy"] = float((np.sign(good - bad) / 2 + 0.5).mean())
+            scalars[f"val/{name}/accuracy"] = float((np.sign(better - worse) / 2 + 0.5).mean())
     return scalars
 
 

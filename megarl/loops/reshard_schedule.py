@@ -236,7 +236,6 @@ class ReshardSchedule:
 
     @property
     def _leaders(self) -> set[int]:
-        """First ranks of the living separate engine replicas."""
         return {group.part.first_rank for group in self._ranks.replicas}
 
 

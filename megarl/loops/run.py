@@ -286,7 +286,6 @@ async def _start_sampling(
 async def _make_run(
     start: _Start, started_ranks: _StartedRanks, pool: EnginePool, run_data: RunData, checks: StepChecks
 ) -> Run:
-    """Create the run of started ranks and sources, and begin its observers."""
     recipe, folder, tracker, stack = start.recipe, start.folder, start.tracker, start.stack
     ranks, reshard_calls, replacements = started_ranks
     spikes = spike_detector(recipe, start.origin.spikes)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 class SourceData(NamedTuple):
     training: Sequence[Problem]
-    """Empty in loops that read their training data themselves."""
+    """Training problems. Empty in loops that read their training data themselves."""
     validation: dict[str, Sequence[Problem]]
     """Validation sets by name."""
 

@@ -17,7 +17,7 @@ from megarl.loops.started_run import Run
 from megarl.types import TrainingSequence
 
 _NUM_TOKENS, _LONGEST = 256, 128
-"""Tokens to compare, and the most of one sequence."""
+"""Number of tokens to compare, and maximum tokens of one sequence."""
 _LIMITS = {"float32": 1e-3}
 _ROUNDED_LIMIT, _FP8_LIMIT = 0.05, 0.2
 """Largest mean distance in nats explained by rounding: of dtypes not in `_LIMITS`, and with trainer.fp8."""

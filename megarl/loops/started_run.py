@@ -54,7 +54,7 @@ class Run:
     """Checkpoint that the run continues from, if any."""
     tracker: Tracker
     stop: StopRequest
-    """If it is set, a step saves to `checkpoints` and raises StoppedError."""
+    """Request to stop. If it is set, a step saves to `checkpoints` and raises StoppedError."""
     data: RunData
     processes: RankProcesses
     ranks: RunRanks
@@ -243,7 +243,7 @@ class Run:
         raise change
 
     async def _save(self, step: int, state: RLState | None) -> None:
-        """Save a checkpoint apart from the regular ones, with the engines asleep."""
+        """Save a checkpoint in addition to the regular ones, with the engines asleep."""
         await self.reshard_schedule.sleep_engines()
         await self.checkpoints.save(step, state and state.save)
         # The run ends after this save, so pending traces are written now.

@@ -93,7 +93,7 @@ class StopRequest:
             )
 
     def steps_begin(self) -> None:
-        """Record that there is progress to save from now on."""
+        """Record that training begins, so that there is progress to save."""
         self._has_steps = True
 
     def refuse_recovery(self, error: Exception, run_folder: Path) -> None:
@@ -147,7 +147,8 @@ class StopRequest:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-                # A signal must not interrupt the writing of the run's end. A recovery that follows handles it.
+                # Only record signals: they must not interrupt the writing of the run's end. A recovery acts on them
+                # later.
                 signal.signal(number, lambda number, _: self.ask(signal.Signals(number).name))
             self._notice = lambda text: None
 

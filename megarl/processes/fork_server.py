@@ -72,9 +72,7 @@ class ForkServerProcess:
         executable: str = sys.executable,
         function: str = "megarl.processes.fork_server_main:serve",
     ) -> None:
-        """Start a server: `function` imports the modules `imports`, then serves. Output of the imports goes
-        to `log`.
-        """
+        """`function` imports the modules `imports`, then serves. Output of the imports goes to `log`."""
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
         arguments = (str(theirs.fileno()), str(os.getpid()), *imports)
@@ -112,7 +110,7 @@ class ForkServer:
     """A process that has imported the modules `imports` under one environment, and forks others."""
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None) -> None:
-        """Start the server. Output of the imports goes to `log`; None: to the log of the first forked process."""
+        """Output of the imports goes to `log`; None: to the log of the first forked process."""
         # A rank's log is in the run's folder. The server may start before this folder exists.
         self._early_output = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
         self._first_log: BinaryIO | None = None
@@ -211,7 +209,7 @@ class ForkedProcess:
         self.exit_code: int | None = None
         """Exit code: None while the process runs, negative if a signal killed it (-9: SIGKILL)."""
         self.ended_with_server = False
-        """Whether the fork server died, which killed this process; `exit_code` is then the server's."""
+        """Whether the process died because its fork server did. Then `exit_code` is the server's."""
         self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Completes when the process ends, with the time of the end (`time.time()`)."""
         self._server = server

@@ -14,7 +14,7 @@ def listen_fault(host: str, port: int) -> str | None:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in addresses:
             with socket.socket(family, kind, protocol) as probe:
-                # As asyncio's servers do: connections that ended a moment ago must not count as a server.
+                # As asyncio's servers do: a port with recently closed connections must not count as taken.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 # Only `listen` fails if another socket with the same option is bound but does not listen yet.

@@ -63,6 +63,6 @@ def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str
     `rows` has each step's metrics by name. `sets` are the source's validation sets.
     """
     # In a mixture, this metric's name contains the source.
-    of_training = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"
-    names = (of_training, *(f"val/{name}/unjudged" for name in sets))
+    training_name = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"
+    names = (training_name, *(f"val/{name}/unjudged" for name in sets))
     return any(name in row for row in rows for name in names)

@@ -444,7 +444,6 @@ def _as_json(message: Message) -> dict[str, Any]:
 
 
 def _environment_reward(steps: Sequence[Step]) -> Reward:
-    """Return the sum of the steps' rewards, with the last verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     verdicts = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=verdicts[-1] if verdicts else verdict_by_value(score))

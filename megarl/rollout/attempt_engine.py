@@ -180,7 +180,6 @@ class AttemptEngine:
         *,
         is_last: bool,
     ) -> Completion:
-        """Sample the remaining tokens of a call, and add the waiting time to `seconds`."""
         if not self._num_awaited:
             self._began, self._paused_before = time.monotonic(), self.seconds_paused
         self._num_awaited += 1

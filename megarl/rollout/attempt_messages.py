@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 History = Literal["append", "render"]
 _TOKEN_CHARACTERS = 4
-"""Assumed characters per token, the start of the search for a shortened reply's length."""
+"""Assumed characters per token, where the search for a shortened reply's length starts."""
 
 
 @dataclass(slots=True)

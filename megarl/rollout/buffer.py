@@ -114,7 +114,7 @@ class GroupBuffer:
         policy: BufferPolicy | None = None,
         journal: AttemptJournal | None = None,
     ) -> None:
-        """Create a buffer. `journal` records the attempts of external agent programs; None: the run has no agents."""
+        """`journal` records the attempts of external agent programs; None: the run has no agents."""
         self._journal = journal
         self.state, self.policy = state, policy or BufferPolicy()
         self.sampled: list[Trajectory] = []
@@ -404,7 +404,6 @@ class GroupBuffer:
         return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._demand.num_live
 
     def _refuse_starved(self) -> None:
-        """Raise MegarlError if this step may draw no more prompts and too few groups passed the filter."""
         state = self.state
         if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.num_live:
             summary = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"

@@ -75,9 +75,9 @@ class StepDemand:
         if self.policy.is_synchronous or self.policy.steps_ahead:
             # Take the groups drawn first, as soon as no earlier group is in flight.
             first_in_flight = min(state.started, default=None)
-            ready = [g for g in state.waiting if first_in_flight is None or draw_of(g) < first_in_flight]
-            is_filled = len(ready) >= self.num_groups and not (self.policy.is_synchronous and state.started)
-            return sorted(ready, key=draw_of)[: self.num_groups] if is_filled else None
+            next_groups = [g for g in state.waiting if first_in_flight is None or draw_of(g) < first_in_flight]
+            is_filled = len(next_groups) >= self.num_groups and not (self.policy.is_synchronous and state.started)
+            return sorted(next_groups, key=draw_of)[: self.num_groups] if is_filled else None
         newest = self._oldest_allowed
         waits = self.policy.stragglers == "continue" and self.recipe.rollout.on_stale == "wait"
         is_awaited = any(group.oldest_version(self.engine_version) <= newest for group in state.started.values())

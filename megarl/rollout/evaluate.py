@@ -68,7 +68,9 @@ class EvaluatedSet:
     measures: Mapping[str, Measure]
     """Means over problems with 95 % intervals, by the name of the measure."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same measures by data source (field `reward.source_field` of the records). Empty with a single source."""
+    """Means by data source (field `reward.source_field` of the records), then by measure. Empty with a single
+    source.
+    """
     counts: Mapping[str, float]
     """Counts of completions without a score, and of calls to scoring servers."""
     read_answer: ReadAnswer | None = None
@@ -131,16 +133,16 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         grouped = by_data_source(trajectories, recipe.reward.source_field)
         # Majority votes take a while. Count them in a thread, so that the event loop can answer calls.
         set_measures = await asyncio.to_thread(measures_of, trajectories, *arguments)
-        # With a single data source, its numbers would only repeat those of the set.
+        # A single data source would only repeat the numbers of the set.
         parts = grouped.items() if len(grouped) > 1 else ()
-        of_parts = {key: await asyncio.to_thread(measures_of, part, *arguments) for key, part in parts}
+        measures_by_part = {key: await asyncio.to_thread(measures_of, part, *arguments) for key, part in parts}
         yield EvaluatedSet(
             name,
             trajectories,
             settings.samples_per_prompt,
             sampling.temperature,
             set_measures,
-            of_parts,
+            measures_by_part,
             counts,
             read,
         )

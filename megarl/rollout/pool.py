@@ -342,7 +342,6 @@ class EnginePool:
         pending.report_abort(num_in_engine or 0)
 
     def _report_withdrawn(self, request_id: str, num_tokens: int) -> None:
-        """Report the tokens sampled for a cancelled request since its last part. Do nothing for other requests."""
         if (pending := self._withdrawn.pop(request_id, None)) is not None:
             pending.report_abort(num_tokens)
 

@@ -29,7 +29,6 @@ class RecordedCall:
     identity: str = ""
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return the call as JSON values. Its arrays go to `archive` under names beginning with `prefix`."""
         archive.arrays[f"{prefix}prompt"] = self.prompt_token_ids
         parts = [part.to_json(archive, f"{prefix}{place}.") for place, part in enumerate(self.parts)]
         return {"parts": parts, "is_done": self.is_done, "identity": self.identity}

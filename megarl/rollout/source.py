@@ -62,7 +62,7 @@ def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     training = {"stop_token_ids": (*rollout.sampling.stop_token_ids, *token_ids)}
     rollout = rollout.model_copy(update={"sampling": rollout.sampling.model_copy(update=training)})
-    # An evaluation without its own stop tokens uses those of training, so only its own need the addition.
+    # An evaluation without stop tokens uses the training's. So only an evaluation's own list needs the addition.
     if (stop_token_ids := evaluation.sampling.stop_token_ids) is not None:
         heldout = evaluation.sampling.model_copy(update={"stop_token_ids": (*stop_token_ids, *token_ids)})
         evaluation = evaluation.model_copy(update={"sampling": heldout})

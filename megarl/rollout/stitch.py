@@ -74,7 +74,7 @@ def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain 
     """
     longest: Chain | None = None
     so_far, end = blake2b(), 0
-    # In order of length, so one running hash reaches each chain's end in turn.
+    # Sorted by length, so that one running hash passes the end of each chain.
     for chain in sorted(chains, key=lambda chain: chain.num_tokens):
         if chain.num_tokens > len(prompt):
             break

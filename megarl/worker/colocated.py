@@ -31,9 +31,8 @@ class Worker(TrainerWorker):
         topology: RankTopology,
         frozen_parallel: ParallelConfig | None = None,
     ) -> None:
-        """Build the engine and the models.
+        """`parallel` has the trainer's parallel sizes, `frozen_parallel` those of frozen models with other sizes.
 
-        `parallel` has the trainer's parallel sizes, `frozen_parallel` those of frozen models with other sizes.
         `topology` has the nodes and switches of all ranks.
         """
         self._join_world(rank, world_size, recipe, parallel, topology, frozen_parallel)

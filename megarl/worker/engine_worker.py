@@ -24,7 +24,6 @@ class EngineWorker:
     """Worker of a rank of a separate vLLM engine replica. The driver calls its methods."""
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe, parallel: ParallelConfig, replica: int) -> None:
-        """Create the replica's torch world and build the engine. `replica` is the engine's number."""
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self._engine = self._build_engine(recipe)
         self._cross_world_reshard = CrossWorldReshard(recipe, parallel, rank, engine=self._engine, replica=replica)

@@ -31,7 +31,7 @@ class RankState:
         self.weight_version = 0
         """Version of the engines' weights: the number of reshards so far."""
         self.report_version: Callable[[int], None] = lambda version: None
-        """Function called with the version of a loaded state."""
+        """Function to call with the version of a loaded state."""
 
     def version_to_save(self, is_resharded: bool) -> int:
         """Return the version of the engines' weights to save; 0 without engines.

@@ -47,9 +47,8 @@ class TrainerWorker:
         frozen_parallel: ParallelConfig | None = None,
         topology: RankTopology | None = None,
     ) -> None:
-        """Create the torch world and build the models.
+        """`parallel` has the trainer's parallel sizes, `frozen_parallel` those of frozen models; None: the same.
 
-        `parallel` has the trainer's parallel sizes, `frozen_parallel` those of frozen models; None: the same.
         `topology` has the nodes and switches of the trainer's ranks; None: they share a node.
         """
         self._join_world(rank, world_size, recipe, parallel, topology or [("node",)] * world_size, frozen_parallel)
@@ -143,7 +142,6 @@ class TrainerWorker:
         return self.cross_world_reshard.finish()
 
     def _note_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
-        """Record the version of the engines' weights after a reshard, unless a peer was lost. Return the report."""
         if isinstance(report, ReshardReport):
             self.state.weight_version = version
         return report

@@ -39,10 +39,10 @@ _GATHER_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
 """Seconds between two readings of logs for stacks."""
 _EXIT_SECONDS = 1.0
-"""Seconds for a rank's process to end after its connection."""
+"""Seconds for a rank's process to end after its connection has ended."""
 
 RANK_VARIABLES = {"PYTHONUNBUFFERED": "1"}
-"""Unbuffered output reaches the ranks' logs at once."""
+"""Environment variables of ranks: unbuffered output reaches their logs at once."""
 
 _RANK_MODULE = "megarl.cluster.ranks.rank"
 """Module imported by every fork server, so that ranks share its 2.4 MB. It initialises no device."""
@@ -67,11 +67,11 @@ class _Rank:
     log: Path
     folder: Path
     batch: _Batch = field(default_factory=_Batch)
-    """The newest call."""
+    """The rank's newest call."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why the process cannot run: empty if it is itself stopped, None if it can run."""
+        """Why the process cannot run. None: it can. Empty: the process itself is stopped."""
         if (server := self.forked.stopped_server) is not None:
             return f"its fork server (process {server}) is stopped"
         pid = self.forked.pid
@@ -195,7 +195,7 @@ class Agent:
                 server = fork_server(variables, (_RANK_MODULE, *imports), output)
                 forked = server.fork(fields["name"], f"{_RANK_MODULE}:main", variables, output)
             reader, writer = await asyncio.open_connection(sock=forked.connection)
-            # A child of the rank may hold the other end open. Then the end of the process would never be read.
+            # A child of the rank may have the other end open. Then reading would never show the end of the process.
             forked.ended.add_done_callback(lambda _, forked=forked: _cut(forked.connection))
             rank = self._ranks[number] = _Rank(forked, writer, log, folder, batch)
             self._start_task(self._listen(number, rank, reader))

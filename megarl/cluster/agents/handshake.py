@@ -26,7 +26,9 @@ _MOST_BYTES = 1 << 20
 
 
 STRANGERS = 64
-"""Maximum unproven connections, in addition to the expected ones. At the limit a new connection replaces the oldest."""
+"""Maximum connections without proof of the key, beyond the expected number. A further connection replaces the
+oldest.
+"""
 _INTRODUCTION_SECONDS = 10
 """Seconds for a handshake."""
 
@@ -182,7 +184,6 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
 
 
 def _length(head: bytes) -> int:
-    """Return a JSON message's length from its header. Raises ValueError if it is too long."""
     (count,) = _LENGTH.unpack(head)
     if count > _MOST_BYTES:
         raise ValueError(f"a handshake message of {count} bytes exceeds the limit of {_MOST_BYTES} bytes")
@@ -190,6 +191,5 @@ def _length(head: bytes) -> int:
 
 
 def _proof(key: bytes, role: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Return an HMAC-SHA256 of both random numbers and of the proving side's `role`."""
     # With one role for both directions, a stranger could send an end its own proof back.
     return hmac.digest(key, role + challenge + number, hashlib.sha256)

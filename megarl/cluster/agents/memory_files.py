@@ -107,7 +107,6 @@ class MemoryFiles:
 
 
 async def _send_files(server: socket.socket, key: bytes, files: Sequence[_MemoryFile]) -> None:
-    """Send files to the first process that proves the key."""
     receivers: dict[str, socket.socket] = {}
     with closing(server):
         server.setblocking(False)

@@ -118,7 +118,7 @@ class ConnectedNodes(Nodes):
     def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
         super().__init__(kind, environment, imports)
         self._key = secrets.token_bytes(32)
-        """New at each start, so agents of an earlier start are refused."""
+        """Secret key, new at each start, so agents of an earlier start are refused."""
         self._log_folder, self._timeout_seconds = Path(), 0.0
 
     @abstractmethod
@@ -220,7 +220,7 @@ class ConnectedNodes(Nodes):
         return connected
 
     async def _first_of(self, meeting: Coroutine[Any, Any, None], seconds: float) -> str:
-        """Await a meeting for `seconds`, or until a launched agent ends. Return why it stopped."""
+        """Wait for `meeting` at most `seconds`, or until a launched agent ends. Return why the wait ended."""
         accepting, ending = asyncio.ensure_future(meeting), asyncio.ensure_future(self.await_end())
         try:
             await asyncio.wait([accepting, ending], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

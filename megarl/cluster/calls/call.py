@@ -20,9 +20,9 @@ class Call:
     limit: Limit
     answers: Answers
     awaited: Sequence[asyncio.Future[None]]
-    """Done when all ranks have answered."""
+    """Futures that are done when all ranks have answered."""
     began: float
-    """In monotonic seconds."""
+    """Start of the call, in monotonic seconds."""
 
     def is_answered(self) -> bool:
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megarl.config import ClusterConfig
 
 _NUM_FIRST = 3
-"""First calls of a method without influence on its limit: they compile, allocate and connect."""
+"""Number of first calls without influence on a method's limit, because they compile, allocate and connect."""
 _TIMES_SLOWEST = 10.0
 """Limit of later calls, as a multiple of the method's slowest call."""
 
@@ -53,8 +53,8 @@ class Deadlines:
             return self._limit_by_method[method]
         if self._num_calls.get(method, 0) < _NUM_FIRST:
             return self._longest
-        fitting = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
-        return min(max(self._shortest, fitting), self._longest)
+        measured_limit = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
+        return min(max(self._shortest, measured_limit), self._longest)
 
     def late_after(self, method: str) -> float:
         """Return the seconds until a method's next call is late; infinity while unknown."""

@@ -1,4 +1,4 @@
-"""Finds why a call fails or hangs: the rank at fault, and where all ranks stand."""
+"""Finds why a call fails or hangs: the rank at fault, and what all ranks are doing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Diagnosis:
     def __init__(self, ranks: GroupRanks, end: GroupEnd, calls: Collection[Call]) -> None:
         self._ranks, self._end, self._calls = ranks, end, calls
         self.report: HangReport | None = None
-        """Writes the places of all ranks to a file when one falls silent. None: only the error shows them."""
+        """Writes stacks and states of all ranks to a file when a rank falls silent. None: only the error has them."""
         self.on_slow: Callable[[str], object] = lambda report: None
         """Callback (report) for ranks that fall silent, or delay a call much longer than earlier calls took."""
 
@@ -298,7 +298,7 @@ class HangReport:
             *(line for rank in sorted(places) for line in places[rank]),
         ]
         path = self._unused_path()
-        # The machine may have lost its disk. The error must name the silent rank all the same.
+        # The machine may have lost its disk. Even then the error must name the silent rank.
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
             # Only of the ending group, because a debugger pauses a rank.

@@ -29,7 +29,7 @@ class GroupEnd:
         self.lost: list[RankHandle] = []
         """Ranks whose loss ended the group."""
         self.resources = AsyncExitStack()
-        """Closed after the last rank has ended."""
+        """Resources to free after the last rank has ended."""
         self._ending: asyncio.Task[Exception] | None = None
 
     @property

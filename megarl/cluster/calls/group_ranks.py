@@ -112,18 +112,18 @@ class GroupRanks:
         An answer is None if the agent is lost, or silent for `patience_seconds`. Ranks missing in an agent's answer are
         left out.
         """
-        of_agent = self._by_agent(handles)
+        ranks_by_agent = self._by_agent(handles)
         answers = await asyncio.gather(
             *(
                 agent.request(
                     do, patience_seconds=patience_seconds, processes=[handle.process for handle in ranks], **fields
                 )
-                for agent, ranks in of_agent.items()
+                for agent, ranks in ranks_by_agent.items()
             ),
             return_exceptions=True,
         )
         results: dict[RankHandle, Any] = {}
-        for ranks, answer in zip(of_agent.values(), answers, strict=True):
+        for ranks, answer in zip(ranks_by_agent.values(), answers, strict=True):
             if isinstance(answer, dict):
                 results |= {handle: answer[str(handle.process)] for handle in ranks if str(handle.process) in answer}
             else:
@@ -131,10 +131,10 @@ class GroupRanks:
         return results
 
     def _by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:
-        of_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
+        handles_by_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
         for handle in handles:
-            of_agent[self._place_of(handle).agent].append(handle)
-        return of_agent
+            handles_by_agent[self._place_of(handle).agent].append(handle)
+        return handles_by_agent
 
     def _place_of(self, handle: RankHandle) -> RankPlace:
         return self.places[handle.rank - self.part.first_rank]

@@ -35,7 +35,7 @@ class WorkerGroup:
     """
 
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, places: Sequence[RankPlace] = ()) -> None:
-        """Create a group without processes. `part` None: it is the whole run. `start` needs the ranks' `places`."""
+        """`part` None: this group is the whole run. `start` needs the ranks' `places`."""
         self.world_size = world_size
         self.part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
         self.meeting: Rendezvous | None = None
@@ -81,7 +81,7 @@ class WorkerGroup:
         return self
 
     async def _introduce(self) -> None:
-        """Wait until the ranks serve, and send them the address at which they meet."""
+        """Wait until the ranks answer, and send them the address where they create their torch process group."""
         key, world = self.part.key, secrets.token_hex(16)
         is_on_this_machine = all(place.agent.addresses is None for place in self.places)
         address = "" if is_on_this_machine else self.hosts[0]
@@ -91,7 +91,7 @@ class WorkerGroup:
         if address:
             self.meeting = Rendezvous(key, host=address, port=port, world=world)
         else:
-            # Ranks of one machine meet in a file.
+            # Ranks of one machine exchange addresses through a file.
             folder = PrivateFolder()
             self.end.resources.callback(folder.remove)
             self.meeting = Rendezvous(key, file=str(folder.path / "store"), world=world)
@@ -179,14 +179,13 @@ class WorkerGroup:
         return self._seconds_in_calls + (time.monotonic() - self._in_calls_since if self._calls else 0.0)
 
     def report_hangs(self, report: HangReport, on_slow: Callable[[str], object] = lambda report: None) -> None:
-        """Write the places of all ranks to a file when one falls silent. The groups of a run share `report`.
+        """Write stacks and states of all ranks to a file when a rank falls silent. The groups of a run share `report`.
 
         `on_slow` gets a text about ranks that are silent or far slower than in earlier calls.
         """
         self.diagnosis.report, self.diagnosis.on_slow = report, on_slow
 
     async def close(self) -> None:
-        """Let the ranks exit. A busy or slow one is killed."""
         await self.end.close()
 
     async def _exchange(
@@ -228,7 +227,7 @@ class WorkerGroup:
                 self._calls.remove(call)
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
-            # Planned working time says nothing about how slow the method is.
+            # Subtract planned working time, because it does not show how slow the method is.
             self.deadlines.note(method, max(0.0, time.monotonic() - call.began - budget_seconds))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_stop_signal(stop_signal)

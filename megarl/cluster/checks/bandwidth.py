@@ -46,12 +46,12 @@ class Bandwidth:
         bandwidths: dict[str, float] = {}
         world, size = dist.get_world_size(), self._mine.nbytes
         # The collective runs first: a backend with connections on first use then connects all ranks at once.
-        seconds = min(self._timed(partial(dist.all_reduce, self._mine)) for _ in range(_TRIALS))
+        seconds = min(self._measure_seconds(partial(dist.all_reduce, self._mine)) for _ in range(_TRIALS))
         # Bus bandwidth, as in nccl-tests: in a ring, each rank sends 2 (n - 1) / n times the buffer.
         bandwidths["all-reduce"] = 2 * (world - 1) / world * size / seconds
         for kind, partners in self._rounds:
             exchange = partial(self._exchange, partners.get(self._rank))
-            seconds = min(self._timed(exchange) for _ in range(_TRIALS))
+            seconds = min(self._measure_seconds(exchange) for _ in range(_TRIALS))
             if self._rank in partners:
                 # Factor 2: a pair sends in both directions at the same time.
                 bandwidths[kind] = max(bandwidths.get(kind, 0.0), 2 * size / seconds)
@@ -70,7 +70,7 @@ class Bandwidth:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    def _timed(self, exchange: Callable[[], object]) -> float:
+    def _measure_seconds(self, exchange: Callable[[], object]) -> float:
         dist.barrier()
         # An accelerator works asynchronously; `item` waits for it before the clock is read.
         self._theirs[-1].item()

@@ -113,7 +113,7 @@ async def examine_nodes(
     Returns findings by node, and notices such as bandwidths. `planned_memory` None: host memory is not checked.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
-    # The run folder's storage is checked, so create the folder where all nodes would write.
+    # The run folder's storage is checked, so create a folder where all nodes would write.
     with temporary_folder(Path(recipe.runs_folder), ".doctor-") as folder:
         engines = recipe.cluster.groups.engines
         ranks = await start_ranks(recipe.cluster, folder.absolute(), [] if engines is None else [engines.num_ranks])
@@ -283,7 +283,6 @@ def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the trainer's implementations of layers, attention and optimizer."""
     # Imported here, because an import of Megatron-Core that fails must become a finding.
     from megarl.models.configuration import transformer_engine_problem
     from megarl.training.optimizer import adam_module

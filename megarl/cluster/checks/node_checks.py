@@ -47,15 +47,15 @@ async def inspect(
         node_faults = list(unreachable_nodes({node: why for node, why in zip(nodes, reach_errors, strict=True) if why}))
     await ranks.call("close")
     # Bandwidths are measured only where ranks have links: not for groups of one rank, nor on one node without GPUs.
-    linked = [group for group in ranks.groups if group.world_size > 1]
-    if node_faults or not linked or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
+    linked_groups = [group for group in ranks.groups if group.world_size > 1]
+    if node_faults or not linked_groups or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return node_faults, []
     bandwidths = [
         speeds
-        for group_speeds in await together([_bandwidths(group, recipe) for group in linked])
+        for group_speeds in await together([_bandwidths(group, recipe) for group in linked_groups])
         for speeds in group_speeds
     ]
-    topology = [place for group in linked for place in group.topology]
+    topology = [place for group in linked_groups for place in group.topology]
     return list(slow_links(topology, bandwidths, cluster.min_bandwidth_fraction)), [summary(bandwidths)]
 
 
@@ -69,11 +69,11 @@ def joined_reports(
     reports: dict[str, dict[str, Any]] = {}
     for node, report in zip(nodes, reports_of_ranks, strict=True):
         if report:
-            reports[node] = _joined(reports[node], report) if node in reports else report
+            reports[node] = _join_reports(reports[node], report) if node in reports else report
     return reports
 
 
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _join_reports(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return one report of two groups on a node: the usable GPUs of both, and the faults of either."""
     return {
         **second,

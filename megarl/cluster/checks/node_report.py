@@ -36,11 +36,11 @@ class NodeReport:
     def look(
         self, models: Sequence[str], run_folder: str, inspecting_ranks: Collection[int] = (), first_rank: int = 0
     ) -> dict[str, Any] | None:
-        """Inspect this rank's node, and return the report as plain data, or None from other ranks.
+        """Inspect this rank's node, and return the report as plain data. Return None if another rank inspects the node.
 
-        The rank with LOCAL_RANK 0 inspects its node. After a resize a node may have none. Then a rank of
-        `inspecting_ranks` (numbers in the run) does it. `first_rank` is the number of this group's first rank in the
-        run. The report's `port` is a TCP port, open until `close`, for connection tests by other nodes.
+        Usually the rank with LOCAL_RANK 0 inspects its node. `inspecting_ranks` (numbers in the run) do it on nodes
+        without such a rank, after a resize. `first_rank` is the number of this group's first rank in the run. The
+        report's `port` is a TCP port for connection tests by other nodes, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
             return None

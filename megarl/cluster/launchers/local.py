@@ -61,9 +61,8 @@ class LocalNodes(Nodes):
         *,
         ranks_per_node: int = 1,
     ) -> None:
-        """Create a node, with an `agent` started earlier with the same arguments or None.
-
-        `ranks_per_node` ranks are planned to share the cores. More may start.
+        """`agent` was started earlier with the same arguments; None: start one. `ranks_per_node` ranks are planned to
+        share the cores. More may start.
         """
         super().__init__(NodeKind(0, 1, ranks_per_node), environment, imports)
         self._agent = agent

@@ -160,14 +160,14 @@ class RayNodes(ConnectedNodes):
 
     async def _start_actors(self, num_nodes: int, address: tuple[str, int], key: bytes, seconds: float) -> bool:
         """Start an actor on each of `num_nodes` further nodes. Return False if reserving them exceeds `seconds`."""
-        reserved = await self._reserve(num_nodes, seconds)
-        if reserved is None:
+        group = await self._reserve(num_nodes, seconds)
+        if group is None:
             return False
-        self._placement_groups.append(reserved)
+        self._placement_groups.append(group)
         # Forget ended actors of earlier starts: they must not end the wait for a new agent.
         self._served = [served for served in self._served if not served.done()]
         for index in range(num_nodes):
-            self._start_actor(PlacementGroupSchedulingStrategy(reserved, index), address, key)
+            self._start_actor(PlacementGroupSchedulingStrategy(group, index), address, key)
         return True
 
     async def _reserve(self, num_nodes: int, seconds: float) -> Any | None:
@@ -176,21 +176,21 @@ class RayNodes(ConnectedNodes):
         avoided_nodes = [*_ids_of(self._avoided), *used_nodes]
         selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided_nodes)})"}] * num_nodes if avoided_nodes else None
         # STRICT_SPREAD puts each bundle on another node.
-        reserved = placement_group(
+        group = placement_group(
             [{self._device: self.kind.ranks_per_node, **self.kind.ray_resources}] * num_nodes,
             strategy="STRICT_SPREAD",
             bundle_label_selector=selectors,
         )
         try:
-            await asyncio.to_thread(ray.get, reserved.ready(), timeout=seconds)
+            await asyncio.to_thread(ray.get, group.ready(), timeout=seconds)
         except RayError:
-            remove_placement_group(reserved)
+            remove_placement_group(group)
             return None
         except BaseException:
             # The wait was cancelled.
-            remove_placement_group(reserved)
+            remove_placement_group(group)
             raise
-        return reserved
+        return group
 
     def _start_actor(self, place: PlacementGroupSchedulingStrategy, address: tuple[str, int], key: bytes) -> None:
         """Start the agent of one node, in its bundle of a placement group."""
@@ -206,7 +206,6 @@ class RayNodes(ConnectedNodes):
         self._served.append(served)
 
     async def _release_dead_nodes(self) -> None:
-        """Kill the actors of lost agents, to free their resources on living nodes."""
         living = {agent.introduction.turn for agent in self.agents if not agent.is_lost}
         for turn, actor in enumerate(self._actors):
             if turn not in living:
@@ -257,9 +256,9 @@ class RayNodes(ConnectedNodes):
     async def end_agents(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        for reserved in self._placement_groups:
+        for group in self._placement_groups:
             with contextlib.suppress(RayError):
-                remove_placement_group(reserved)
+                remove_placement_group(group)
 
 
 def main(address: str, node_fields: str) -> None:

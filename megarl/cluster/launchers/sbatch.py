@@ -66,19 +66,19 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
         engine_options = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
         sizes = [*(f"--{option}={value}" for option, value in engine_options.items()), "--exclusive", "--mem=0"]
         components += [f"#SBATCH {option}" for option in ["hetjob", *sizes, *engines.sbatch_options]]
-    # After the template's own options, because sbatch takes the last of equal ones. A function as replacement, because
-    # `re.sub` would interpret backslashes in a text.
+    # After the template's own options, because sbatch takes the last of equal options. A function as replacement,
+    # because `re.sub` would interpret backslashes in a text.
     block = "".join(f"{line}\n" for line in components)
     template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{block}MEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda match: match[1] + _header(recipe), template)
-    ours = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
+    replacement = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
     if cluster.launcher != "ray":
         # Always, so that a value of the submitting shell does not count.
-        ours += f"\nMEGARL_SPARE_NODES={cluster.spare_nodes}"
+        replacement += f"\nMEGARL_SPARE_NODES={cluster.spare_nodes}"
     if not is_clone():
         # A wheel has no .venv next to launch/: the job uses this command's environment.
-        ours = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{ours}"
-    return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
+        replacement = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{replacement}"
+    return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: replacement, template)
 
 
 def check_options(options: Sequence[str]) -> None:
@@ -96,9 +96,9 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def _excluded_nodes(recipe: Recipe) -> list[str]:
-    """Return the faulty nodes in the run's status.json. Raises DataError for other values.
+    """Return the faulty nodes in the run's status.json. Raises DataError for a value that is not a host name.
 
-    Empty under Ray: the run itself avoids them by Ray's names, unknown to Slurm.
+    Empty under Ray: Slurm does not know Ray's node names, and the run itself avoids these nodes.
     """
     if recipe.cluster.launcher == "ray":
         return []
@@ -129,7 +129,7 @@ def reporting_bad_nodes() -> Iterator[None]:
     try:
         yield
     except FaultyNodeError as error:
-        # A list in a file: the exit code can only say that the job must be queued again.
+        # The exit code cannot name the nodes, so list them in a file.
         nodes = [node for node in error.nodes if is_host_name(node)]
         if (file := os.environ.get("MEGARL_BAD_NODES_FILE")) and nodes:
             # "x": a file that somebody else has put there is refused.

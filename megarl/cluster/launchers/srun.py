@@ -72,7 +72,7 @@ class SrunNodes(ConnectedNodes):
             "--overlap", "--cpu-bind=none", "--open-mode=append", f"--output={log}", *self._options,
             sys.executable, "-P", "-m", "megarl.cluster.launchers.srun", address[0], str(address[1]),
         ]  # fmt: skip
-        # Numbers of tasks for the whole job would contradict those of this step.
+        # The job's numbers of tasks would contradict the numbers of this step.
         inherited = {name: value for name, value in os.environ.items() if name not in _SIZES_OF_JOB}
         environment = {**inherited, "PYTHONUNBUFFERED": "1"}
         self._steps.append(LaunchedProgram(command, environment=environment, secret=f"{key.hex()}\n".encode()))

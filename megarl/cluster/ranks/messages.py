@@ -38,11 +38,11 @@ ANSWER = struct.Struct("<IQ")
 LENGTH = struct.Struct("<Q")
 """Header of a control message to an agent: its bytes."""
 CONTROL = 0xFFFFFFFF
-"""In place of a number of parts: a control message follows, `LENGTH` and then JSON."""
+"""Value in place of a number of parts: a control message follows, `LENGTH` and then JSON."""
 NOTICE = 0xFFFFFFFE
-"""In place of a number of parts: one part without an answer follows. Ranks read it even during a call."""
+"""Value in place of a number of parts: one part without an answer follows. Ranks read it even during a call."""
 AGENT = 0xFFFFFFFF
-"""In place of a process number: a control message of the agent follows, in JSON."""
+"""Value in place of a process number: a control message of the agent follows, in JSON."""
 
 
 def pack(content: Any) -> bytes:

@@ -58,7 +58,7 @@ def _report(error: Exception) -> dict[str, Any]:
     """Return an exception as plain data: the driver may be unable to unpickle its class."""
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
-        # The log may be on a full disk. The driver must get the report all the same.
+        # The log may be on a full disk. Even then the driver must get the report.
         print(text, file=sys.stderr, flush=True)
     user_error = error if isinstance(error, MegarlError) else disk_full(error)
     # The driver raises the error again under its nearest class in `megarl.types`.

@@ -28,7 +28,7 @@ _NOISE = re.compile(
 """Log lines of other libraries that do not explain a failure."""
 
 _process_numbers = itertools.count(1)
-"""Unique in this driver, so a late answer never counts for a newer process."""
+"""Process numbers, unique in this driver, so a late answer never counts for a newer process."""
 
 
 class RankError(Exception):

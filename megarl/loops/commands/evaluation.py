@@ -128,7 +128,7 @@ def prepare(
     # Critics, reward models and teachers do not start here.
     download_missing(loaded, notify, with_models=False)
     loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
-    parallel = _checked(loaded)
+    parallel = _check_parallel(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
     written = _make_folder(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
     return Evaluation(folder, loaded, parallel, frozenset(sets or set_names), written)
@@ -147,7 +147,7 @@ def _without_training_data(data: DataConfig) -> DataConfig:
     return data.model_copy(update={"train": first.path, **names})
 
 
-def _checked(recipe: Recipe) -> ParallelConfig:
+def _check_parallel(recipe: Recipe) -> ParallelConfig:
     """Return the engines' parallel sizes. Raises ConfigError for a recipe that cannot be evaluated."""
     parallel = check(recipe, is_trained=False)
     check_rewards(recipe)

@@ -74,7 +74,6 @@ def _refuse_target(recipe: Recipe, target: Path, step: int) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Make a hard link, or a copy on another file system."""
     try:
         os.link(source, target)
     except OSError:

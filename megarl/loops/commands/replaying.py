@@ -293,7 +293,6 @@ def _position(checkpoint: Path | None) -> DataPosition:
 
 
 async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
-    """Start the run's ranks, with workers without engines on the training ranks."""
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     # Start idle ranks of separate engines too, so that cores and threads are divided as in the run.
@@ -388,12 +387,12 @@ class _Steps:
     async def _compare_record(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
         samples = StepSamples(record.groups, record.waiting, record.kl_coefficient, record.role_baselines)
         prepared = self._prepared
-        now = await make_record(
+        replayed = await make_record(
             self._policy, prepared.recipe, prepared.parallel, record.step, samples, batch, metrics,
             is_complete=bool(record.arrays),
         )  # fmt: skip
         return StepComparison(
-            record.step, record.num_tokens, now.layout == record.layout, tuple(differences(record, now))
+            record.step, record.num_tokens, replayed.layout == record.layout, tuple(differences(record, replayed))
         )
 
 
@@ -428,10 +427,10 @@ def _sample_effects(
 ) -> list[SampleEffect]:
     """Return the effect of a change on each sample. `logprobs` [tokens] are those after the updates."""
     effects = []
-    before, now = batches
-    mask = before.loss_mask
+    batch_before, batch_now = batches
+    mask = batch_before.loss_mask
     for number, (sample_before, sample_now) in enumerate(zip(*map(flatten, groups), strict=True)):
-        first, last = before.cu_samples[number : number + 2]
+        first, last = batch_before.cu_samples[number : number + 2]
         places = first + mask[first:last].nonzero()[0]
         if not len(places):
             continue
@@ -445,7 +444,7 @@ def _sample_effects(
                 prompt=sample_before.group,
                 attempt=sample_before.number,
                 reward=(_score(sample_before), _score(sample_now)),
-                advantage=(mean(before.per_token["advantages"]), mean(now.per_token["advantages"])),
+                advantage=(mean(batch_before.per_token["advantages"]), mean(batch_now.per_token["advantages"])),
                 logprob=(mean(logprobs[0]), mean(logprobs[1])),
                 largest_token=int(places[distances.argmax()] - first),
             )

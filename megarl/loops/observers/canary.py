@@ -132,8 +132,8 @@ def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict 
 
 def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
     """Return place and name of the first output that a rank's second pass computed differently, or None."""
-    for output, again in zip(report.outputs, report.repeated, strict=True):
-        if output.number != again:
+    for output, repeated_number in zip(report.outputs, report.repeated, strict=True):
+        if output.number != repeated_number:
             return output.place, output.name
     return None
 
@@ -154,7 +154,7 @@ def _find_difference(reports: Sequence[CanaryReport], group: Sequence[int]) -> _
             continue
         [(number, num_equal)] = counts.most_common(1)
         is_majority = 2 * num_equal > len(group)
-        wrong = [rank for rank, output in zip(group, outputs, strict=True) if output.number != number]
-        ranks = tuple(wrong if is_majority else group)
+        minority_ranks = [rank for rank, output in zip(group, outputs, strict=True) if output.number != number]
+        ranks = tuple(minority_ranks if is_majority else group)
         return _ReplicaDifference(outputs[0].place, outputs[0].name, ranks, is_majority)
     return None

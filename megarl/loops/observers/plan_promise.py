@@ -26,7 +26,9 @@ METRICS = (
 )
 
 _MEMORY_LIMIT, _SECONDS_LIMIT = 1.25, 2.0
-"""Ratios beyond which a notice names the phase. The cost model's largest error on held-out steps is 55 %."""
+"""Ratios of measured to planned values beyond which a notice names the phase. The cost model's largest error on
+held-out steps is 55 %.
+"""
 _PHASES = ("rollout", "logprobs", "train", "reshard")
 
 
@@ -34,7 +36,7 @@ class PlanPromise(StepObserver):
     """Compares a run's steps with its plan, and names the phase that exceeds the plan."""
 
     def __init__(self, recipe: Recipe, tracker: Tracker, predicted_memory: Mapping[str, int]) -> None:
-        """Create the comparison. `predicted_memory` has the planned bytes of the fullest rank by phase."""
+        """`predicted_memory` has the planned bytes of the fullest rank by phase."""
         self._recipe, self._tracker = recipe, tracker
         self._gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory.items()}
         self._seconds: Mapping[str, float] = {}

@@ -113,8 +113,8 @@ class WeightChecks(StepObserver):
         engines = [report.ledger for report in reports if report.ledger is not None]
         self._seconds += max((engine.seconds for engine in engines), default=0.0)
         for version in {engine.version for engine in engines}.intersection(self._boxes):
-            mine = [engine.of_dtypes(self._dtypes) for engine in engines if engine.version == version]
-            if differences := list(engine_differences(self._boxes[version], mine)):
+            version_engines = [engine.of_dtypes(self._dtypes) for engine in engines if engine.version == version]
+            if differences := list(engine_differences(self._boxes[version], version_engines)):
                 # The trainer's weights may have changed before they were sent. Then this check names the trainer rank.
                 if not self._ranks.is_separate:
                     await self._ranks.trainers.call("sleep_engine")

@@ -64,7 +64,7 @@ class RankProcesses:
         """The run's nodes; None before the first start."""
         self._ranks: RunRanks | None = None
         self._places: list[RankPlace] = []
-        """Places of the trainers in the next start; empty: the first ones of the living nodes."""
+        """Places of the trainers in the next start; empty: the first places of the living nodes."""
         self._folder = PrivateFolder()
         self._lost_at: float | None = None
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
@@ -73,7 +73,7 @@ class RankProcesses:
         self._full: ResizeAskedError | None = None
         """Recipe and sizes before losses made the run smaller; None: it has its full size, or cannot grow."""
         self._search: asyncio.Task[None] | None = None
-        """Background search for nodes for the full size. Done: there are some."""
+        """Background search for nodes for the full size. When the task is done, there are enough."""
         self.checked_nodes: set[str] = set()
         """Nodes that passed the checks before models were built."""
         self._received = 0.0
@@ -141,7 +141,7 @@ class RankProcesses:
             await self._ranks.close_groups()
         if isinstance(cause, ResizeAskedError):
             notify(f"resize from {self.parallel} to {cause.parallel}")
-            # The requested sizes are now the full ones.
+            # The requested sizes are the run's full sizes from now on.
             self._full, self._places = None, []
             self.recipe, self.parallel = cause.recipe, cause.parallel
         else:
@@ -199,7 +199,7 @@ class RankProcesses:
             self._search = asyncio.create_task(self._await_nodes(self._full.parallel, pause, notify))
 
     def growth(self) -> ResizeAskedError | None:
-        """Return the change back to the size before losses if there are nodes for it, else None."""
+        """Return the resize back to the full size if the nodes for it have been found, else None."""
         return self._full if self._search is not None and self._search.done() else None
 
     async def _await_nodes(self, parallel: ParallelConfig, pause: float, notify: Callable[[str], object]) -> None:

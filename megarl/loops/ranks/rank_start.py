@@ -86,9 +86,9 @@ async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tra
     checked = processes.checked_nodes
     if not recipe.cluster.preflight or checked >= nodes.keys():
         return
-    wrong, lines = await inspect(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
-    if wrong:
-        error = unfit_nodes_error(f"nodes of run {recipe.name}", wrong)
+    node_faults, lines = await inspect(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
+    if node_faults:
+        error = unfit_nodes_error(f"nodes of run {recipe.name}", node_faults)
         if checked:
             # An unfit spare node must not end the run for ever: the job is queued again without it.
             raise FaultyNodeError(str(error), nodes=tuple(node for node in nodes if node not in checked))
@@ -100,17 +100,17 @@ async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tra
 
 def _refuse_bad_nodes(recipe: Recipe, folder: RunFolder, tracker: Tracker, nodes: Sequence[str]) -> None:
     """Raise FaultyNodeError for a node recorded as faulty. On a single machine, only warn."""
-    bad = [node for node in nodes if node in folder.bad_nodes]
-    if not bad:
+    bad_nodes = [node for node in nodes if node in folder.bad_nodes]
+    if not bad_nodes:
         return
-    text = f"bad_nodes in status.json has {', '.join(bad)}, where a canary was wrong (weights.canary_every)"
+    text = f"bad_nodes in status.json has {', '.join(bad_nodes)}, where a canary was wrong (weights.canary_every)"
     if recipe.cluster.launcher == "local":
         tracker.notice(f"{text}; the run goes on there, because it has no other node")
         return
     raise FaultyNodeError(
         f"{text}: exclude the node (Slurm: --exclude), or remove it from bad_nodes after its repair. Go on with: "
         f"megarl train {folder.path} --resume",
-        nodes=tuple(bad),
+        nodes=tuple(bad_nodes),
     )
 
 

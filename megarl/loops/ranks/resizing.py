@@ -53,8 +53,8 @@ class ResizeAskedError(Exception):
 
 
 def refuse_other_fields(fields: Iterable[str]) -> None:
-    if wrong := [field for field in fields if field not in FIELDS]:
-        raise ConfigError(f"{wrong[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
+    if unknown_fields := [field for field in fields if field not in FIELDS]:
+        raise ConfigError(f"{unknown_fields[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
 
 
 def request(run_folder: Path, values: Mapping[str, Any]) -> None:
@@ -102,8 +102,8 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
         values = read_object(request_file)
     finally:
         request_file.unlink(missing_ok=True)
-    if wrong := [field for field in values if field not in FIELDS]:
-        raise DataError(f"{path}: {wrong[0]} is not a field that a resize can change")
+    if unknown_fields := [field for field in values if field not in FIELDS]:
+        raise DataError(f"{path}: {unknown_fields[0]} is not a field that a resize can change")
     for field, value in values.items():
         # `with_field_values` does not validate.
         if not _is_size(recipe, field, value):

@@ -56,8 +56,8 @@ class BestRecord:
         return cls(step, metric, None if value is None else float(value))
 
     def write(self, folder: Path) -> None:
-        facts = {name: value for name, value in asdict(self).items() if value is not None}
-        replace_text(folder / BEST, json.dumps(facts) + "\n")
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        replace_text(folder / BEST, json.dumps(values) + "\n")
 
 
 class BestModel:

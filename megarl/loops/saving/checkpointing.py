@@ -55,7 +55,7 @@ class Checkpoints:
         position: DataPosition,
         spikes: SpikeDetector | None = None,
     ) -> None:
-        """Prepare the saves. `inputs` identifies models and data; a resumed run compares it with its own.
+        """`inputs` identifies models and data; a resumed run compares it with its own.
 
         `position` is the start's position in the data. `checksum_after` returns the checksum of the weights after a
         step, or None. `check_weights` is called before weights are saved or exported, and raises an error if their
@@ -110,7 +110,7 @@ class Checkpoints:
     ) -> None:
         """Save the state after a step and its reshard, and wait. Does nothing if the checkpoint exists."""
         await self._check_weights()
-        if self._step_in_progress != step and not self._published(step).exists():
+        if self._step_in_progress != step and not self._checkpoint_folder(step).exists():
             await self._begin(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
 
@@ -147,7 +147,7 @@ class Checkpoints:
             await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
     async def complete(self, *, wait: bool = False) -> None:
-        """Publish the save in progress if all ranks have written their parts. `wait` for them."""
+        """Publish the save in progress if all ranks have written their parts. With `wait`, wait for them."""
         await self.copies.complete(self._ranks, wait=wait)
         if self._step_in_progress is None:
             return
@@ -172,7 +172,7 @@ class Checkpoints:
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         # The manifest comes last, then the rename: only a complete save gets a checkpoint's name.
         complete_manifest(partial, files, {"format": "torch_dist"})
-        target = self._published(step)
+        target = self._checkpoint_folder(step)
         faults.reach("publish")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -192,14 +192,13 @@ class Checkpoints:
     def _step_folder(self, step: int) -> Path:
         return self._folder.path / f"hf_step_{step:06d}"
 
-    def _published(self, step: int) -> Path:
+    def _checkpoint_folder(self, step: int) -> Path:
         return self._folder.checkpoints_folder / f"step_{step:06d}"
 
     def _partial(self, step: int) -> Path:
         return self._folder.checkpoints_folder / f".step_{step:06d}.partial"
 
     async def _of_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all trainer ranks. A DiskFullError removes the incomplete save."""
         with self._removed_when_full():
             return await self._ranks.call(method, *arguments)
 

@@ -14,7 +14,7 @@ _BATCH_SIZES: Mapping[str, tuple[str, int]] = {
     "data.train": ("train.prompts_per_step", TrainConfig().prompts_per_step),
     "data.ptx": ("algorithm.ptx_conversations", AlgorithmConfig().ptx_conversations),
 }
-"""Recipe field with the records per step, and its default, by the field of the data."""
+"""(recipe field with the records per step, its default), by the field of the data."""
 
 _ON_POLICY = ("rl", "distillation")
 """Loops that count their position in `data.train` themselves."""
@@ -48,14 +48,14 @@ class DataPosition:
 
     def after(self, step: int, recipe: Recipe) -> Self:
         """Return the position at the end of a later step of a run that continues from this one."""
-        grown = {
+        counts = {
             name: self.drawn.get(name, 0) + (step - self.step) * size for name, size in _batch_sizes(recipe).items()
         }
         # Keep the counts of data that this recipe leaves out: a later start may have them again.
-        return type(self)(step, {**self.drawn, **grown})
+        return type(self)(step, {**self.drawn, **counts})
 
     def order(self, recipe: Recipe, name: str, num_items: int) -> DataOrder:
-        """Return which records each step draws from the data in field `name`, from this position on."""
+        """Return the order in which steps draw records of the data in field `name`, from this position on."""
         return DataOrder(
             num_items,
             _batch_sizes(recipe)[name],

@@ -100,7 +100,7 @@ class StateReplication:
         self._copy_in_progress = self.newest
 
     async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
-        """Record the copy in progress as complete if all ranks have it. `wait` for them."""
+        """Record the copy in progress as complete if all ranks have it. With `wait`, wait for them."""
         if self._copy_in_progress is None:
             return
         files_of_ranks = await ranks.call("replicated_state.finish", wait)

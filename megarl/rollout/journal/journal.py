@@ -71,7 +71,7 @@ class AttemptJournal:
         self._is_failure_raised = True
         if file.exists():
             self._state.read(file)
-        # Undo later steps first. `forget_settled` would remove their attempts, but these can be trained again.
+        # Undo later steps first: their attempts can be trained again, and `forget_settled` would remove them.
         self._state.start(weight_version)
         self._state.forget_settled()
         # Attempts of earlier starts are unused until their problems are drawn again.

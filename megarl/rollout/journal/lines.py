@@ -29,7 +29,7 @@ _REMEDY = "Restore the file from a copy, or remove it: attempts since the checkp
 
 
 def encode_line(values: Mapping[str, Any]) -> bytes:
-    # ASCII has no line separators other than the escaped ones, so no text can end the line.
+    # JSON escapes all line separators of ASCII, so no text can end the line.
     content = json.dumps(values, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(content), content)
 

@@ -222,10 +222,8 @@ class JournalState:
     """The contents of a journal, built record by record. Reader and writer of a journal use the same methods."""
 
     def __init__(self, used_from: int | None) -> None:
-        """Create an empty state.
-
-        Tokens of steps before `used_from` are removed from memory. None: all tokens are, because the caller only counts
-        them.
+        """Tokens of steps before `used_from` are removed from memory. None: all tokens are, because the caller only
+        counts them.
         """
         self.tries: dict[str, JournaledTry] = {}
         self.containers: dict[str, tuple[str, str]] = {}
@@ -433,7 +431,7 @@ class JournalState:
         agent_try = self.tries[values["try"]]
         if not all(isinstance(values[name], str) for name in ("session", "key", "node", "container")):
             raise TypeError("the facts of a session are not texts")
-        # For counting, numbers of tokens are enough.
+        # Without `_used_from` the journal is only counted, and needs no session.
         if self._used_from is not None:
             agent_try.opened = values
             self.containers[agent_try.name] = values["node"], values["container"]

@@ -203,9 +203,9 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
         rollout = source.recipe.rollout
         penalty = soft_overlong(longest_turns, longest=rollout.sampling.max_new_tokens, buffer=buffer)
         if rollout.turns_of_attempt > 1 and rollout.budget.sampled_tokens is not None:
-            of_all = soft_overlong(lengths, longest=rollout.budget.sampled_tokens, buffer=buffer)
+            attempt_penalty = soft_overlong(lengths, longest=rollout.budget.sampled_tokens, buffer=buffer)
             # Penalties are negative or 0, so the minimum is the larger penalty.
-            penalty = torch.minimum(penalty, of_all)
+            penalty = torch.minimum(penalty, attempt_penalty)
         penalty = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score * penalty
         scores = torch.where(_source_mask(source.name, batch, recipe), scores + penalty, scores)
     return scores
@@ -245,7 +245,6 @@ def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[
 
 
 def _function_weight(name: str, reward: RewardConfig) -> float:
-    """Return the weight of a reward function in a source's reward; zero if the source does not use it."""
     weights = {metric_name(function.name): function.weight for function in reward.functions}
     return _weight_without_model(reward) * weights.get(name, 0.0)
 
@@ -283,11 +282,11 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
     # Turn 0 needs no comparison of its own: its return is the whole trajectory's return.
     for turn in range(1, rewards.shape[1]):
         is_comparable = _all_in_group(num_turns > turn, batch)
-        of_turn = broadcast_to_tokens(
+        turn_advantages = broadcast_to_tokens(
             _sample_advantages(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns)
         )
-        is_of_turn = (turns == turn) & broadcast_to_tokens(is_comparable, cu_samples, len(turns))
-        advantages = torch.where(is_of_turn, of_turn, advantages)
+        is_in_turn = (turns == turn) & broadcast_to_tokens(is_comparable, cu_samples, len(turns))
+        advantages = torch.where(is_in_turn, turn_advantages, advantages)
     return advantages
 
 

@@ -21,13 +21,15 @@ def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: d
     # `rae` updates a baseline after each sample, so the order matters.
     scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])
     names = [_baseline_name(recipe, batch, sample) for sample in scored]
-    known = list(dict.fromkeys(names))
-    roles = torch.tensor([known.index(name) for name in names], dtype=torch.int64)
-    before = torch.tensor([baselines.get(name, 0.0) for name in known], dtype=scores.dtype)
-    of_scored, after = rae(scores[scored], roles, before, role_decay=recipe.algorithm.role_decay)
-    baselines.update(zip(known, after.tolist(), strict=True))
+    baseline_names = list(dict.fromkeys(names))
+    roles = torch.tensor([baseline_names.index(name) for name in names], dtype=torch.int64)
+    baselines_before = torch.tensor([baselines.get(name, 0.0) for name in baseline_names], dtype=scores.dtype)
+    scored_advantages, baselines_after = rae(
+        scores[scored], roles, baselines_before, role_decay=recipe.algorithm.role_decay
+    )
+    baselines.update(zip(baseline_names, baselines_after.tolist(), strict=True))
     advantages = torch.zeros_like(scores)
-    advantages[scored] = of_scored
+    advantages[scored] = scored_advantages
     return advantages
 
 

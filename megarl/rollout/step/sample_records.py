@@ -67,16 +67,16 @@ async def token_records(
     if not len(positions):
         return []
     places = batch.last_segments[positions]
-    selected = batch.select(places)
-    old_logprobs = selected.per_token.get("old_logprobs")
+    selected_batch = batch.select(places)
+    old_logprobs = selected_batch.per_token.get("old_logprobs")
     # NaN marks log-probs to be computed only by the update's own forward pass.
     is_known = not (old_logprobs is None or starts_from_rollout or np.isnan(old_logprobs).any())
     if old_logprobs is None or not is_known:
-        old_logprobs = await forward(selected)
-    trainer = np.split(old_logprobs, selected.cu_seqlens[1:-1])
-    advantages = np.split(selected.per_token["advantages"], selected.cu_seqlens[1:-1])
+        old_logprobs = await forward(selected_batch)
+    trainer = np.split(old_logprobs, selected_batch.cu_seqlens[1:-1])
+    advantages = np.split(selected_batch.per_token["advantages"], selected_batch.cu_seqlens[1:-1])
     records = []
-    for place, of_trainer, of_tokens in zip(positions.tolist(), trainer, advantages, strict=True):
+    for place, trainer_logprobs, token_advantages in zip(positions.tolist(), trainer, advantages, strict=True):
         trajectory = trajectories[place]
         segment = trajectory.segments[-1]
         is_sampled = segment.weight_versions >= 0
@@ -86,13 +86,13 @@ async def token_records(
         if cut:
             selected = np.concatenate([selected[: MOST_TOKENS // 2], selected[-(MOST_TOKENS // 2) :]])
         # Log-probs computed here are by the current weights, so compare them only with tokens sampled by these weights.
-        is_of_now = is_known | (segment.weight_versions == weight_version)
+        is_comparable = is_known | (segment.weight_versions == weight_version)
         columns = {
             "text": selected_texts(tokenizer, segment.token_ids[first:], selected - first),
-            "advantage": _numbers(of_tokens, is_sampled, selected),
+            "advantage": _numbers(token_advantages, is_sampled, selected),
             "rollout_logprob": _numbers(segment.rollout_logprobs, is_sampled, selected),
-            "trainer_logprob": _numbers(of_trainer, is_sampled & is_of_now, selected),
-            "logprob_gap": _numbers(of_trainer - segment.rollout_logprobs, is_sampled & is_of_now, selected),
+            "trainer_logprob": _numbers(trainer_logprobs, is_sampled & is_comparable, selected),
+            "logprob_gap": _numbers(trainer_logprobs - segment.rollout_logprobs, is_sampled & is_comparable, selected),
             "weight_version": _numbers(segment.weight_versions, is_sampled, selected),
             "turn": _numbers(segment.turns, is_sampled, selected),
         }

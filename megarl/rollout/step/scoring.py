@@ -106,25 +106,27 @@ async def complete_logprobs(
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
-    everything = flatten([*groups, *waiting])
-    first = _first_needing(recipe, sum(len(group) for group in groups))
+    trajectories = flatten([*groups, *waiting])
+    num_skipped = _first_needing(recipe, sum(len(group) for group in groups))
     needs_entropies = recipe.algorithm.entropy_top_share is not None
-    lacking = [number >= first and lacks_logprobs(trajectory) for number, trajectory in enumerate(everything)]
-    wanting = [needs_entropies and _lacks_entropies(trajectory) for trajectory in everything]
-    if places := [place for place, wants in enumerate(zip(lacking, wanting, strict=True)) if any(wants)]:
+    lacks_values = [
+        number >= num_skipped and lacks_logprobs(trajectory) for number, trajectory in enumerate(trajectories)
+    ]
+    lacks_entropies = [needs_entropies and _lacks_entropies(trajectory) for trajectory in trajectories]
+    if places := [place for place, wants in enumerate(zip(lacks_values, lacks_entropies, strict=True)) if any(wants)]:
         # Join all in one batch, because each forward pass is a call to every rank.
-        batch = RLBatch.from_groups([[everything[place] for place in places]])
+        batch = RLBatch.from_groups([[trajectories[place] for place in places]])
         values_by_row = [
             iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))
         ]
         for place in places:
-            logprobs, *entropies = (list(islice(values, len(everything[place].segments))) for values in values_by_row)
-            if lacking[place]:
-                everything[place] = with_logprobs(everything[place], logprobs)
-            if wanting[place]:
-                everything[place] = _with_entropies(everything[place], *entropies)
-    # `everything` is flat, so restore the groups in the same order.
-    completed = iter(everything)
+            logprobs, *entropies = (list(islice(values, len(trajectories[place].segments))) for values in values_by_row)
+            if lacks_values[place]:
+                trajectories[place] = with_logprobs(trajectories[place], logprobs)
+            if lacks_entropies[place]:
+                trajectories[place] = _with_entropies(trajectories[place], *entropies)
+    # `trajectories` is flat, so restore the groups in the same order.
+    completed = iter(trajectories)
     completed_groups, completed_waiting = (
         [[next(completed) for _ in group] for group in group_list] for group_list in (groups, waiting)
     )

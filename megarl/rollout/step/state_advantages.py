@@ -22,12 +22,12 @@ def weighted_state_advantages(turn_rewards: Tensor, batch: RLBatch, algorithm: A
     _refuse_missing_states(batch, algorithm)
     # -1: no group. An unscored sample's return would shift its group's mean.
     state_groups = torch.from_numpy(np.where(batch.is_scored[:, None], batch.state_groups, -1))
-    of_turns = state_advantages(turn_returns(turn_rewards, algorithm.state_discount), state_groups)
+    turn_advantages = state_advantages(turn_returns(turn_rewards, algorithm.state_discount), state_groups)
     turns, cu_samples = torch.from_numpy(batch.turns), torch.from_numpy(batch.cu_samples)
     advantages = torch.zeros(len(turns), dtype=turn_rewards.dtype)
-    for turn in range(of_turns.shape[1]):
-        of_samples = broadcast_to_tokens(of_turns[:, turn], cu_samples, len(turns))
-        advantages = torch.where(turns == turn, of_samples, advantages)
+    for turn in range(turn_advantages.shape[1]):
+        token_values = broadcast_to_tokens(turn_advantages[:, turn], cu_samples, len(turns))
+        advantages = torch.where(turns == turn, token_values, advantages)
     return algorithm.state_weight * advantages
 
 

@@ -31,7 +31,7 @@ RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yam
 LOSSES = ("critic/loss", "train/loss")
 """Metrics known before the gradients, in the order of comparison."""
 NORMS = ("critic/grad_norm", "train/grad_norm", "train/learning_rate")
-"""Metrics known after the gradients, in the order of comparison."""
+"""Metrics known only after the gradients, in the order of comparison."""
 COMPARED_METRICS = (*LOSSES, *NORMS)
 
 _FIRST_ARRAYS = (
@@ -44,10 +44,10 @@ _FIRST_ARRAYS = (
     "advantages",
     "returns",
 )
-"""Arrays of a batch in the order of their computation. All other arrays are compared after these."""
+"""Arrays of a batch in the order of their computation. All other arrays are compared later."""
 
 OTHER_LAYOUT_TOLERANCE = 1e-5
-"""Relative tolerance between different parallel sizes. Their float32 sums have different orders."""
+"""Relative tolerance for records of different parallel sizes: their float32 sums have different orders."""
 STATE_FACTOR = 10
 """Factor from the tolerance of other values to that of state tensors. Gradients of small tensors, for example norms,
 are sums that cancel, and Adam divides by their size. 2.2e-5 was measured between dp 2 and tp 2 in float32.
@@ -99,8 +99,8 @@ class StepRecord:
         Replaces an existing record of the step, because a resumed run repeats steps.
         """
         archive = Archive()
-        everything = flatten([*self.groups, *self.waiting])
-        trajectories = [entry.to_json(archive, f"{place}.") for place, entry in enumerate(everything)]
+        trajectories_in_order = flatten([*self.groups, *self.waiting])
+        trajectories = [entry.to_json(archive, f"{place}.") for place, entry in enumerate(trajectories_in_order)]
         values = {
             "step": self.step,
             "layout": self.layout,
@@ -193,19 +193,18 @@ class StepRecord:
             return replace(record, groups=groups, waiting=waiting)
 
     def _check_sizes(self, step: int) -> None:
-        """Raise ValueError if the sizes of the arrays contradict each other, or the record is of another step."""
         if self.step != step:
             raise ValueError(f"it is the record of step {self.step}")
         num_samples = len(self.borders) - 1
         if self.borders.ndim != 1 or num_samples < 0 or (np.diff(self.borders) < 0).any():
             raise ValueError("the samples' borders are not ascending")
-        wrong = [name for name, array in self.digests.items() if array.shape != (num_samples,)]
-        wrong += [
+        misfits = [name for name, array in self.digests.items() if array.shape != (num_samples,)]
+        misfits += [
             name for name, array in self.arrays.items() if array.shape not in ((num_samples,), (self.num_tokens,))
         ]
-        wrong += [name for name in self.arrays if name not in self.digests]
-        if wrong:
-            raise ValueError(f"the array {wrong[0]} does not fit the number of samples or tokens")
+        misfits += [name for name in self.arrays if name not in self.digests]
+        if misfits:
+            raise ValueError(f"the array {misfits[0]} does not fit the number of samples or tokens")
 
 
 def record_folder(records: Path, step: int) -> Path:

@@ -57,7 +57,7 @@ class TeacherPrompts:
         if prompt is None:
             return [None for _ in trajectory.segments]
         # Render for each attempt: attempts of a group may have different contexts.
-        teacher_prompt = self._render(_rewritten(self.template, messages, "\n\n".join(parts)), trajectory)
+        teacher_prompt = self._render(_fill_template(self.template, messages, "\n\n".join(parts)), trajectory)
         self._check_prompt(prompt, messages, trajectory)
         openings: list[Opening | None] = []
         for segment in trajectory.segments:
@@ -120,7 +120,7 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
         token_ids=np.concatenate(pieces),
         # Index -1 reads the batch's last token, so the first condition masks it.
         loss_mask=(place >= 0) & batch.loss_mask[place],
-        cu_seqlens=borders([len(of_sequence) for of_sequence in places]),
+        cu_seqlens=borders([len(sequence_places) for sequence_places in places]),
         samples=batch.samples,
         # The engine routed the policy's prompt. The teacher's prompt differs, so the teacher's routers choose experts.
         retained_sets=None if batch.retained_sets is None else select_retained(batch.retained_sets, place),
@@ -155,7 +155,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _rewritten(template: str, messages: Sequence[Mapping[str, Any]], context: str) -> list[Mapping[str, Any]]:
+def _fill_template(template: str, messages: Sequence[Mapping[str, Any]], context: str) -> list[Mapping[str, Any]]:
     """Return the messages with the last user message filled into the template."""
     number = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=None)
     if number is None or not isinstance(messages[number].get("content"), str):

@@ -79,10 +79,10 @@ class Teachers:
 
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: the number of the teacher, and of the sequence in the step."""
-        of_sample = np.array([self._of_source[name] for name in batch.environments], np.int64)
+        teacher_numbers = np.array([self._of_source[name] for name in batch.environments], np.int64)
         numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
-        batch.target_keys = np.column_stack([of_sample[batch.samples], numbers])
+        batch.target_keys = np.column_stack([teacher_numbers[batch.samples], numbers])
         self._openings = [_NO_OPENING] * batch.num_sequences
 
     def write_prompts(self, batch: RLBatch, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
@@ -172,7 +172,6 @@ def _num_tokens(model: RankModel) -> int:
 
 
 def _replace_unknown_tokens(batch: TokenBatch, model: RankModel) -> TokenBatch:
-    """Replace tokens missing in the teacher's vocabulary by token 0, in place. Returns the batch."""
     # The teacher has no embedding for these ids. `leave_out_unknown` masked them, so their log-probs are not used.
     batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
     return batch

@@ -31,7 +31,7 @@ class PolicyUpdates:
     """
 
     def __init__(self, batch: RLBatch, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> None:
-        """Split a step's batch into minibatches. `conversations` are spread over them for an additional loss."""
+        """`conversations` are spread over the minibatches for an additional loss."""
         # A mismatch above the limit before the first update skips the whole step.
         self._excess = excess_mismatch(batch, recipe.logprob_gap_limit)
         self._minibatches = [] if self._excess is not None else batch.minibatches(recipe, step, conversations)
