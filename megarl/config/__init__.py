@@ -1,7 +1,7 @@
-"""Schema of a recipe (a run's YAML file): every field with its type, default and meaning.
+"""Schema of a recipe (a run's YAML file): every field with its type, default and meaning. An unknown key is an error.
 
-An unknown key is an error. Checks of a single field are in this package. Checks of several fields, of the model folder
-or of the data are in `megarl.preflight`. A user sees the errors of both in one list. The package imports without torch.
+Checks of a single field are in this package; checks of several fields, of the model folder or of the data are in
+`megarl.preflight`. A user sees the errors of both in one list. The package imports without torch.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from megarl.files.model_folder import find_folder
 
 
 class Recipe(Section):
-    """Recipe of one run: all sections, and properties that combine several sections."""
+    """Recipe of one run: all sections, and properties derived from several sections."""
 
     name: Name
     """Name of the run and of its folder."""
     loop: Literal["rl", "sft", "preference", "reward_model", "distillation"]
     """Training loop: rl (reinforcement learning), sft (supervised fine-tuning), preference (DPO and similar),
-    reward_model, or distillation (of a teacher, on samples of the policy)."""
+    reward_model, or distillation (from a teacher, on samples of the policy)."""
     seed: Annotated[NonNegativeInt, Decides(vllm="seed")] = 0
     """Random seed of data order, sampling and initialisation."""
     runs_folder: str = "runs"
@@ -66,21 +66,21 @@ class Recipe(Section):
     Default: 1."""
     # The forward pass is needed only where the step computes no trainer log-probs before its update.
     samples_with_tokens: Annotated[int, Field(ge=0, le=64), OnlyIf(*ADVANTAGES)] = 4
-    """Number of samples per step to record token by token in the run folder's tokens/, for `megarl report`: the ones
-    with the highest and lowest advantages, with log-probs of engine and trainer. Interval: samples_every_steps (loops
-    rl, distillation of sampled tokens). May cost a forward pass. 0: none."""
+    """Samples per step recorded token by token, with log-probs of engine and trainer, for `megarl report`: those with
+    the highest and lowest advantages. Default: 4; 0: none. Interval: samples_every_steps. Files: tokens/ of the run
+    folder. May cost a forward pass (loop rl, distillation of sampled tokens)."""
     model: ModelConfig
     """Policy model."""
     data: DataConfig
     """Training and validation data."""
     mixture: Annotated[dict[Name, SourceConfig], OnlyIf(ON_POLICY)] = Field(default_factory=dict)
-    """Several data sources in one run, a mapping from name to source (loops rl, distillation). A source has a `weight`
-    and its own values for fields of data, rollout, reward, distillation and evaluation. All samples of a group come
-    from one source. Metrics per source: environment/NAME/, val/SET/."""
+    """Several data sources in one run: a mapping from name to source (loops rl, distillation). A source has a `weight`
+    and values for fields of data, rollout, reward, distillation and evaluation. All samples of a group come from one
+    source. Metrics per source: environment/NAME/, val/SET/."""
     cluster: ClusterConfig = ClusterConfig()
     """Nodes (machines), ranks (one process per GPU), and the launcher of the ranks."""
     trainer: TrainerConfig = TrainerConfig()
-    """Megatron-Core trainer: parallel sizes, microbatch size, and saving of memory."""
+    """Megatron-Core trainer: parallel sizes, micro-batch size, and savings of memory."""
     lora: LoraConfig = LoraConfig()
     """LoRA adapters of the policy."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -95,11 +95,11 @@ class Recipe(Section):
     algorithm: Annotated[AlgorithmConfig, OnlyIf(RL)] = AlgorithmConfig()
     """Advantage estimator, policy loss, KL and their settings (rl, distillation)."""
     critic: Annotated[CriticConfig, OnlyIf(*GAE)] = CriticConfig()
-    """Critic (value model) of PPO. It exists only in loop rl with algorithm.advantage gae."""
+    """Critic (value model) of PPO, in loop rl with algorithm.advantage gae only."""
     preference: Annotated[PreferenceConfig, OnlyIf(PREFERENCE)] = PreferenceConfig()
     """Loss of the loops preference and reward_model."""
     distillation: Annotated[DistillationConfig, OnlyIf(DISTILLATION)] = DistillationConfig()
-    """Loop distillation: the teacher models, and the loss that compares the policy with them."""
+    """Loop distillation: teacher models, and the loss that compares the policy with them."""
     train: TrainConfig = TrainConfig()
     """Batch sizes, number of steps, and limits that end the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -109,8 +109,7 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports during a run."""
     health: HealthConfig = HealthConfig()
-    """Health rules, which warn when a run is not learning: disabled rules, and their thresholds. See
-    train.on_unhealthy."""
+    """Health rules, which warn when a run does not learn: disabled rules, and thresholds. See train.on_unhealthy."""
     monitor: MonitorConfig = MonitorConfig()
     """Observation by other programs: Prometheus metrics and health over HTTP. Off by default."""
 
@@ -121,19 +120,21 @@ class Recipe(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _complete(cls, raw_values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the mixture's sources, then set `algorithm.overlong_buffer` if only the preset decides it."""
+        """Validate the mixture's sources, then set `algorithm.overlong_buffer` if only the preset has a value for
+        it.
+        """
         filled = with_first_train(raw_values)
         recipe = validate(filled)
         if filled is not raw_values:
-            # A source set it, not the user. As a set field, all sources would be reported to override it.
+            # A source set data.train, not the user. If it counted as set, all sources would be reported to override it.
             recipe.data.model_fields_set.discard("train")
         check_sources(recipe)
         return recipe.with_overlong_buffer()
 
     def with_overlong_buffer(self) -> Self:
-        """Return the recipe with `algorithm.overlong_buffer` from `algorithm.preset`, if the field is missing.
+        """Return the recipe with `algorithm.overlong_buffer` from `algorithm.preset`, if the recipe does not set it.
 
-        Presets give it as a fraction of `rollout.sampling.max_new_tokens`.
+        The preset gives a fraction of `rollout.sampling.max_new_tokens`.
         """
         algorithm = self.algorithm
         parts = OVERLONG_PARTS.get(algorithm.preset or "")
@@ -142,7 +143,7 @@ class Recipe(Section):
         resolved = algorithm.model_copy(
             update={"overlong_buffer": max(1, self.rollout.sampling.max_new_tokens // parts)}
         )
-        # The value comes from the preset, so a source with another max_new_tokens computes its own.
+        # The user did not set it, so a source with another max_new_tokens computes its own value.
         resolved.model_fields_set.discard("overlong_buffer")
         return self.model_copy(update={"algorithm": resolved})
 
@@ -151,7 +152,7 @@ class Recipe(Section):
         return self._references
 
     def with_references(self, references: Mapping[Place, str]) -> Self:
-        """Return a copy of the recipe. Values from the environment are written as references like
+        """Return a copy of the recipe that writes values from the environment as references like
         `${oc.env:HF_TOKEN}`.
         """
         copy = self.model_copy()
@@ -168,14 +169,12 @@ class Recipe(Section):
         return copy
 
     def override_of(self, folder: str) -> Mapping[str, Any]:
-        """Return `model.override_config` if `folder` is the policy's folder, else an empty mapping."""
+        """Return `model.override_config` for the policy's folder, else an empty mapping."""
         return self.model.override_config if folder == self.model.folder else {}
 
     @property
     def drafter(self) -> str | None:
-        """Return the folder or Hub name of the engines' EAGLE-3 drafter, a small model that drafts tokens; None: no
-        drafter.
-        """
+        """Folder or Hub name of the engines' EAGLE-3 drafter, a small model that drafts tokens; None: no drafter."""
         config = self.rollout.vllm.get("speculative_config")
         if not self.has_engine or not isinstance(config, Mapping) or config.get("method") != "eagle3":
             return None
@@ -187,7 +186,7 @@ class Recipe(Section):
 
     @property
     def sends_adapter(self) -> bool:
-        """Return whether each reshard sends only a LoRA adapter, because the engines keep the base weights.
+        """Whether a reshard sends only a LoRA adapter, because the engines keep the base weights.
 
         False until a start has replaced `lora.sync: auto`.
         """
@@ -195,7 +194,7 @@ class Recipe(Section):
 
     @property
     def has_reference(self) -> bool:
-        """Return whether the run needs a reference model (a frozen copy of the initial policy)."""
+        """Whether the run needs a reference model (a frozen copy of the initial policy)."""
         if self.loop == "distillation":
             return "reference" in self.teacher_models
         return self.has_kl_penalty or (self.loop == "preference" and self.preference.loss in ("dpo", "ipo", "kto"))
@@ -210,7 +209,7 @@ class Recipe(Section):
 
     @property
     def model_paths(self) -> dict[str, str]:
-        """Return the paths or Hub names of policy, critic, reward model and teachers, keyed by recipe field.
+        """Paths or Hub names of policy, critic, reward model and teachers, by recipe field.
 
         A run of 0 steps needs no teacher.
         """
@@ -228,23 +227,20 @@ class Recipe(Section):
 
     @property
     def further_models(self) -> dict[str, str]:
-        """Return the folders of critic, reward model and teachers, keyed by recipe field.
-
-        A run of 0 steps needs no teacher.
-        """
+        """Folders of critic, reward model and teachers, by recipe field."""
         return {field: find_folder(path) for field, path in self.model_paths.items() if field != "model.path"}
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Return the folders of teachers, keyed by their names on the ranks: teacher0, teacher1 and so on."""
+        """Folders of teachers, by their names on the ranks: teacher0, teacher1 and so on."""
         folders = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
         return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(folders))}
 
     @property
     def teacher_models(self) -> tuple[str, ...]:
-        """Return the names of all teachers on the ranks: teacher0 and so on, then `reference` and `live_teacher`.
+        """Names of all teachers on the ranks: teacher0 and so on, then `reference` and `live_teacher`.
 
-        `live_teacher` is the recipe's teacher `policy`, the model in training.
+        `live_teacher` is the model in training (distillation.teacher policy).
         """
         if self.loop != "distillation" or not self.train.steps:
             return ()
@@ -253,7 +249,7 @@ class Recipe(Section):
 
     @property
     def teacher_of_source(self) -> dict[str, int]:
-        """Return the number of the teacher of each source in the mixture, keyed by the source's name."""
+        """Number of each source's teacher (its index in `teacher_models`), by the source's name."""
         numbers = {name: number for number, name in enumerate(self.teacher_models)}
         name_of_folder = {folder: name for name, folder in self.teachers.items()}
         teacher_of_source = {source.name: source.recipe.distillation.teacher or "" for source in self.sources}
@@ -266,7 +262,7 @@ class Recipe(Section):
     # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.
     @property
     def for_teachers(self) -> Self:
-        """Return a copy of the recipe with the teachers' parallel sizes in place of the trainer's."""
+        """Copy of the recipe with the teachers' parallel sizes in place of the trainer's."""
         if not (sizes := self.distillation.sizes):
             return self
         changed = sizes | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
@@ -281,18 +277,16 @@ class Recipe(Section):
 
     @property
     def logprob_gap_limit(self) -> float | None:
-        """Return the maximum mean distance of trainer and engine log-probs, in nats; None: no limit.
-
-        Above it, updates are skipped. With trainer.exact it is 0.
+        """Maximum mean distance of trainer and engine log-probs, in nats; None: no limit. Above it, updates are
+        skipped.
         """
         return 0.0 if self.exact_blocks else self.train.max_logprob_gap
 
     @property
     def exact_blocks(self) -> int:
-        """Return the number of equal blocks in which a matrix product over several ranks is summed; 0: trainer.exact is
-        off.
+        """Number of equal blocks in which a matrix product over several ranks is summed; 0: trainer.exact is off.
 
-        It is the largest of trainer.tp, trainer.etp and rollout.tp.
+        It is the maximum of trainer.tp, trainer.etp and rollout.tp.
         """
         return (
             max(self.trainer.tp, self.trainer.etp, self.rollout.tp) if self.is_on_policy and self.trainer.exact else 0
@@ -300,7 +294,7 @@ class Recipe(Section):
 
     @property
     def has_advantages(self) -> bool:
-        """Return whether the loss multiplies sampled tokens by advantages. False: it compares whole distributions."""
+        """Whether the loss multiplies sampled tokens by advantages. False: it compares whole distributions."""
         return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")
 
     @property
@@ -315,7 +309,7 @@ class Recipe(Section):
 
     @property
     def sequences_per_example(self) -> int:
-        """Return the sequences of one training example: 2 for a pair of chosen and rejected answer, else 1."""
+        """Sequences of one training example: 2 for a pair of chosen and rejected answer, else 1."""
         return 2 if self.loop == "reward_model" or (self.loop == "preference" and self.preference.loss != "kto") else 1
 
     @property
@@ -324,7 +318,7 @@ class Recipe(Section):
 
     @property
     def separate_ranks(self) -> int:
-        """Return the number of ranks that only sample; 0: `rollout.placement` is colocated.
+        """Number of ranks used for sampling only; 0: `rollout.placement` is colocated.
 
         It is `rollout.ranks`, or the number of ranks on the nodes of `cluster.groups.engines`.
         """
@@ -353,16 +347,15 @@ class Recipe(Section):
         return bool(self.validation_sets) and (step == self.train.steps or (interval > 0 and step % interval == 0))
 
     def overlaps_at(self, step: int) -> bool:
-        """Return whether the step's new weights are sent in the background of the next step.
+        """Return whether the step's new weights are sent while the next step runs.
 
-        True with `weights.overlap`, if another training step follows directly.
+        True with `weights.overlap`, if a training step follows without an evaluation in between.
         """
         return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
-        """Return whether the step sends new weights to the engines.
-
-        It does every `rollout.sync_every` steps, and before evaluations.
+        """Return whether the step sends new weights to the engines: every `rollout.sync_every` steps, and before
+        evaluations.
         """
         return step % self.rollout.sync_every == 0 or self.evaluates_at(step)
 
@@ -372,20 +365,18 @@ class Recipe(Section):
 
     @property
     def context_tokens(self) -> int:
-        """Return the tokens of the longest possible sampled sequence: prompt, completions and tool replies."""
+        """Tokens of the longest possible sampled sequence: prompt, completions and tool replies."""
         return max(source.recipe._context_tokens for source in self.sources)
 
     @property
     def trained_tokens(self) -> int:
-        """Return the tokens of the longest possible training sequence."""
+        """Tokens of the longest possible training sequence."""
         recipes = [source.recipe for source in self.sources]
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
 
     @property
     def teacher_tokens(self) -> int:
-        """Return the maximum tokens of a sequence with the teacher's own prompt; 0: teachers read the policy's
-        prompt.
-        """
+        """Maximum tokens of a sequence with the teacher's own prompt; 0: teachers read the policy's prompt."""
         recipes = [source.recipe for source in self.sources] if self.loop == "distillation" else []
         longest = self.distillation.max_teacher_tokens or 2 * self.trained_tokens
         return longest if any(recipe.distillation.teacher_prompt is not None for recipe in recipes) else 0
@@ -413,9 +404,9 @@ class Recipe(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """Return the sampling parameters of evaluations, without the repetition penalty.
+        """Sampling parameters of evaluations. Unset fields come from `rollout.sampling`.
 
-        Unset fields come from `rollout.sampling`.
+        The repetition penalty is not part of them.
         """
         changes = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
         changes["temperature_schedule"] = "constant"

@@ -4,9 +4,8 @@ They stand in `Annotated`, after the field's type:
 
     ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
 
-Three texts are generated from them: errors about fields without effect, errors about refused settings of vLLM and
-Megatron-Core, and notes about values that have not run on a GPU. `megarl.config.hints.foreign` has the names of fields
-in other programs.
+From them come errors about fields without effect, errors about refused settings of vLLM and Megatron-Core, and notices
+about values that have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Condition for a recipe field to have an effect, for example that `rollout.placement` is separate.
+    """Condition for a recipe field to have an effect, for example `rollout.placement` separate.
 
-    It depends on the recipe fields `fields`. `remedy` says how a user can fulfil it.
+    It depends on the recipe fields `fields`. `remedy` says how a user can meet it.
     """
 
     fields: tuple[str, ...]
     remedy: str
     holds: Callable[[Recipe], bool]
     example: str = ""
-    """Command-line overrides that fulfil the condition: `rollout.placement=separate`. The generated page MIGRATION.md
-    shows them."""
+    """Command-line overrides that meet the condition, for MIGRATION.md: `rollout.placement=separate`."""
     is_alternative: bool = False
-    """Whether both fields are two ways to write one setting, as warmup_steps and warmup_ratio. A command-line override
-    of one then removes the recipe file's value of the other.
+    """Whether two fields are two ways to write one setting, like warmup_steps and warmup_ratio. An override of one on
+    the command line then removes the recipe file's value of the other.
     """
 
     def state(self, recipe: Recipe) -> str:
@@ -54,8 +52,8 @@ class Condition:
 class OnlyIf:
     """Conditions for the annotated field, or all fields of the annotated section, to have an effect. All must hold.
 
-    A field inherits the conditions of its section. Its own condition on the same deciding field replaces the inherited
-    one. If a section occurs at several places of the recipe, an item may be a function from its dotted name to the
+    A field inherits the conditions of its section; its own condition on the same fields replaces an inherited one. For
+    a section at several places of the recipe, an item may be a function from the section's dotted name to the
     condition.
     """
 
@@ -69,11 +67,11 @@ class OnlyIf:
 class UntriedOnGpu(DescriptionNote):
     """Marks a field with values that have never run on a GPU. tests/gpu/README.md lists the runs on GPUs.
 
-    The field's description names these values. A start on a GPU gives a notice if the field differs from its default.
+    The field's description names these values. A start on a GPU gives a notice if the field is not at its default.
     """
 
     values: str
-    """The values in words, for example `flex`."""
+    """Untried values in words, for example `flex`."""
 
     def __str__(self) -> str:
         return f"Untried on a GPU: {self.values}."
@@ -81,20 +79,20 @@ class UntriedOnGpu(DescriptionNote):
 
 @dataclass(frozen=True, slots=True)
 class KeywordOf:
-    """Marks a field as keyword argument of a formula (loss or advantage estimator), selected by another field.
+    """Marks a field as keyword argument of a formula (loss or advantage estimator) selected by another field.
 
-    The field has an effect only if the selecting field has one and the formula takes the keyword.
+    The field has an effect only if a formula is selected and has this keyword.
     """
 
     formula: str
-    """Name of the recipe field that selects the formula, for example algorithm.advantage."""
+    """Recipe field that selects the formula, for example algorithm.advantage."""
     name: str | None = None
-    """Name of the formula's keyword argument. Default: the recipe field's own name."""
+    """Name of the formula's keyword argument. Default: the field's own name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decides:
-    """Settings of vLLM and Megatron-Core decided by the annotated field. Users must not set them directly.
+    """Settings of vLLM and Megatron-Core decided by the annotated field, so users cannot set them directly.
 
     Several names are separated by blanks.
     """
@@ -105,7 +103,7 @@ class Decides:
     """Names of fields of Megatron-Core's TransformerConfig."""
     experts: str = ""
     """Like `megatron`, for mixture-of-experts models only."""
-    # With `none` users may set these through trainer.megatron.
+    # With recompute none or fp8 none, users may set these fields by trainer.megatron.
     recompute: str = ""
     """Like `megatron`, unless `trainer.recompute` is `none`."""
     fp8: str = ""

@@ -1,7 +1,6 @@
 """Conditions under which recipe fields have an effect, for `OnlyIf` annotations.
 
-Some are functions from a section's dotted name to the condition, because the section occurs at several places of the
-recipe.
+Some are functions from a section's dotted name to the condition, for sections at several places of the recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def one_of(field: str, *values: str, example: str = "") -> Condition:
 
 
 def non_empty(field: str, example: str = "") -> Condition:
-    """Return the condition that a recipe field is set and not empty."""
     return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)), f"{field}={example}")
 
 
@@ -44,9 +42,9 @@ def above_zero(field: str, example: str) -> Condition:
 
 
 def takes(field: str, keyword: str) -> Condition:
-    """Return the condition that the formula selected by a recipe field takes this keyword argument.
+    """Return the condition that the formula selected by a recipe field has this keyword argument.
 
-    A user's own formula counts as taking every keyword. `preflight.keyword_arguments` checks it later.
+    A user's formula counts as having every keyword; `preflight.keyword_arguments` checks it later.
     """
 
     def holds(recipe: Recipe) -> bool:
@@ -202,8 +200,9 @@ NOT_SINGLE_TURN = Condition(
     lambda recipe: recipe.rollout.environment != "single_turn",
 )
 AGENTS = ("command", "verifiers", "harbor")
-"""Environments whose agent loop replaces megarl's, so the limits of megarl's loop do not apply. A user's environment
-counts only after its import."""
+"""Environments with their own agent loop, to which the limits of megarl's loop do not apply. A user's environment
+belongs to them only after its import.
+"""
 AGENT = Condition(
     ("rollout.environment",),
     f"set rollout.environment to {either(AGENTS)}",
@@ -212,7 +211,7 @@ AGENT = Condition(
 COMMAND = one_of("rollout.environment", "command")
 CONTAINER = one_of("rollout.agent.sandbox", "sandbox", "podman", "docker", "apptainer")
 LAYERED = one_of("rollout.agent.sandbox", "sandbox", "apptainer")
-"""Condition for containers that hold new files in memory."""
+"""Condition for containers whose new files are in memory."""
 NOT_AGENT = Condition(
     ("rollout.environment",),
     "set rollout.environment to another",

@@ -1,4 +1,4 @@
-"""Whether a recipe corrects for samples of an older policy, by importance weights or clipping."""
+"""Whether a recipe corrects the difference of samples from an older policy, by importance weights or clipping."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 
 CORRECTING_LOSSES = ("dppo_tv", "dppo_kl", "vespo")
-"""Policy losses with a ratio to the engine's log-probs. With them, an importance weight would correct twice."""
+"""Policy losses that contain the ratio to the engine's log-probs, so that an importance weight would correct twice."""
 _SMOOTH_LOSSES = ("vespo", "dro")
-"""Policy losses for older samples without a clip: their weight fades with the ratio, or a penalty grows."""
+"""Policy losses without a clip that still bound stale samples: their weight fades with the ratio, or a penalty
+grows.
+"""
 
 
 def lacks_correction(recipe: Recipe) -> bool:
-    """Return whether the recipe trains on stale tokens without a correction, and does not declare it as intended."""
+    """Return whether the recipe trains on stale tokens without a correction, and does not declare this as intended."""
     if unmet(recipe, "rollout.max_staleness") is not None:
         return False
     # An explicit importance_sampling = none is intended, so it gives a warning, not an error.
@@ -39,6 +41,6 @@ def nothing_corrects(recipe: Recipe) -> bool:
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Return the recipe fields that are arguments of the policy loss. A user's own loss counts as using all."""
+    """Return the keyword arguments of the policy loss. A user's loss counts as having `clip_low`."""
     name = recipe.algorithm.policy_loss
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])

@@ -7,9 +7,8 @@ drawbacks:
 - A condition on the algorithm (gae, clipped, kto) needs one model per combination.
 - Code that reads `recipe.algorithm` must narrow the type first.
 
-With conditions, the error explains why a field has no effect. Only fields set by the user are errors: defaults and
-values of a preset may have no effect. Fields that describe machines (`cluster.*`) are always accepted, because one
-recipe runs under any launcher.
+Only fields set by the user can be errors: defaults and values of a preset may have no effect. Fields that describe
+machines (`cluster.*`) are always accepted, because one recipe runs under any launcher.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @cache
 def conditions(field: str) -> tuple[Condition, ...]:
-    """Return all conditions of a field's effect, with those of the sections around it."""
+    """Return all conditions of a field's effect, including those of the sections around it."""
     parts, field_conditions = field.split("."), []
     for end in range(1, len(parts) + 1):
         for layer in _layers(".".join(parts[:end])):
@@ -41,9 +40,9 @@ def conditions(field: str) -> tuple[Condition, ...]:
 
 
 def _layers(place: str) -> Iterator[list[Condition]]:
-    """Yield the conditions at each section around a field, outermost first, then those at the field.
+    """Yield the conditions at each section around a field, outermost first, then at the field.
 
-    Conditions yielded later replace earlier ones on the same deciding field.
+    Later ones replace earlier ones on the same fields.
     """
     section, _, name = place.rpartition(".")
     for keyword in annotated_with(place, KeywordOf):
@@ -55,7 +54,7 @@ def _layers(place: str) -> Iterator[list[Condition]]:
 def unmet(recipe: Recipe, field: str) -> Condition | None:
     """Return the first condition of a field that the recipe does not meet; None: the field has an effect.
 
-    In a mixture, a field has an effect if at least one source uses the recipe's value.
+    In a mixture, one source that uses the recipe's value with an effect is enough.
     """
     # A source's recipe has no mixture, so check a condition on the mixture in the whole recipe.
     on_mixture = (condition for condition in conditions(field) if condition.fields == ("mixture",))
@@ -71,9 +70,9 @@ def unmet_in(recipe: Recipe, field: str) -> Condition | None:
 
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
-    """Return whether a field is a keyword argument that a user's own formula does not take.
+    """Return whether a field is a keyword argument that a user's formula lacks.
 
-    A formula that was not imported yet counts as not taking it.
+    A formula that is not imported yet counts as lacking it.
     """
     own_formulas = [
         (path, item.name or field.rpartition(".")[2])

@@ -1,9 +1,8 @@
 """Names and keyword arguments of the formulas in `megarl.algorithms` (losses, advantage estimators, KL estimators).
 
-They are read from the source code, because recipes are checked without torch, which an import needs. A recipe field
-with a `Formula` annotation accepts the names in a table of the source. The functions' keyword arguments become recipe
-settings. A new formula therefore needs no second registration. pydantic is imported where it is used, so that `megarl
---help` is fast.
+They are parsed from the source code, because recipes are checked without importing torch. A recipe field with a
+`Formula` annotation accepts the names in a table of the source, and keyword arguments become recipe settings: a new
+formula needs no second registration. pydantic is imported where it is used, so that `megarl --help` is fast.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """Keyword argument of a formula. `annotation` is its type annotation. None: the source has none."""
+    """Keyword argument of a formula. `annotation` is its type annotation; None: the source has none."""
 
     annotation: ast.expr | None
     is_required: bool
@@ -41,9 +40,8 @@ Keywords = Mapping[str, Keyword]
 class Formula:
     """Annotation of a recipe field that selects a formula by its name in a table of `megarl.algorithms`.
 
-    `further` are functions that are accepted in addition to the table. `measured` are keyword arguments that the run
-    computes from its samples, so a recipe cannot set them. `takes_own`: an import path of a user's formula is accepted
-    too.
+    `further` are functions accepted in addition to the table. `measured` are keyword arguments computed by the run from
+    its samples, so a recipe cannot set them. `takes_own`: the import path of a user's formula is accepted too.
     """
 
     module: str
@@ -53,7 +51,7 @@ class Formula:
     takes_own: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the pydantic schema of the field: first the check of its type, then of the formula's name."""
+        """Return the pydantic schema of the field: check its type, then the formula's name."""
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(self._check_name, handler(source))
@@ -72,7 +70,7 @@ class Formula:
 # The tables are dict literals of names by convention, so parsing finds them without running the module.
 @cache
 def _functions(formula: Formula) -> dict[str, Keywords]:
-    """Return the names accepted by the annotated field, each with the keyword arguments of its function."""
+    """Return the formulas accepted by the annotated field, by name, each with its keyword arguments."""
     body = ast.parse((_ALGORITHMS / f"{formula.module}.py").read_text(encoding="utf-8")).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     named: dict[str, str] = {}
@@ -91,13 +89,13 @@ def formula_fields() -> dict[str, Formula]:
 
 
 def formulas(field: str) -> dict[str, Keywords]:
-    """Return the formulas that a recipe field accepts, by name, each with its keyword arguments."""
+    """Return the formulas accepted by a recipe field, by name, each with its keyword arguments."""
     return _functions(formula_fields()[field])
 
 
 @cache
 def keyword_fields(field: str) -> dict[str, str]:
-    """Return the recipe fields that are keyword arguments of the formulas of `field`, keyed by keyword."""
+    """Return the recipe fields that are keyword arguments of the formulas of `field`, by keyword."""
     return {
         item.name or place.rpartition(".")[2]: place
         for place in all_fields()
@@ -107,18 +105,20 @@ def keyword_fields(field: str) -> dict[str, str]:
 
 
 def kwargs_field(field: str) -> str | None:
-    """Return the recipe field for all other keyword arguments of a formula: algorithm.loss_kwargs. May be None."""
+    """Return the recipe field with all other keyword arguments of a formula, like algorithm.policy_loss_kwargs; None:
+    absent.
+    """
     name = f"{field}_kwargs"
     return name if name in all_fields() else None
 
 
 def taking(field: str, keyword: str) -> list[str]:
-    """Return the names of the formulas of a recipe field that take this keyword argument."""
+    """Return the names of the formulas of a recipe field that have this keyword argument."""
     return [name for name, keywords in formulas(field).items() if keyword in keywords]
 
 
 def either(choices: Sequence[object]) -> str:
-    """Return at least one name, joined for a sentence: `a, b or c`."""
+    """Return one or more names joined for a sentence: `a, b or c`."""
     *leading, last = map(str, choices)
     return f"{', '.join(leading)} or {last}" if leading else last
 

@@ -1,7 +1,7 @@
-"""Idle recipe fields: fields set by the user, but without effect under the other fields' values.
+"""Idle recipe fields: set by the user, but without effect under the other fields' values.
 
-If a command-line override made a field of the file idle, the field is dropped with a notice. Otherwise an idle field is
-an error. `config.effects` decides which fields have an effect.
+A field of the file made idle by a command-line override is dropped with a notice. Any other idle field is an error.
+`config.effects` decides which fields have an effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Origin:
     """Origin of a recipe's values: a file, and command-line overrides that set or remove values.
 
-    `overridden` has the dotted names that overrides set, `unread` the names of fields without a usable value.
+    `overridden` has the dotted names set by overrides, `unread` the names of fields without a usable value.
     `is_of_run`: the file is the config.yaml of a run folder. It lists all fields with an effect, so a field that lost
     its effect is not the user's mistake.
     """
@@ -44,7 +44,7 @@ class Origin:
         return any(f"{field}.".startswith(f"{key}.") or f"{key}.".startswith(f"{field}.") for key in self.overridden)
 
 
-# Dropping a value can make others idle (a mixture's data, say), so this repeats until nothing changes.
+# A dropped value can make others idle (the data of a mixture, for example), so this repeats until nothing changes.
 def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Recipe, list[str], list[str]]:
     """Drop values of the recipe file that lost their effect because of overrides.
 
@@ -56,7 +56,7 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
     faults: list[str] = []
     while superseded := _find_superseded(recipe, merged.references, origin):
         dropped = {field for field in superseded if take_value(merged.values, field.split("."))}
-        # None of these fields is among the file's values, so another pass would find the same fields.
+        # The file has none of these fields: another pass would find the same ones.
         if not dropped:
             break
         reasons = dict.fromkeys(reason for field, (_, reason) in superseded.items() if field in dropped)
@@ -75,9 +75,9 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
     return recipe, notices, faults
 
 
-# Two different names are a validation error, so this is done before validation.
+# Runs before validation, where two different names of the gold answer are an error.
 def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
-    """Drop the file's name of the gold answer's field if an override names the field in the other way.
+    """Drop the file's name of the gold answer's field if an override names this field in the other way.
 
     The two ways are fields.answer and answer_field. Values and references are removed from `merged`. Returns the
     notices.
@@ -102,11 +102,9 @@ def _is_within(place: Place, field: str) -> bool:
     return f"{'.'.join(map(str, place))}.".startswith(f"{field}.")
 
 
-# A value idle in the file alone is the user's mistake and stays an error; only overrides excuse it.
+# A field that is idle even without overrides is the user's mistake, and stays an error.
 def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> dict[str, tuple[str, str]]:
-    """Return the file's fields that lost their effect because of overrides, each with its value as written and the
-    reason.
-    """
+    """Return the file's fields without effect because of overrides, each with its value as written and the reason."""
     superseded: dict[str, tuple[str, str]] = {}
     from_file: list[Idle] = []
     for idle in _readable(idle_fields(recipe), origin.unread):
@@ -134,7 +132,7 @@ def _idle_without_overrides(path: Path) -> set[str]:
 
 
 def idle_lines(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> Iterator[str]:
-    """Yield an error line for each field that the user set without effect: its value, the reason and the remedy."""
+    """Yield an error line for each idle field: its value, the reason and the remedy."""
     fields = all_fields()
     for place, name, source, need in _readable(idle_fields(recipe), origin.unread):
         is_override = origin.by_override(place)
@@ -153,7 +151,7 @@ def _assignment(recipe: Recipe, field: str, place: str, references: Mapping[Plac
 
 
 def fields_set_by_user(section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of fields that the file or an override sets. Values of a preset do not count."""
+    """Yield the dotted names of fields set by the file or an override. Values of a preset do not count."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
             if section_of(field) is not None:
@@ -163,9 +161,7 @@ def fields_set_by_user(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 class Idle(NamedTuple):
-    """A field that the user set without effect: its name as written, its name in the schema, the recipe, the unmet
-    condition.
-    """
+    """An idle field: its name as written, its name in the schema, the recipe, the unmet condition."""
 
     place: str
     field: str
@@ -174,7 +170,7 @@ class Idle(NamedTuple):
 
 
 def idle_fields(recipe: Recipe) -> Iterator[Idle]:
-    """Yield each field that the user set without effect, including fields in a mixture's sources."""
+    """Yield each idle field, also of a mixture's sources."""
     for field in fields_set_by_user(recipe):
         if (need := unmet(recipe, field)) is not None:
             yield Idle(field, field, recipe, need)
@@ -185,7 +181,7 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _readable(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
-    """Yield the idle fields whose value and deciding fields could be read. The others have an error already."""
+    """Yield the idle fields with a readable value and readable deciding fields. The others already have an error."""
     for idle in fields:
         if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):
             yield idle
@@ -193,5 +189,5 @@ def _readable(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
 
 # A check of several fields makes their whole section unread.
 def _is_unread(field: str, unread: set[str]) -> bool:
-    """Return whether a field, or a section around it, is in `unread`."""
+    """Return whether `unread` has a field, or a section around it."""
     return any(f"{field}.".startswith(f"{name}.") for name in unread)

@@ -1,7 +1,7 @@
-"""How a run knows that an answer is right: by verdicts of reward functions and environments.
+"""How a run knows whether an answer is right: by verdicts of reward functions and environments.
 
-Accuracy, pass@k and majority@k count verdicts. A score alone is no verdict, because a function for brevity or format
-rewards wrong answers too. The recipe or the function must declare a score as a verdict.
+Accuracy, pass@k and majority@k count verdicts. A score alone is not a verdict: a function for brevity or format rewards
+wrong answers too. The recipe or the function must declare that a score is a verdict.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ REMEDY = "set judges_answer: true on the function of reward.functions scoring wh
 
 
 def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
-    """Return how each reward function of the recipe judges answers, keyed by the function's name."""
+    """Return how each reward function of the recipe judges answers, by the function's name."""
     return {function.name: _judging_of(function, is_only=len(functions) == 1) for function in functions}
 
 
 def judges_answers(recipe: Recipe) -> Judging:
-    """Return how the attempts of a source are judged, as far as the source's recipe shows it."""
+    """Return how the attempts of a source are judged, as far as its recipe shows."""
     if recipe.rollout.environment in JUDGING_ENVIRONMENTS:
         return "declared"
     if recipe.rollout.environment not in SCORED_BY_FUNCTIONS:
@@ -54,7 +54,7 @@ def judges_answers(recipe: Recipe) -> Judging:
 
 
 def accuracy_needs(recipe: Recipe) -> list[str]:
-    """Return the fields (`FIELD = VALUE`) for which training needs verdicts that this source does not have."""
+    """Return the fields (`FIELD = VALUE`) that need verdicts for training."""
     if not recipe.trains_rewards:
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []
     algorithm = recipe.algorithm
@@ -80,7 +80,7 @@ def _judging_of(function: RewardFunctionConfig, *, is_only: bool) -> Judging:
     kind = function.name.partition(".")[0] if ":" not in function.name else function.name
     if kind in JUDGES or _is_judging_server(kind, function):
         return "declared"
-    # With several functions, it is open which score judges the answer.
+    # With several functions, no one score is known to judge the answer.
     return "by_value" if is_only and kind not in SCORERS else "none"
 
 

@@ -1,6 +1,4 @@
-"""Data mixtures: a run with several sources of prompts. A source may override some recipe fields, and shares
-the rest.
-"""
+"""Data mixtures: runs with several sources of prompts. A source overrides some recipe fields and shares the others."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from megarl.config.section import Section
 if TYPE_CHECKING:
     from megarl.config import Recipe
 
-# All other fields describe the ranks, the models or the batch, and all sources share these.
+# Sources share all other fields: they describe the ranks, the models or the batch.
 OWN = {
     "data": (
         "train", "validation", "format", "fields", "answer_field", "system_prompt", "max_prompt_tokens", "overlong",
@@ -30,28 +28,28 @@ OWN = {
     "distillation": ("teacher", "teacher_prompt", "context"),
     "evaluation": ("max_problems", "samples_per_prompt", "k", "sampling"),
 }  # fmt: skip
-"""Recipe fields that a source of a mixture may override, by recipe section."""
+"""Recipe fields that a source may override, by recipe section."""
 
 
 class SourceConfig(Section):
-    """Source of prompts in a mixture. Fields that it does not set are the recipe's."""
+    """Source of prompts in a mixture. Its unset fields are the recipe's."""
 
     weight: PositiveFloat = 1.0
-    """Weight of this source. Its share of all prompts is this weight divided by the sum of all sources' weights."""
+    """Weight of this source. Its share of all prompts is this weight divided by the sum over all sources."""
     data: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of `data` fields for this source: train, validation, format, fields, answer_field, system_prompt,
-    max_prompt_tokens, overlong, streaming, shuffle, curriculum. Others are as in the recipe's `data`."""
+    max_prompt_tokens, overlong, streaming, shuffle, curriculum. All others come from the recipe's `data`."""
     rollout: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of `rollout` fields for this source: sampling, environment, environment_kwargs, tool_parser, agent,
-    max_turns, truncated_turn, history, budget. Others are as in the recipe's `rollout`."""
+    max_turns, truncated_turn, history, budget. All others come from the recipe's `rollout`."""
     reward: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of `reward` fields for this source: functions, correct_score, num_workers, timeout_seconds,
-    wall_timeout_seconds. Others are as in the recipe's `reward`."""
+    wall_timeout_seconds. All others come from the recipe's `reward`."""
     distillation: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of `distillation` fields for this source: teacher, teacher_prompt, context."""
     evaluation: dict[str, JsonValue] = Field(default_factory=dict)
-    """Values of `evaluation` fields for this source: max_problems, samples_per_prompt, k, sampling. Others are as in
-    the recipe's `evaluation`."""
+    """Values of `evaluation` fields for this source: max_problems, samples_per_prompt, k, sampling. All others come
+    from the recipe's `evaluation`."""
 
     @model_serializer
     def _short(self) -> dict[str, Any]:
@@ -64,8 +62,8 @@ class SourceConfig(Section):
 class SourceRecipe:
     """One source of a mixture, as a complete recipe with the source's overrides applied.
 
-    `overridden` has the dotted names of the overridden fields. Without a mixture the only source is the recipe itself,
-    named after its environment.
+    `overridden` has the dotted names of the overridden fields. Without a mixture, the recipe is the only source, named
+    after its environment.
     """
 
     name: str
@@ -117,9 +115,9 @@ def check_sources(recipe: Recipe) -> None:
         raise ValidationError.from_exception_data("mixture", faults)
 
 
-# data.train is required, so a recipe with data only in its sources would not validate.
+# data.train is required, but a recipe may have data in its sources only.
 def with_first_train(values: Any) -> Any:
-    """Return recipe values with the first source's data.train, if only the sources have one."""
+    """Return recipe values with the first source's data.train, if only sources have one."""
     if not isinstance(values, Mapping) or not isinstance(values.get("mixture"), Mapping):
         return values
     data = values.get("data", {})
@@ -149,7 +147,7 @@ def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
     return type(section).model_validate(_values(section, changes))
 
 
-# Dump only set fields, because a default would count as set in the merged section (`config.effects`).
+# Only set fields are dumped: a default would count as set in the merged section (`config.effects`).
 def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
     values = section.model_dump(exclude_unset=True)
     for name, value in changes.items():
@@ -170,7 +168,7 @@ def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterat
 
 
 def _within(error: ValidationError, place: Sequence[str]) -> list[InitErrorDetails]:
-    """Return a section's pydantic errors with places below mixture.NAME."""
+    """Return a section's pydantic errors with their places below mixture.NAME."""
     return [
         InitErrorDetails(
             type=PydanticCustomError(fault["type"], fault["msg"]),  # pyright: ignore[reportArgumentType]

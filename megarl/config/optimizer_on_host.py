@@ -8,7 +8,7 @@ from megarl.config import Recipe
 
 
 def obstacles(recipe: Recipe) -> Iterator[str]:
-    """Yield an error line, with a remedy, for each reason why optimizer state cannot stay in host memory."""
+    """Yield an error line with remedy for each reason why optimizer state cannot stay in host memory."""
     trainer = recipe.trainer
     if recipe.model.dtype != "bfloat16":
         yield "Megatron-Core supports it for bfloat16 only; leave it out, or set model.dtype=bfloat16"

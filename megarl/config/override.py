@@ -7,9 +7,9 @@ from typing import Any
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _NOT_SCALING = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Rotary settings that choose the rotating channels. A change of the scaling does not change them."""
+"""Rotary settings that choose the rotating channels. A changed scaling leaves them unchanged."""
 OVERRIDABLE = (*_ROPE, "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
-"""Fields of config.json that may be overridden. They change the computation but not the shapes of weights."""
+"""Fields of config.json that may be overridden. They change the computation, not the shapes of weights."""
 
 _SHAPES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -31,9 +31,7 @@ _REASONS = {
 
 
 def override_fault(override: Mapping[str, Any]) -> str | None:
-    """Return the first error in the overrides, or None. Later, another check tests whether megarl supports the
-    values.
-    """
+    """Return the first error in the overrides, or None. A later check tests whether megarl supports the values."""
     for name, value in override.items():
         if name not in OVERRIDABLE:
             reason = _REASONS.get(name, "it is not a permitted field")
@@ -82,7 +80,7 @@ def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[s
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a config.json in the form of transformers 5: {rope_theta, rope_type, ...}."""
+    """Return the rotary settings of a config.json in transformers 5's form: {rope_theta, rope_type, ...}."""
     older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
     return {**older, **_scaling(config.get("rope_parameters") or config.get("rope_scaling"))}
 
@@ -92,7 +90,7 @@ def engine_overrides(
 ) -> dict[str, Any]:
     """Return the overrides as vLLM's `hf_overrides`.
 
-    vLLM replaces a field as a whole, so rotary settings must be complete. `rope` has the settings that config.json may
+    vLLM replaces a field as a whole, so rotary settings must be complete. `rope` has settings that config.json may
     lack.
     """
     plain = {name: value for name, value in override.items() if name not in _ROPE}

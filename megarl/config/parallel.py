@@ -16,19 +16,18 @@ FP8_BLOCK = 128
 EXACT_ROWS = 16
 """An exact matrix product pads its input to a multiple of this number of rows. At other numbers oneDNN's kernels (torch
 2.13) round some elements differently. Of 12 numbers tried on an AVX-512 processor, 1 differed, and with two threads
-also 2, 3, 33, 129 and 257. Multiples of 16 and 32 did not.
+also 2, 3, 33, 129 and 257. Multiples of 16 and 32 did not differ.
 """
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-"""Values of trainer.rank_order: Megatron's default, and the order in which a replica's pipeline stages are
-neighbours."""
+"""Values of trainer.rank_order: Megatron's default, and the order that puts a replica's pipeline stages next to each
+other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Position of a rank in the trainer's parallel grid. `etp`, `ep` and `edp` are its position in the
-    experts' grid.
-    """
+    """Position of a rank in the trainer's parallel grid. `etp`, `ep` and `edp`: its position in the experts' grid."""
 
     tp: int
     dp: int
@@ -41,14 +40,14 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Parallel sizes of trainer and engines. They share ranks, or have separate ones (`rollout_ranks` above 0).
+    """Parallel sizes of trainer and engines. They share ranks, or have separate ranks (`rollout_ranks` above 0).
 
-    The trainer has the run's first ranks, separate engines have the last. `vpp` is the number of model chunks per
-    pipeline stage. `etp` and `ep` are the sizes for experts. With `rollout_ep`, engines distribute whole experts over
-    ranks, instead of splitting each expert. `order` is Megatron's rank order.
+    The trainer has the run's first ranks, separate engines the last. `vpp` is the number of model chunks per pipeline
+    stage. `etp` and `ep` are the sizes for experts. With `rollout_ep`, engines distribute whole experts over ranks,
+    instead of splitting each expert. `order` is Megatron's rank order.
 
-    `rank_permutation` (a, b) moves the trainer's ranks. In each block of a * b ranks, rank i * b + j takes position j *
-    a + i of the order. So neighbouring ranks have distant positions. (1, 1) changes nothing.
+    `rank_permutation` (a, b) moves the trainer's ranks, so that neighbouring ranks have distant positions. In each
+    block of a * b ranks, rank i * b + j has position j * a + i of the order. (1, 1) changes nothing.
     """
 
     tp: int
@@ -87,8 +86,8 @@ class ParallelConfig:
     def layers_by_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Return the number of layers in each of the pp * vpp model chunks, in layer order. They differ by at most one.
 
-        The first chunk also has the embedding, and the last one the head. So these two are the last to get an
-        additional layer.
+        The first chunk also has the embedding and the last one the head, so these two are the last to get an additional
+        layer.
         """
         chunks = self.pp * self.vpp
         minimum, more = divmod(num_layers, chunks)
@@ -118,7 +117,7 @@ class ParallelConfig:
 
     @property
     def replica_sizes(self) -> list[int]:
-        """Return the number of ranks of each separate engine. Empty: trainer and engines share ranks."""
+        """Number of ranks of each separate engine. Empty: trainer and engines share ranks."""
         return [self.rollout_tp] * (self.rollout_ranks // self.rollout_tp)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -146,18 +145,18 @@ class ParallelConfig:
         return block * a * b + place % a * b + place // a
 
     def part(self, rank: int) -> int:
-        """Return a rank's position in the trainer's order. Coordinates follow from the position."""
+        """Return a rank's position in the trainer's order."""
         a, b = self.rank_permutation
         block, place = divmod(rank, a * b)
         return block * a * b + place % b * a + place // b
 
     @property
     def rank_of_part(self) -> tuple[int, ...]:
-        """Return the rank at each position of the trainer's order, after `rank_permutation`."""
+        """Rank at each position of the trainer's order, after `rank_permutation`."""
         return tuple(sorted(range(self.world_size), key=self.part))
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """Return the tp * pp * cp ranks of one data-parallel replica, the rank with tp 0, cp 0 and pp 0 first."""
+        """Return the tp * pp * cp ranks of a data-parallel replica, the rank with tp 0, cp 0 and pp 0 first."""
         # After a permutation, tp 0 may have a higher rank number than its peers, so put the first rank in front.
         first = self.rank(tp=0, dp=dp, pp=0)
         places = product(range(self.tp), range(self.pp), range(self.cp))
@@ -165,24 +164,22 @@ class ParallelConfig:
         return (first, *sorted(peers))
 
     def leaders(self) -> tuple[int, ...]:
-        """Return the first rank of each vLLM tensor-parallel group. It runs the engine's scheduler."""
+        """Return the first rank of each vLLM tensor-parallel group, which runs the engine's scheduler."""
         first = self.world_size if self.is_separate else 0
         return tuple(range(first, self.num_ranks, self.rollout_tp))
 
     # Zigzag context parallelism balances causal attention: each rank has one early and one late chunk.
     @property
     def sequence_multiple(self) -> int:
-        """Return the number of tokens of which each padded sequence is a multiple: two chunks per context-parallel
-        rank.
-        """
+        """Padded sequences are multiples of this number of tokens: two chunks per context-parallel rank."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def rows_multiple(self) -> int:
-        """Return the number of microbatches that the interleaved pipeline schedule processes as one group."""
+        """Number of micro-batches that the interleaved pipeline schedule processes as one group."""
         return self.pp if self.vpp > 1 else 1
 
-    # Megatron's order strings include ep. Dense weights are not split by it, so its size is 1 here.
+    # Megatron's order strings include ep. It does not split dense weights, so its size is 1 here.
     @property
     def _dense(self) -> dict[str, int]:
         return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}

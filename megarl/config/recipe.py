@@ -25,20 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A recipe without its faulty values, together with its errors."""
+    """A recipe without its wrong values, together with its errors."""
 
     path: Path
     recipe: Recipe
-    """The recipe without unknown keys. Fields listed in `unread` have their default values."""
+    """Recipe without unknown keys. Fields in `unread` have their default values."""
     problems: tuple[str, ...]
-    """Errors of the recipe. Each line has a field, its value, the error and the remedy."""
+    """Errors: one line each, with field, value, error and remedy."""
     unread: frozenset[str]
     """Dotted names of fields with a missing or unreadable value."""
 
     def error(self, further: Sequence[str] = ()) -> ConfigError:
-        """Return one ConfigError with all errors of the recipe, then the `further` errors of other checks, then the
-        notices.
-        """
+        """Return one ConfigError: the errors of the recipe, the `further` errors of other checks, then the notices."""
         notices = [f"\n  notice: {notice}" for notice in self.recipe.notices]
         return ConfigError(error_page(self.path, [*self.problems, *further]) + "".join(notices))
 
@@ -46,12 +44,12 @@ class Draft:
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Recipe:
     """Read a recipe from a YAML file and apply overrides: `section.field=value` sets, `~section.field` removes a value.
 
-    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`). `Recipe.references` has
-    the latter as written. A value `???` in the file must be overridden. If an override leaves a value of the file
-    without effect, the value is dropped, and `Recipe.notices` says so. `is_of_run`: the file is the config.yaml of a
-    run folder.
+    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`); `Recipe.references` has
+    references to the environment as written. A value `???` must be overridden. If an override leaves a value of the
+    file without effect, the value is dropped with a notice (`Recipe.notices`). `is_of_run`: the file is the config.yaml
+    of a run folder.
 
-    Raises one ConfigError that lists all errors. Errors include secrets in clear text and fields without effect.
+    Raises one ConfigError with all errors, among them secrets in clear text and fields without effect.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if draft.problems:
@@ -65,10 +63,9 @@ def load_of_run(run: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Draft:
-    """Read a recipe like `load`, but return its errors instead of raising, so that later checks can add theirs.
+    """Read a recipe like `load`, but return its errors, so that later checks can add theirs.
 
-    `is_of_run`: the file is the config.yaml of a run folder. It lists all fields, so fields without effect are not
-    errors. Raises ConfigError only if the file is not a YAML mapping of sections and fields.
+    Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
     from megarl.config.idle import Origin, drop_replaced_answers, drop_superseded, idle_lines
     from megarl.config.reading.removed import drop_removed_fields
@@ -88,9 +85,9 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
 
 def to_yaml(recipe: Recipe, comments: bool = False) -> str:
-    """Return a recipe as YAML that `load` can read, with all effective fields.
+    """Return a recipe as YAML for `load`, with all fields that have an effect.
 
-    Values from the environment are written as references, and secrets in clear text are hidden. `comments` puts each
+    Values from the environment are written as references; secrets in clear text are hidden. `comments` puts each
     field's description above it.
     """
     from megarl.config.effects import may_be_idle, unmet
@@ -106,7 +103,7 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
 
 
 def written_value(recipe: Recipe, field: str) -> Any:
-    """Return a field's value by dotted name as plain YAML or JSON. References stay unresolved, secrets are hidden."""
+    """Return a field's value as plain YAML or JSON. References stay unresolved, secrets are hidden."""
     place, references = tuple(field.split(".")), recipe.references
     return reference_around(place, references) or printable(value_at(recipe, field), place, references)
 
@@ -114,8 +111,8 @@ def written_value(recipe: Recipe, field: str) -> Any:
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Return a line `field: old -> new` for each field that differs from an earlier recipe of the same run.
 
-    `earlier` is the parsed YAML of the run folder. A field that it does not have counts as the default. `runs_folder`
-    is ignored, because both recipes belong to the same run folder, and only its spelling can differ.
+    `earlier` is the parsed YAML of the run folder. Its missing fields count as defaults. `runs_folder` is ignored: both
+    recipes belong to the same run folder, so only its spelling can differ.
     """
     import yaml
 

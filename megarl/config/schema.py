@@ -17,13 +17,13 @@ Item = TypeVar("Item")
 
 
 class DescriptionNote:
-    """Base class of annotations whose text is appended to the description of their field."""
+    """Base class of annotations that append a text to the description of their field."""
 
 
 # Imports of the schema are inside functions, because the schema's modules import this one.
 @cache
 def all_fields() -> dict[str, FieldInfo]:
-    """Return every recipe field by dotted name. Sections are included, list items are not."""
+    """Return every recipe field by dotted name, sections too, but no list items."""
     from megarl.config import Recipe
 
     return dict(_fields(Recipe, ""))
@@ -53,7 +53,7 @@ def recipe_field(place: str) -> str:
 
 
 def section_at(place: str) -> type[Section] | None:
-    """Return the section type at a dotted name (`optimizer`, `reward.functions.0`, `mixture.NAME`). Empty: the whole
+    """Return the section type at a dotted name (`optimizer`, `reward.functions.0`, `mixture.NAME`); empty: the whole
     recipe.
     """
     from megarl.config import Recipe
@@ -80,7 +80,7 @@ def _among(field: FieldInfo, origins: tuple[Any, ...]) -> type[Section] | None:
 
 
 def field_at(place: str) -> FieldInfo | None:
-    """Return the recipe field at a dotted name. None: there is none, for example for a key inside `rollout.vllm`."""
+    """Return the recipe field at a dotted name; None: there is none, for example for a key inside `rollout.vllm`."""
     parent, _, name = recipe_field(place).rpartition(".")
     section = section_at(parent)
     return None if section is None else section.model_fields.get(name)
@@ -106,13 +106,11 @@ def description(field: FieldInfo) -> str:
 
 
 _DEFAULT_IS_A_VALUE = ("data.system_prompt",)
-"""Fields with `default` as an ordinary value: `FIELD=default` sets it, and only `~FIELD` removes the value."""
+"""Fields with the ordinary value `default`: `FIELD=default` sets it, and only `~FIELD` removes the value."""
 
 
 def default_removes(place: str) -> bool:
-    """Return whether the override `PLACE=default` removes a value. It does for fields, but not for keys inside
-    a field.
-    """
+    """Return whether the override `PLACE=default` removes a value. True for fields, not for keys inside a field."""
     field = field_at(place)
     return field is not None and not field.is_required() and recipe_field(place) not in _DEFAULT_IS_A_VALUE
 

@@ -21,34 +21,34 @@ _SECRET_NAME = re.compile(
     r"(api|access|private|secret|signing|encryption|account|storage|session|ssh|service|license|master|shared|deploy|"
     r"subscription|wandb|openai|anthropic|hf|huggingface|aws|azure|gcp|google|github|gitlab|slack)_keys?"
     r")$"
-    # Not a pass over something, as in num_pass or forward_pass.
+    # Excludes passes over something: num_pass, forward_pass.
     r"|(?<!num)(?<!one)(?<!two)(?<!first)(?<!second)(?<!forward)(?<!backward)(?<!multi)(?<!single)(^|_)pass$"
 )
 _TOKENIZER_NAME = re.compile(
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|audio|video|stop|special|start|end)_tokens?$"
-    # Numbers and positions of tokens, as in max_new_token. first_access_token is a secret.
+    # Numbers and positions of tokens: max_new_token. But first_access_token is a secret.
     r"|(^|_)(max|min|num|context|first)(_(?!access_|auth_|bearer_|refresh_|session_|api_|bot_|hf_)[a-z0-9]+)*_tokens?$"
 )
-"""Names that end like a secret's name but mean tokens of a vocabulary."""
+"""Names that end like a secret's name, but mean tokens of a vocabulary."""
 _PLACEHOLDER = re.compile(r"((bearer|basic|token)\s+)?(empty|none|dummy)", re.IGNORECASE)
 """Values for servers that require a key but do not check it."""
 _PASS_COUNT = re.compile(r"all|any|both|each|every|first|second|last|one|two|\d", re.IGNORECASE)
-"""Values of a field `pass` that mean passes over something."""
+"""Values of a field `pass` that count or name passes over something."""
 _NUMERIC_NAME = re.compile(r"(passwords?|passwd|pwd|passphrases?|passcodes?|_keys?|apikeys?)$")
-"""Names whose value is a secret even if it is a number. `max_tokens: 64` is not a secret."""
+"""Names of fields that are secret even with a number as value. `max_tokens: 64` is not a secret."""
 _URL_PARAMETER = re.compile(r"[?&;#](key|sig|signature|code)=[^\s&]", re.IGNORECASE)
 
 _EDGE = r"(?<![A-Za-z0-9_/.-])"
 _END = r"(?![A-Za-z0-9_/-]|\.[A-Za-z0-9])"
-# The random part of a key: unlike words and names, it has several digits or capital letters.
+# Random part of a key. Unlike words and names, it has several digits or capital letters.
 _RANDOM_WORD = r"(?=(?:[a-z]{0,80}[A-Z0-9]){3})[A-Za-z0-9]{16}"
 _SHORT_HEX = r"(?=[0-9]{0,11}[a-f])(?=[a-f]{0,11}[0-9])[0-9a-f]{12}"
 # Repetitions are bounded where a search could begin many times within one long word: it would be quadratic.
 _FORMS = re.compile(
     # https://user:password@host, and https://token@host.
-    # A scheme is looked for at the start of a word only: searches of long words would be quadratic.
+    # A scheme must begin a word: otherwise searches of long words would be quadratic.
     r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@|https?://[^/\s:@]+@"
-    # OpenAI, Anthropic and others: a prefix such as proj- may come first. Names such as sk-qwen3-8b-grpo are none.
+    # Keys of OpenAI, Anthropic and others, perhaps with a prefix such as proj-. sk-qwen3-8b-grpo is not a key.
     rf"|{_EDGE}sk-(?:[A-Za-z0-9]*[_-]){{0,20}}(?:{_SHORT_HEX}|{_RANDOM_WORD})[\w-]*{_END}"
     rf"|{_EDGE}hf_{_RANDOM_WORD}[A-Za-z0-9]*{_END}"
     rf"|{_EDGE}(?:gh[opusr]_|gsk_|npm_|nvapi-|glpat-|xai-|r8_)[A-Za-z0-9-]{{16,}}{_END}"
@@ -67,14 +67,14 @@ _FORMS = re.compile(
     r"|api\.telegram\.org/bot[^/\s]{1,80})/?\S"
     r"|https?://[^\s?#]{1,80}/(?:webhooks?|hooks)\w{0,8}/[^\s?#]{0,80}(?=\w{0,80}\d)\w{8}"
 )
-"""Texts that are, or contain, a secret whatever their field is called."""
+"""Texts that are, or contain, a secret, whatever the field is called."""
 
 _PROSE = re.compile(r"(prompt|system|stop|template|pattern|instruction|message)s?$")
-"""Fields with text for a model or a search. A `password=` in it is only a word."""
+"""Fields with text for a model or a search, in which `password=` is only a word."""
 _COMMAND = re.compile(r"(command|cmd|arg|argument|argv|option|flag|environment|env|export|script|entrypoint|header)s?$")
-"""Fields whose text may have options of a program, variables or HTTP headers."""
+"""Fields whose text may have program options, variables or HTTP headers."""
 # Matches may overlap: --export=HF_TOKEN=VALUE has two.
-# A name begins at the first of its characters only: else a long word of many dashes would be read from each of them.
+# A name must begin at its first character: otherwise a long word of many dashes would be read from each dash.
 _ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_-])[0-9_-]*([A-Za-z][A-Za-z0-9_-]*)=(?=[\"']?([^\s,&;\"']+))")
 _OPTION = re.compile(r"(?<!\S)--?([A-Za-z][A-Za-z0-9_-]*)\s+[\"']?([^\s\"'-][^\s\"']*)")
 # Without a space, token:small is a tag.
@@ -83,7 +83,7 @@ _HEADER = re.compile(
 )
 _JSON_VALUE = re.compile(r"[\"']([A-Za-z][A-Za-z0-9_-]*)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 _USER_OPTION = re.compile(r"(?<!\S)(?:-u|--user|--proxy-user)[\s=]+[\"']?[^\s:/\"'$]+:(?!\d+(?:\s|$))[^\s\"'$]+")
-"""User and password, as curl takes them. Two numbers are the ids of a user and a group."""
+"""User and password as an option of curl. Two numbers are the ids of a user and a group."""
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 
 
@@ -96,7 +96,7 @@ def is_secret_name(name: str) -> bool:
 def is_secret_place(place: Place) -> bool:
     """Return whether a field, or a section around it, has the name of a secret.
 
-    Names of data sets are the user's choice, so the section `data` is exempt.
+    The section `data` is exempt: users choose the names of data sets.
     """
     return place[:1] != ("data",) and any(isinstance(part, str) and is_secret_name(part) for part in place)
 
@@ -107,7 +107,7 @@ def holds_secret(place: Place, value: Any) -> bool:
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_words(str(place[-1]))))
-    # The run's name is the user's choice, and stands in paths and logs anyway.
+    # Users choose the run's name, and paths and logs contain it anyway.
     if not isinstance(value, str) or not value or place == ("name",):
         return False
     if is_secret_place(place) and not _is_harmless(_name_at(place), value):
@@ -130,7 +130,7 @@ def secret_items(place: Place, items: Sequence[Any]) -> set[int]:
 
 
 def literal_secrets(values: Any, references: Mapping[Place, str], place: Place = ()) -> Iterator[str]:
-    """Yield one error line per secret in clear text. In a text with `${...}` references only the rest is examined."""
+    """Yield one error line per secret in clear text. Of a text with `${...}` references, only the rest is examined."""
     if place in references:
         literal = references[place]
         while (shorter := _REFERENCE.sub("", literal)) != literal:
@@ -158,7 +158,7 @@ def dotted_name(place: Place) -> str:
 
 
 def shown_key(name: str) -> str:
-    """Return a mapping's key for printing: hidden if it is a secret itself."""
+    """Return a mapping's key for printing: hidden if the key itself is a secret."""
     return HIDDEN if _FORMS.search(name) else name
 
 
@@ -175,20 +175,20 @@ def _name_at(place: Place) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Return whether a value with a secret's name is harmless: a placeholder, or a count as in `max_tokens: "64"`."""
+    """Return whether a value under a secret's name is harmless: a placeholder, or a count like `max_tokens: "64"`."""
     if _words(name) == "pass" and _PASS_COUNT.fullmatch(value):
         return True
     return bool(_PLACEHOLDER.fullmatch(value)) or (_words(name).endswith("tokens") and value.isdecimal())
 
 
 def _is_clear_secret(name: str, value: str) -> bool:
-    """Return whether an option or variable `name` means a secret, and its `value` is in clear text."""
+    """Return whether the option or variable `name` is named like a secret, and its value is in clear text."""
     # A variable of the shell is no secret.
     return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
 
 
 def _is_secret_option(option: str, value: str) -> bool:
-    """Return whether an item of a command is an option for a secret, and the next item its value in clear text."""
+    """Return whether a command's item is an option for a secret, followed by its value in clear text."""
     if _USER_OPTION.fullmatch(f"{option} {value}"):
         return True
     name = option.lstrip("-")

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """A part of the recipe. It is immutable, and unknown keys are errors."""
+    """A part of the recipe: immutable; unknown keys are errors."""
 
     # extra: a misspelt key must be an error, not ignored. allow_inf_nan: NaN passes no comparison with a limit.
     # protected_namespaces: some versions of pydantic warn about names like reward.model_weight (prefix model_).
@@ -20,7 +20,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false in number fields, because pydantic would convert them to 1 and 0."""
+        """Refuse true and false in number fields: pydantic would convert them to 1 and 0."""
         items = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(item, bool) for item in items) and not _takes_bool(
             cls.model_fields[info.field_name or ""].annotation

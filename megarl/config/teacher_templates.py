@@ -6,20 +6,20 @@ import re
 from collections.abc import Iterator, Mapping
 
 RECORD = "record."
-"""Prefix of context sources from fields of the record."""
+"""Prefix of context sources that are fields of the record."""
 CONTEXTS = ("success", "feedback")
-"""Context sources other than fields of the record."""
+"""All other context sources."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NAMES = ("prompt", "context")
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with each placeholder {NAME} replaced by its value. Placeholders in values stay."""
+    """Return the template with each {NAME} replaced by its value. Placeholders inside values stay."""
     return _PLACEHOLDER.sub(lambda match: values[match.group(1)], template)
 
 
 def template_faults(template: str, context: tuple[str, ...]) -> Iterator[str]:
-    """Yield the faults of a template and of its context sources, each as `FIELD = VALUE: fault; remedy`."""
+    """Yield the faults of a template and of its context sources."""
     names = _PLACEHOLDER.findall(template)
     field = f"distillation.teacher_prompt = {template!r}"
     for name in dict.fromkeys(name for name in names if name not in _NAMES):

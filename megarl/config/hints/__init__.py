@@ -1,1 +1,1 @@
-"""Hints about misspelt fields and values, and about those of other training programs."""
+"""Hints about misspelt fields and values, and about fields and values of other training programs."""

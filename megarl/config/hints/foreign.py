@@ -1,17 +1,16 @@
 """Table of other programs' options and values, and the recipe fields for them.
 
-`megarl.config.hints.migration` uses it for hints about unknown keys and options, and for launch/recipes/MIGRATION.md.
-
-A row has the option, the recipe fields, and a note. The option may have further spellings, for example `--dataset -d`,
-and a value: `--algo=GRPO`. It matches every key that ends with it: `rollout.n` matches `actor.rollout.n`. Case, dashes
-and underscores are ignored, except in options with a single dash. The fields may have example values. No fields: megarl
-has no such setting, and the note says why. A row without a note takes the option's value unchanged.
+`megarl.config.hints.migration` uses it for hints about unknown keys and options, and for launch/recipes/MIGRATION.md. A
+row has the option, the recipe fields, and a note. The option may have several spellings (`--dataset -d`) and a value
+(`--algo=GRPO`). It matches every key that ends with it: `rollout.n` matches `actor.rollout.n`. Case, dashes and
+underscores are ignored, except in options with a single dash. The fields may have example values. No fields: megarl has
+no such setting, and the note says why. A row without a note has the option's value unchanged.
 """
 
 from __future__ import annotations
 
 OTHERS = ""
-"""Key of options of programs without a table in MIGRATION.md (OpenRLHF), and of options of many programs."""
+"""Key of options of many programs, and of programs without a table in MIGRATION.md (OpenRLHF)."""
 
 # fmt: off
 OPTIONS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {

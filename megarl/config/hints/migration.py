@@ -1,7 +1,7 @@
 """Hints and MIGRATION.md from `megarl.config.hints.foreign`, the table of other programs' options.
 
-`meanings` returns the recipe fields for an option: the error for an unknown recipe key or command-line option prints
-them. `migration_page` lists all options by program.
+`meanings` returns the recipe fields for an option, for errors about unknown recipe keys and command-line options.
+`migration_page` lists all options by program.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ _COMPANIONS = {
     "algorithm.ptx_conversations": "algorithm.ptx_coefficient=0.1",
     "algorithm.ptx_coefficient": "data.ptx=talk.jsonl",
 }
-"""Overrides that the examples of a field need in addition to its conditions, because `preflight` checks fields
-together."""
+"""Overrides that a field's example needs in addition to its conditions, because `preflight` checks fields together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +45,25 @@ class Option:
     """An option of another program: a row of `foreign.OPTIONS`."""
 
     program: str
-    """Name of the training program. `OTHERS`: many programs, or one without a table in MIGRATION.md."""
+    """Name of the training program. `OTHERS`: many programs, or a program without a table in MIGRATION.md."""
     spellings: tuple[str, ...]
-    """Spellings of the option on the program's command line, for example `--dataset` and `-d`."""
+    """Spellings of the option on the program's command line: `--dataset`, `-d`."""
     value: str
-    """Value of the option to which the row is limited. Empty: all values."""
+    """Value of the option to which the row applies. Empty: all values."""
     assignments: tuple[str, ...]
-    """Recipe fields for the option, each with or without an example value: `train.epochs=2`. Empty: there is none."""
+    """Recipe fields for the option, each with or without an example value: `train.epochs=2`. Empty: none."""
     note: str
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the recipe fields: `data.validation` for `data.validation.math=math.jsonl`."""
+        """Recipe fields: `data.validation` for `data.validation.math=math.jsonl`."""
         return tuple(dict.fromkeys(_field_around(item.partition("=")[0]) for item in self.assignments))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the plain names that match the option.
+        """Plain names that match the option.
 
-        A name that the recipe field itself has is left out: for it, the hint about a field of another section is
-        better.
+        The recipe field's own name is left out: for it, the hint about a field of another section is better.
         """
         names = (_plain(spelling) for spelling in self.spellings if not _is_short(spelling))
         own_name = _last(self.fields[0]) if self.fields and self.program != OTHERS else None
@@ -78,7 +76,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Options of one or several programs that become the same recipe fields."""
+    """Options of one or several programs with the same recipe fields."""
 
     options: tuple[Option, ...]
 
@@ -92,7 +90,7 @@ class Meaning:
 
     @property
     def takes_value(self) -> bool:
-        """Return whether the field takes the option's value, perhaps in another spelling."""
+        """Whether the field takes the option's value, perhaps in another spelling."""
         return len(self.fields) == 1 and any(not option.note and not option.value for option in self.options)
 
     def describe(self, is_only: bool) -> str:
@@ -109,7 +107,7 @@ class Meaning:
         return f"{'here' if is_only else where} it is {fields}" + (f" ({notes})" if notes else "")
 
     def _notes(self) -> str:
-        """Return how the options differ from the fields. Empty: one of them has the same values as the field."""
+        """Return how the options differ from the fields. Empty: one option has the same values as the field."""
         programs: defaultdict[str, list[str]] = defaultdict(list)
         for option in self.options:
             programs[option.note].append(option.program)
@@ -142,31 +140,29 @@ def _options_by_name() -> dict[str, list[Option]]:
 
 
 def meanings(name: str, value: str | None = None) -> list[Meaning]:
-    """Return the different meanings of another program's dotted option in a recipe. Empty: unknown.
+    """Return the different meanings of another program's dotted option in a recipe; empty: unknown option.
 
-    `value` is the option's value, because some options mean another field with some values.
+    `value` is the option's value: with some values, some options mean another field.
     """
     parts = _plain(name).split(".")
     tails = (".".join(parts[start:]) for start in range(len(parts)))
     by_tail = [_options_by_name().get(tail, []) for tail in tails]
-    # A row about other values says nothing: a shorter name may.
+    # If all rows of a name are about other values, try the next shorter name.
     return next(filter(None, (_group_by_meaning(rows, value) for rows in by_tail)), []) or next(
         filter(None, (_group_by_meaning(rows, None) for rows in by_tail)), []
     )
 
 
 def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
-    """Return the meanings of another program's short option, without its dash. Case matters: `tMbs` and `tmbs`
-    differ.
-    """
+    """Return the meanings of another program's short option, without its dash. Case matters: `tMbs`, `tmbs`."""
     rows = [option for option in options() if f"-{name}" in option.spellings]
     return _group_by_meaning(rows, value) or _group_by_meaning(rows, None)
 
 
 def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning]:
-    """Return the meanings of the rows about a value.
+    """Return the meanings of the rows that apply to a value.
 
-    Rows about other values are left out, unless `value` is None and no row is about all values.
+    With `value` None, rows about single values apply only if no row is about all values.
     """
     exact = [option for option in rows if option.value and value and _plain(option.value) == _plain(value)]
     decided = {field for option in exact for field in option.fields}
@@ -179,9 +175,9 @@ def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning
 
 
 def describe_option(several: Sequence[Meaning], value: str | None = None, *, with_override: bool = False) -> str:
-    """Return the end of an error message that explains another program's option: the recipe fields that replace it.
+    """Return the end of an error message about another program's option: the recipe fields that replace it.
 
-    `with_override`: the text also has the override to write, if a field takes the option's value.
+    `with_override`: add the override to write, if a field takes the option's value.
     """
     texts = []
     for meaning in several:
@@ -216,7 +212,7 @@ def _field_around(name: str) -> str:
 
 
 def migration_page() -> str:
-    """Return the text of launch/recipes/MIGRATION.md: `migration.md` with one table of options per program."""
+    """Return the text of launch/recipes/MIGRATION.md: `migration.md` with one table per program."""
     page = Path(__file__).with_name("migration.md").read_text(encoding="utf-8")
     for program in OPTIONS.keys() - {OTHERS}:
         rows = (_page_row(option) for option in options() if option.program == program)
@@ -230,9 +226,8 @@ def _page_row(option: Option) -> str:
 
 
 def overrides_of(option: Option) -> list[str]:
-    """Return overrides of a recipe that express an option.
-
-    First come the conditions of its fields, then the fields, then their companions.
+    """Return overrides of a recipe that express an option: the conditions of its fields, the fields, then their
+    companions.
     """
     base = _base_recipe()
     unmet = [condition for field in option.fields for condition in conditions(field) if not condition.holds(base)]

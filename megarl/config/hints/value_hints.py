@@ -1,4 +1,4 @@
-"""Values that a user probably meant by a wrong one: a misspelt one, or one of another program."""
+"""The value that a user probably meant by an invalid one: misspelt, or a value of another program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASE_RECIPE = {"name": "base", "loop": "rl", "model": {"path": "m"}, "data": {"t
 
 
 def nearest_value(place: str, value: object) -> str | None:
-    """Return the value that the user probably meant instead of an invalid one, or None."""
+    """Return the valid value that the user probably meant, or None."""
     if not isinstance(value, str):
         return None
     choices = _choices(place)
@@ -45,7 +45,7 @@ def _words(kind: Any) -> Iterator[str]:
 def written_override(field: str, value: str | None) -> str:
     """Return the override of a field with the value of another program's option, in megarl's spelling.
 
-    If the field does not take the value, the override has VALUE and the accepted values.
+    If the field does not accept the value, the override has VALUE and the accepted values.
     """
     if value is None:
         return f"{field}=VALUE"
@@ -58,7 +58,7 @@ def written_override(field: str, value: str | None) -> str:
 
 
 def _value_fault(field: str, value: str) -> str | None:
-    """Return why a field does not take a value as written in an override, or None."""
+    """Return why a field does not accept a value as written in an override, or None."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from pydantic import ValidationError

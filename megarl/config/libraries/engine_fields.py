@@ -1,7 +1,7 @@
 """Table of vLLM's EngineArgs fields for `rollout.vllm`: accepted, decided by another field, or refused.
 
-A field missing in the table is refused. It might need another executor, or hold state of old weights, as a cache does.
-The table has the field names of vLLM 0.30 and vLLM 0.32.
+A field that is not in the table is refused: it might need another executor, or keep state of old weights, as a cache
+does. The names are those of vLLM 0.30 and vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ACCEPTED = {
         enable_layerwise_nvtx_tracing fail_on_environ_validation jit_monitor_mode jit_monitor_verbose
     """,
 }
-"""Fields passed on to vLLM, by the reason why all their values are safe."""
+"""Fields passed on to vLLM, by the reason why all values are safe."""
 
 _SET_BY_MEGARL = {
     "the process that runs the rank is the engine's executor and worker": """
@@ -79,7 +79,7 @@ _SET_BY_MEGARL = {
         per_request_spec_decode_metrics profiler_config show_hidden_metrics_for_version
     """,
 }
-"""Fields that megarl sets, keyed by the reason."""
+"""Fields set by megarl, by the reason."""
 
 _REFUSED = {
     "keys and values outside the engine would outlive a weight update, so old ones would be read under new weights": """
@@ -124,7 +124,7 @@ _REFUSED = {
         reasoning_config reasoning_parser reasoning_parser_plugin structured_outputs_config
     """,
 }
-"""Fields that no run may have, keyed by the reason."""
+"""Fields that no run may set, by the reason."""
 
 
 def _index_by_name(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -138,7 +138,7 @@ def accepted_fields() -> dict[str, str]:
 
 @cache
 def refusals_by_field() -> dict[str, str]:
-    """Return the fields refused in `rollout.vllm`, each with reason and remedy for the end of an error."""
+    """Return the refused fields of `rollout.vllm`, each with reason and remedy for the end of an error."""
     refused = {name: f"{reason}; remove it" for name, reason in _index_by_name(_REFUSED).items()}
     set_by_megarl = {
         name: f"megarl sets it: {reason}; remove it" for name, reason in _index_by_name(_SET_BY_MEGARL).items()
@@ -148,7 +148,7 @@ def refusals_by_field() -> dict[str, str]:
 
 
 def engine_field_fault(name: str) -> str | None:
-    """Return why `rollout.vllm` may not have a field, and the remedy; None: it may."""
+    """Return why `rollout.vllm` refuses a field, and the remedy; None: it is accepted."""
     if name in accepted_fields():
         return None
     unknown = "megarl does not know what this field of vLLM does to an engine whose weights change; remove it"

@@ -1,4 +1,6 @@
-"""Settings that users pass on to Megatron-Core and vLLM (trainer.megatron, rollout.vllm), and which are refused."""
+"""Settings passed on to Megatron-Core and vLLM (trainer.megatron, rollout.vllm): reserved ones, and ones without
+effect.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ _OTHERWISE = {
     ),
     "sinks": {"apply_rope_fusion": "the model's attention sinks: their packed rows have one rotary angle a token"},
 }  # fmt: skip
-"""Settings of vLLM and Megatron-Core that neither users nor recipe fields set, each with what determines it. Keys are
-names of fields of `Decides`."""
+"""Settings of Megatron-Core decided by neither users nor recipe fields, each with what decides it. Keys: the arguments
+of `reserved_settings`.
+"""
 
 
 @cache
@@ -59,7 +62,7 @@ def reserved_settings(library: str) -> dict[str, str]:
     it.
 
     `library` is a field of `config.annotations.Decides` (vllm, megatron, experts, recompute, fp8), architecture
-    (Megatron's settings of parts found in few models), or sinks (those of models with attention sinks).
+    (Megatron's settings of parts found in few models), or sinks (settings of models with attention sinks).
     """
     deciding: dict[str, list[str]] = {}
     for place in all_fields():
@@ -74,7 +77,7 @@ def _all_of(fields: list[str]) -> str:
     return f"{', '.join(leading)} and {last}" if leading else last
 
 
-# Megatron-Core 0.16.1 accepts these silently, without effect.
+# Megatron-Core 0.16.1 accepts these fields without an error and without effect.
 _UNREAD = {
     "attention_dropout": "attention over packed rows has no dropout; use hidden_dropout",
     "masked_softmax_fusion": "attention over packed rows has kernels of its own",
@@ -90,7 +93,7 @@ _UNBALANCED = ("none", "sinkhorn")
 
 
 def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
-    """Yield one error line per field of `trainer.megatron` without effect in a model with or without experts."""
+    """Yield an error line for each field of `trainer.megatron` without effect in a model with or without experts."""
     for name, value in settings.items():
         assignment = f"trainer.megatron.{name} = {value!r}"
         if name in _UNREAD and value:

@@ -1,4 +1,4 @@
-"""Error lines of a recipe. Each names the field and its value, and has the fault and the remedy."""
+"""Error lines of a recipe: field, value, fault and remedy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def explain_error(
 ) -> str:
     """Return the message for a pydantic error as one or several lines.
 
-    `kind`: pydantic's type of the error. `loc`: its place, as keys and indices. `value`: the wrong value. `message`:
-    pydantic's message. `references`: unresolved texts such as `${model.path}`, by place. The message quotes them.
+    `kind` is pydantic's type of the error, `loc` its place (keys and indices), `value` the wrong value, `message`
+    pydantic's message. `references` has unresolved texts such as `${model.path}` by place, which the message quotes.
     """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
@@ -66,7 +66,7 @@ def _children(place: str) -> list[str]:
 
 def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
     """Return the fault of a value, the nearest valid value or the way to remove it, and the field's description."""
-    # The texts are pydantic's: this makes them sentences about a recipe.
+    # pydantic's texts become sentences about a recipe.
     wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
     if kind in ("literal_error", "formula") and (near := nearest_value(place, value)):
@@ -85,9 +85,9 @@ def _around(place: str) -> str:
     return next((description(field) for field in fields if field is not None), "")
 
 
-# A misspelt section gets one line. Another program's section gets a line per value, because each has its own remedy.
+# A misspelt section gets one line. Another program's section gets a line per value, because remedies differ.
 def _unknown(place: str, value: Any) -> Iterator[str]:
-    """Yield the error line of an unknown key. An unknown section gets one line for each value in it."""
+    """Yield the error line of an unknown key, or one line for each value of an unknown section."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
     is_misspelt = nearest(place.rpartition(".")[2], _siblings(place)) is not None
     is_foreign = any(meanings(name) for name, _ in leaves)
@@ -100,13 +100,13 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
 def key_hint(place: str, value: str | None = None) -> str:
     """Return a hint for an unknown key: a similar recipe field, or the recipe field for another program's option.
 
-    `value` is the key's value, because some options mean another field with some values.
+    `value` is the key's value: with some values, some options mean another field.
     """
     from megarl.config.mixture import SourceConfig
 
     if (replacement := REMOVED.get(place)) is not None:
         return f"the field was removed: {replacement}"
-    # Fields of list items exist nowhere else, so do not search other sections for them.
+    # Other sections do not have the fields of list items, so they are not searched for them.
     fields, short = [] if _is_in_item(place) else _elsewhere(place), short_meanings(place, value)
     if foreign := meanings(place, value) or ([] if fields else short):
         return describe_option(foreign)
@@ -124,13 +124,13 @@ def key_hint(place: str, value: str | None = None) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Return whether a key lies in a section inside a list or a mapping, as in reward.functions."""
+    """Return whether a key belongs to a section inside a list or a mapping, as in reward.functions."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 
 
 def _nearest_field(place: str) -> str | None:
-    """Return the recipe fields with the most similar names, as `a or b`. Fields of the key's own section come first."""
+    """Return the recipe fields with the most similar name, as `a or b`. Fields of the same section come first."""
     key = place.rpartition(".")[2]
     siblings = _siblings(place)
     if (near := nearest(key, siblings)) is not None:
@@ -155,8 +155,8 @@ def _elsewhere(place: str) -> list[str]:
 def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     """Return the end of the error message for an unknown command-line option, for example `--steps 5`.
 
-    `options` are the valid options of the command. In this order it explains an option of another program, the recipe
-    field to override, a section, or a similar option or field.
+    It explains the first that applies: an option of another program, the recipe field to override, a section, a similar
+    option or field. `options` are the command's valid options.
     """
     name, recipe_fields = option.lstrip("-").replace("-", "_"), all_fields()
     matches = [name] if name in recipe_fields else _elsewhere(name)
@@ -179,7 +179,7 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield all values below a section, each with its dotted name relative to the section.
 
-    A value that is not a section is yielded with an empty name.
+    A value that is not a section has an empty name.
     """
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
@@ -207,11 +207,11 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
             for index, item in enumerate(value)
         ]
     if isinstance(value, str):
-        # Escaped, because `load` would resolve a plain ${...} as a reference.
+        # `load` would resolve an unescaped ${...} as a reference.
         return HIDDEN if holds_secret(place, value) else value.replace("${", "\\${")
     return HIDDEN if holds_secret(place, value) else value
 
 
 def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
-    """Return the text of the reference (`${oc.env:NAME}`) that gave a value or a section around it, else None."""
+    """Return the reference (`${oc.env:NAME}`) that gave a value or a section around it, as text, else None."""
     return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Merged:
     """Recipe file and overrides as plain values, with references (`${...}`) resolved.
 
-    `references` has the texts of values from the environment. `unread` has the fields without a value, because their
+    `references` has the texts of values from the environment. `unread` has fields without a value, because their
     references cannot be resolved. `overridden` has the dotted names set by overrides.
     """
 
@@ -81,7 +81,7 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
 
 @dataclass(slots=True)
 class _Merging:
-    """A recipe as an OmegaConf tree. Overrides are applied in turn, so a later one wins."""
+    """A recipe as an OmegaConf tree. Overrides are applied in turn: a later one wins."""
 
     tree: Any
     problems: list[str]
@@ -89,7 +89,8 @@ class _Merging:
 
     def apply(self, override: str) -> None:
         """Apply one override: `section.field=value` sets, `section.field=default` and `~section.field` remove a
-        value."""
+        value.
+        """
         import yaml
         from omegaconf.errors import OmegaConfBaseException
 
@@ -121,12 +122,12 @@ class _Merging:
             self._set_in_list(list_name, key, value)
             return
         _empty(self.tree, key, value)
-        # In place, because `OmegaConf.merge` copies the whole tree. This took two thirds of a search of layouts.
+        # `OmegaConf.merge` copies the whole tree, which took two thirds of a search of layouts.
         self.tree.merge_with(OmegaConf.from_dotlist([f"{key}={text}"]))
         self.overridden |= {key + rest for rest, _ in leaves_of(value)}
 
     def _list_around(self, key: str) -> str | None:
-        """Return the dotted name of the list if a key addresses a list item (`reward.functions.0`), else None."""
+        """Return the dotted name of the list if a key is in a list item (`reward.functions.0`), else None."""
         from omegaconf import OmegaConf
 
         parts = key.split(".")
@@ -150,7 +151,7 @@ class _Merging:
     def _set_in_list(self, place: str, key: str, value: Any) -> None:
         """Apply an override of a list item, or of a field inside an item. `key` is its dotted name.
 
-        A list that the tree does not have is first copied from the recipe, or from the field's default.
+        A list missing in the tree is first copied from the recipe, or from the field's default.
         """
         from omegaconf import OmegaConf
 
@@ -172,7 +173,7 @@ class _Merging:
         self.overridden.add(place)
 
     def _items(self, place: str) -> list[Any]:
-        """Return the items of a list in the tree as plain values, or its default items if the tree lacks it."""
+        """Return the items of a list in the tree as plain values; if the tree lacks it, the default items."""
         items = self._at(place)
         items = self._at(recipe_field(place)) if items is None else items
         return (_default_list(place) or []) if items is None else _plain(items)
@@ -189,7 +190,7 @@ class _Merging:
         self.overridden.add(place)
 
     def _remove(self, key: str) -> None:
-        """Remove a value, a section or a list item from the tree. Nothing happens if it has no value."""
+        """Remove a value, a section or a list item from the tree. A field without a value stays as it is."""
         from omegaconf import OmegaConf
 
         parent, _, name = key.rpartition(".")
@@ -206,7 +207,7 @@ class _Merging:
         self.overridden = {name for name in self.overridden if not f"{name}.".startswith(f"{key}.")}
 
 
-# Merging an empty mapping changes nothing, so remove the earlier value before the merge.
+# Merging an empty mapping changes nothing, so the earlier value is removed before the merge.
 def _empty(tree: Any, key: str, value: Any) -> None:
     """Empty each mapping in the tree, at `key` or below, for which the new value has an empty mapping."""
     from omegaconf import OmegaConf
@@ -254,7 +255,7 @@ def _default_list(place: str) -> list[Any] | None:
 def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
     """Return a tree's resolved values, its references to the environment, and its unresolvable fields.
 
-    A reference is a text like `${oc.env:NAME}`, keyed by its place (keys and indices).
+    A reference is a text like `${oc.env:NAME}`, by its place (keys and indices).
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -281,11 +282,11 @@ def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any]
             unread.add(place)
 
 
-# OmegaConf does not report whether a value came from the environment, so replace its resolver meanwhile.
+# OmegaConf does not report whether a value came from the environment, so its resolver is replaced meanwhile.
 def _environment_references(tree: Any) -> dict[Place, str]:
-    """Return the unresolved text of each value that refers to the environment, keyed by its place (keys and indices).
+    """Return the unresolved text of each value that refers to the environment, by its place (keys and indices).
 
-    A value refers to a variable directly (`${oc.env:NAME}`), or through another field that does.
+    A value refers to a variable directly (`${oc.env:NAME}`), or through another field.
     """
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
@@ -298,7 +299,7 @@ def _environment_references(tree: Any) -> dict[Place, str]:
         return oc.env(*arguments)
 
     def walk(raw: Any, node: Any, place: Place) -> Iterator[tuple[Place, str]]:
-        """Yield place and text of each value whose resolving calls `read`. `node` is the container of `raw`."""
+        """Yield place and text of each value whose resolution calls `read`. `node` is the container of `raw`."""
         nonlocal has_read
         if isinstance(raw, str):
             if "${" in raw:

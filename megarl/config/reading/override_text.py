@@ -1,4 +1,4 @@
-"""Overrides of a recipe that a program writes: `trainer.tp=4`, with values that YAML reads unchanged."""
+"""Overrides of a recipe written by a program: `trainer.tp=4`, with values that YAML reads unchanged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-# The first alternative takes escaped backslashes, so that a text with \ud83d in it stays as it is.
+# The first alternative matches escaped backslashes, so that a literal text \ud83d stays as it is.
 _PAIR = re.compile(r"(\\\\)|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
 
 
@@ -17,7 +17,7 @@ def override_text(name: str, value: Any) -> str:
 def short_override(name: str, value: Any) -> str:
     """Return the override of a recipe field as a user would write it: `name=[a,b]`, or its removal for None.
 
-    `value` is a number, a truth value, a plain word, or a tuple of plain words. A shell needs the text in quotes.
+    `value` is a number, a truth value, a plain word, or a tuple of plain words. In a shell the text needs quotes.
     """
     # pydantic is imported late, so that `megarl --help` is fast.
     from megarl.config.schema import removal
@@ -32,16 +32,16 @@ def short_override(name: str, value: Any) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """Return a JSON value as JSON text that YAML reads alike.
+    """Return a JSON value as JSON text that YAML reads as the same value.
 
-    JSON writes a character like an emoji as two surrogates. YAML takes these for two broken characters, and has one
-    escape of eight digits instead.
+    JSON writes an emoji as two surrogates, which YAML reads as two broken characters. YAML's own escape has eight
+    digits.
     """
     return _PAIR.sub(_join_surrogates, json.dumps(value))
 
 
 def _join_surrogates(match: re.Match[str]) -> str:
-    """Return YAML's escape for a pair of surrogates, or an escaped backslash unchanged."""
+    """Return YAML's escape for a pair of surrogates; an escaped backslash unchanged."""
     if match[1]:
         return match[1]
     character: str = json.loads(f'"{match[0]}"')

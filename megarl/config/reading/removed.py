@@ -1,4 +1,4 @@
-"""Drops removed recipe fields whose value is null. `foreign.REMOVED` lists the removed fields."""
+"""Drops removed recipe fields (`foreign.REMOVED`) without a value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drop_removed_fields(merged: Merged, path: Path, *, is_of_run: bool) -> list[
         value = section[place[-1]]
         if value is not None and not is_of_run:
             continue
-        # As written: a value from the environment may be secret.
+        # The notice has the value as written: a value from the environment may be secret.
         text = shorten_value(reference_around(place, merged.references) or printable(value, place, merged.references))
         del section[place[-1]]
         merged.references.pop(place, None)

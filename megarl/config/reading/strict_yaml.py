@@ -1,4 +1,4 @@
-"""Finds values with a surprising meaning in YAML 1.1, in the text of a recipe before it is parsed."""
+"""Finds values with a surprising meaning in YAML 1.1, in the text of a recipe."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import yaml
 from megarl.files.plain_yaml import count_yaml_values
 
 MAX_DEPTH = 32
-"""Deepest nesting of sections and lists accepted in a YAML file. Recipes need four levels."""
+"""Maximum nesting of sections and lists in a YAML file. Recipes need four levels."""
 
 MAX_VALUES = 100_000
-"""Most values in a recipe. An alias counts as all its values, because nested aliases grow exponentially."""
+"""Maximum number of values in a recipe. An alias counts as all its values: nested aliases grow exponentially."""
 
 TOO_LARGE = f"has more than {MAX_VALUES} values, where an alias counts as all its values"
 
@@ -23,7 +23,7 @@ TOO_LONG = "digits, which is more than are read"
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 UNREADABLE = TOO_LARGE, TOO_LONG, TOO_DEEP
-"""Errors of a text after which the rest cannot be read."""
+"""Errors after which the rest of the text cannot be read."""
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 BOOLEAN = "tag:yaml.org,2002:bool"
@@ -34,9 +34,8 @@ def problems(text: str, field: str = "") -> list[str]:
     """Return one error line per misleading value of a YAML text: its field, the value as written, the remedy.
 
     Misleading are numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs;
-    numbers with more digits than Python reads; and nesting deeper than MAX_DEPTH. A text with more than MAX_VALUES
-    values gets a single line. `field` is the dotted name of the whole text. Raises yaml.YAMLError if the text is not
-    YAML.
+    numbers with more digits than Python reads; and nesting deeper than MAX_DEPTH. More than MAX_VALUES values give a
+    single line. `field` is the dotted name of the whole text. Raises yaml.YAMLError if the text is not YAML.
     """
     too_large = f"{field or 'the file'}: {TOO_LARGE}; remove values or aliases"
     # Check before parsing, which takes 50 us per value.
@@ -57,7 +56,7 @@ def problems(text: str, field: str = "") -> list[str]:
 def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return the number of values below a YAML node, with aliases expanded. A node that contains itself counts once.
 
-    `counts` has the results for visited nodes, keyed by `id(node)`, so that many aliases cost no time.
+    `counts` has the results of visited nodes by `id(node)`, so that many aliases cost no time.
     """
     if id(node) not in counts:
         counts[id(node)] = 1

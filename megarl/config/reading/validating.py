@@ -1,4 +1,4 @@
-"""Validates a recipe's plain values. Usable values stay although others are wrong."""
+"""Validates a recipe's plain values. Errors in some values do not discard the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def validate_values(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
-    """Make a recipe from plain values. Return it, the error lines, and the names of fields left out because of errors.
+    """Return the recipe made from plain values, its error lines, and the names of fields left out because of errors.
 
-    `references` are the unresolved texts such as `${model.path}`, by place. Error lines quote them.
-    `values` is changed: wrong values are removed, and missing required ones become the field's name in angle brackets.
+    `references` has unresolved texts such as `${model.path}` by place; error lines quote them. `values` is changed:
+    wrong values are removed, missing required ones become the field's name in angle brackets.
     """
     from pydantic import ValidationError
 
@@ -66,10 +66,7 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
 
 
 def section_around(values: Any, parts: Sequence[str]) -> dict[str, Any] | None:
-    """Return the mapping that holds a value of nested mappings and lists.
-
-    `parts` are the value's keys and indices. None: the value is absent.
-    """
+    """Return the mapping that contains the value at `parts` (keys and indices); None: the value is absent."""
     for part in parts[:-1]:
         if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
             values = values[int(part)]

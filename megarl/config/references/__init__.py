@@ -1,1 +1,1 @@
-"""References made from the recipe schema: the table of fields, the JSON Schema, and shell completion."""
+"""References generated from the recipe schema: the table of fields, the JSON Schema, and shell completion."""

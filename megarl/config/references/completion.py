@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _HELP_CHARACTERS = 60
-"""Longest description of a candidate. zsh's and fish's lists would wrap longer ones."""
+"""Maximum length of a candidate's description: zsh and fish would wrap longer ones."""
 
 
 def override_candidates(arguments: list[str], incomplete: str) -> list[tuple[str, str]]:
@@ -34,7 +34,7 @@ def override_candidates(arguments: list[str], incomplete: str) -> list[tuple[str
     mark = "~" if incomplete.startswith("~") else ""
     matching = [name for name in fields if name.startswith(incomplete.removeprefix("~"))]
     heads = _heads(matching, incomplete.removeprefix("~"))
-    # Only a section is left: without its fields, the shell would end the word after the dot.
+    # A section alone is expanded to its fields: otherwise the shell would end the word after the dot.
     while len(heads) == 1 and heads[0].endswith("."):
         heads = _heads(matching, heads[0])
     candidates = [(f"{mark}{head}{'' if mark or head.endswith('.') else '='}", _help(head)) for head in heads]
@@ -55,7 +55,7 @@ def _help(head: str) -> str:
 
 
 def _values(name: str, field: FieldInfo) -> list[str]:
-    """Return a field's choices, or its default, and the word `default` if it removes the recipe's value."""
+    """Return a field's choices or its default, then the word `default` if it removes the recipe's value."""
     default = field.default
     choices = list(dict.fromkeys(_choices(field.annotation)))
     if not choices and isinstance(default, int | float | str):
@@ -64,7 +64,7 @@ def _values(name: str, field: FieldInfo) -> list[str]:
 
 
 def _choices(kind: Any) -> Iterator[str]:
-    """Yield the values of a type with finitely many: true and false, or the words of a Literal."""
+    """Yield the values of a finite type: true and false, or the words of a Literal."""
     if kind is bool:
         yield from ("true", "false")
     elif get_origin(kind) is Literal:

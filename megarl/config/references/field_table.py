@@ -1,4 +1,4 @@
-"""Markdown reference of all recipe fields: name, type, default and description. Each section has a table."""
+"""Markdown reference of all recipe fields, one table per section: name, type, default and description."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def fields_markdown() -> str:
 
 
 def _sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
-    """Yield title, description and fields of each section, with sections in lists and settings of HTTP rewards."""
+    """Yield title, description and fields of each section, also of sections in lists and of settings of HTTP
+    rewards.
+    """
     recipe_fields = all_fields()
     top_fields = {name: field for name, field in recipe_fields.items() if "." not in name}
     yield "Top level", "Fields outside any section.", top_fields
@@ -47,7 +49,7 @@ def _sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
         elif (section := section_at(name)) is not None:
             fields = {f"{name}.{inner_name}": inner_field for inner_name, inner_field in section.model_fields.items()}
             yield f"`{name}` as a section", _docstring(section), fields
-        # The last part stands for the place of an item, or for a name in a mapping.
+        # `.0` stands for the place of an item, or for a name in a mapping.
         elif (item := section_at(f"{name}.0")) is not None:
             yield f"Entries of `{name}`", _docstring(item), item.model_fields
     for name, served in _SERVED.items():
@@ -84,7 +86,7 @@ def _default(name: str, field: FieldInfo) -> str:
 
 
 def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """Return a field's type with its bounds for a reader, for example `integer ≥ 0` or `list of text`."""
+    """Return a field's type with its bounds for a reader: `integer ≥ 0`, `list of text`."""
     arguments = get_args(kind)
     match get_origin(kind):
         case origin if origin is Annotated:

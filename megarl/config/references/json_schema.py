@@ -19,13 +19,13 @@ _REFERENCE = {
 }
 """JSON Schema of a reference (`${a.b}`) in place of a value."""
 _NOTES = ("description", "default", "deprecated")
-"""Keys of a property that are for readers. They stay outside its `anyOf`, because editors show only outer ones."""
+"""Keys of a property for readers. They stay outside its `anyOf`, because editors show only outer ones."""
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a recipe file.
+    """Return the JSON Schema (draft 2020-12) of a recipe file: sections, fields, types, bounds, defaults, descriptions.
 
-    It lists sections, fields, types, bounds, defaults and descriptions. Checks of several fields are not part of it.
+    Checks of several fields are not part of it.
     """
     from megarl.config import Recipe
 
@@ -35,10 +35,10 @@ def recipe_schema() -> dict[str, Any]:
             parent, _, key = name.rpartition(".")
             section = section_at(parent)
             assert section is not None
-            # pydantic writes the docstring alone.
+            # pydantic's description is the docstring without the notes of annotations.
             schema["$defs"][section.__name__]["properties"][key]["description"] = description(field)
     definitions = {name: _with_references(kind) for name, kind in schema.pop("$defs").items()}
-    # A mixture's source may give the training data, and JSON Schema cannot express "the first source's".
+    # data.train is not required: a mixture's source may have it, which JSON Schema cannot express.
     definitions["DataConfig"].pop("required")
     recipe = _with_references(schema)
     recipe["required"] = [name for name in recipe["required"] if name != "data"]
@@ -53,7 +53,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _with_references(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema with a reference (`${a.b}`) accepted in place of each value inside. Sections accept none."""
+    """Return the schema with a reference (`${a.b}`) accepted in place of each value inside, except sections."""
     changed = dict(schema)
     if "properties" in changed:
         changed["properties"] = {name: _or_reference(inner) for name, inner in changed["properties"].items()}
@@ -68,14 +68,14 @@ def _with_references(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _or_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of one value with a reference as an alternative.
+    """Return the schema of a value with a reference as alternative.
 
     Schemas of sections, and schemas that accept every text, are unchanged.
     """
     inner = _with_references(schema)
     notes = {name: inner.pop(name) for name in _NOTES if name in inner}
     branches = inner.get("anyOf", [inner])
-    # A section is written out: a further alternative would move all errors inside it to its own line.
+    # No alternative for a section: editors would report all errors inside it at the section's own line.
     if "$ref" in inner or any(branch in ({}, {"type": "string"}) for branch in branches):
         return {**notes, **inner}
     return {**notes, "anyOf": [*branches, {"$ref": "#/$defs/Reference"}]}

@@ -1,1 +1,1 @@
-"""The sections of a recipe: their fields, each with type, default, condition and meaning."""
+"""The sections of a recipe: their fields, with type, default, condition and meaning."""

@@ -19,12 +19,12 @@ Role = Literal[
 ]  # fmt: skip
 """Parts of a record that a format can name, for example prompt and answer (`megarl.data.formats.RecordFormat`)."""
 
-# A union of str and DataSetConfig would report both branches for one mistake; this is one message.
+# One message: a union of str and DataSetConfig would report both branches for one mistake.
 _FORMS = "must be a path, or {path: ..., format: ..., fields: {ROLE: NAME, ...}, answer_field: ...}"
 
 
 class DataSetConfig(Section):
-    """Data set with its own format and field names. It ignores data.format, data.fields and data.answer_field."""
+    """Data set with its own format and field names, instead of data.format, data.fields and data.answer_field."""
 
     path: str
     """Path of the validation set, written like data.train."""
@@ -40,7 +40,7 @@ class DataSetConfig(Section):
         refuse_two_answers(self.fields, self.answer_field)
         return self
 
-    # Only given fields are written: a default written out would count as given and override `data` on reading.
+    # Only set fields are written: a written default would count as set when read, and override `data`.
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
         """Return the path alone, or a mapping if other fields are set."""
@@ -49,9 +49,7 @@ class DataSetConfig(Section):
 
     @property
     def has_own_names(self) -> bool:
-        """Return whether fields besides the path are set. False: data.format, data.fields and data.answer_field
-        apply.
-        """
+        """Whether fields besides the path are set. False: data.format, data.fields and data.answer_field apply."""
         return bool(self.model_fields_set - {"path"})
 
 
@@ -63,7 +61,7 @@ def refuse_two_answers(fields: Mapping[Role, str], answer_field: str | None) -> 
 
 
 def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, Any]]]:
-    """Return all mappings inside `values` whose fields.answer and answer_field differ, each with its dotted name.
+    """Return all mappings inside `values` with different fields.answer and answer_field, each with its dotted name.
 
     `values` are the plain values of a recipe before validation.
     """
@@ -83,9 +81,7 @@ def path_of(data_set: str | DataSetConfig) -> str:
 
 
 def _of_forms(value: Any) -> Any:
-    """Return a path unchanged, and a mapping as a DataSetConfig, so that pydantic's errors name fields of the
-    mapping.
-    """
+    """Return a path unchanged, and a mapping as a DataSetConfig, so that errors name fields of the mapping."""
     if isinstance(value, str | DataSetConfig) or value is None:
         return value
     if not isinstance(value, Mapping) or "path" not in value or value.keys() - DataSetConfig.model_fields.keys():
@@ -116,17 +112,17 @@ class CurriculumConfig(Section):
 
     band: tuple[Share, Share] | None = None
     """Range of solve rates, [lowest, highest], of problems to train on. A solve rate is the share of correct
-    completions. Problems outside the range are skipped, except for the share `outside`; untried problems are always
-    drawn. Default: no curriculum, every problem once per epoch. Metrics: curriculum/."""
-    # Above 0, because a skipped problem could never return to the band as the policy changes.
+    completions. Problems outside the range are skipped, except for the share `outside`; untried ones are drawn.
+    Default: no curriculum, every problem once per epoch. Metrics: curriculum/."""
+    # At 0, a skipped problem could never return to the band when the policy changes.
     outside: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(CURRICULUM)] = 0.1
-    """Probability of training on a problem with a solve rate outside `band`, each time that an epoch reaches it."""
+    """Probability of training on a problem outside `band`, each time that an epoch reaches it."""
     memory: Annotated[float, Field(ge=0.0, lt=1.0), OnlyIf(CURRICULUM)] = 0.5
-    """Weight of the old value in the running average of a problem's solve rate. The newest group has 1 minus this
+    """Weight of the old value in the running average of a problem's solve rate; the newest group has 1 minus this
     weight. 0: only the newest group counts."""
     by: Annotated[str | None, OnlyIf(CURRICULUM)] = None
-    """Record field that groups problems, for example a difficulty level. Problems with equal values share one solve
-    rate. Default: one solve rate per problem."""
+    """Record field that groups problems, for example a difficulty level. Problems with equal values have one solve rate
+    together. Default: one solve rate per problem."""
 
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:
@@ -136,24 +132,21 @@ class CurriculumConfig(Section):
 
 
 class DataConfig(Section):
-    # Records by loop: {"messages": {...} or [...]} with "gt_answer" (rl, distillation); with an assistant's turn, or
-    # "prompt" and "response" (sft); "chosen" and "rejected" (preference, reward_model); "response" and "label" (kto).
-    # data.format has the formats of other programs. SPLIT@ stands before a folder or name: train@data/gsm8k takes the
-    # files of one split. `environment:COUNT` is for rl and distillation. Each such problem is a function of its number.
     """Training and validation data, their format, order and limits."""
 
-    # "messages" is {...} or [...]. sft also takes "prompt" and "response", kto takes "response" and "label". A Hub data
-    # set may be OWNER/NAME/FOLDER and comes from `hf download OWNER/NAME --repo-type dataset`. Example of a split:
-    # train@data/gsm8k. `environment:COUNT` (rl, distillation): n problems made by rollout.environment, each a function
-    # of its number.
+    # Records by loop: {"messages": {...} or [...]} with "gt_answer" (rl, distillation); with an assistant's turn, or
+    # "prompt" and "response" (sft); "chosen" and "rejected" (preference, reward_model); "response" and "label" (kto).
+    # data.format has the formats of other programs. A Hub data set may be OWNER/NAME/FOLDER; `hf download OWNER/NAME
+    # --repo-type dataset` fetches it. Example of a split: train@data/gsm8k. `environment:COUNT` (rl, distillation):
+    # each problem is a function of its number.
     train: TrainingData
     """Training data: a file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of one kind, or a Hub data set
     OWNER/NAME. SPLIT@ before it selects a split. environment:COUNT: problems made by rollout.environment. Records:
     "messages" with "gt_answer" (rl, distillation) or answers (sft); "chosen", "rejected" (preference, reward_model)."""
     validation: dict[Name, DataSet] = Field(default_factory=dict)
-    """Validation sets, a mapping from name to a path as in data.train, or to {path, format, fields, answer_field}.
+    """Validation sets: a mapping from name to a path as in data.train, or to {path, format, fields, answer_field}.
     Records are problems with gold answers, or pairs (preference, reward_model). environment:COUNT makes problems that
-    are not trained on. Metric: val/NAME/accuracy."""
+    are not trained. Metric: val/NAME/accuracy."""
     validation_conversations: Annotated[dict[Name, DataSet], OnlyIf(SFT)] = Field(default_factory=dict)
     """Validation sets of conversations for loop sft, written as in data.validation. Metric: val/NAME/loss, in nats per
     token."""
@@ -161,29 +154,29 @@ class DataConfig(Section):
     """Conversations for the supervised loss term of PPO-ptx (algorithm.ptx_coefficient), written as in
     data.validation."""
     format: Format | None = None
-    """Program for which the data was written, for example verl. It decides how record fields are named; all names are
-    in megarl/data/formats.py. Default: recognised from the first record of each source, and reported at the start."""
+    """Program for which the data was written, for example verl: it decides the names of record fields, listed in
+    megarl/data/formats.py. Default: recognised from the first record of each source, and reported at the start."""
     fields: dict[Role, str] = Field(default_factory=dict)
     """Your names of record fields, for example {prompt: question, answer: solution}. A dot selects a field of an inner
-    object. The field `input` is appended to the prompt after an empty line (alpaca). A data set with `fields` of its
-    own ignores these."""
+    object. The field `input` is appended to the prompt after an empty line (alpaca). Data sets with `fields` of their
+    own ignore these."""
     answer_field: Annotated[str | None, OnlyIf(*ENGINE)] = None
-    """Record field with the gold answer; short for fields.answer. Its value is text, a number, an object or a list. A
-    dot selects a field of an inner object. Default: as in data.format (megarl's own: gt_answer)."""
+    """Record field with the gold answer: text, a number, an object or a list. Short for fields.answer. A dot selects a
+    field of an inner object. Default: as in data.format (megarl's own: gt_answer)."""
     system_prompt: str | None = None
-    """System message (text) added to conversations without one. `default`: asks for the answer format needed by the
-    first of reward.functions with one (boxed, think_answer_tags, code). Default: `none`, no message."""
+    """System message (text) for conversations without one. Default: `none`, no message. `default`: the answer format of
+    the first of reward.functions that needs one (boxed, think_answer_tags, code)."""
     max_prompt_tokens: Annotated[PositiveInt, OnlyIf(*ENGINE), Decides(vllm="max_model_len")] = 1024
     """Maximum number of tokens of a prompt, chat template included. Longer prompts are refused or dropped
     (data.overlong), never shortened."""
     overlong: Literal["refuse", "drop"] = "refuse"
     """Action for a prompt above data.max_prompt_tokens, or a conversation or pair above
-    trainer.max_tokens_per_microbatch. refuse (default): the run does not start, and the error names the record's line.
-    drop: leave the record out and report it at the start. Metric: data/dropped."""
+    trainer.max_tokens_per_microbatch. refuse (default): the run does not start; the error names the record's line.
+    drop: leave the record out, and report it at the start. Metric: data/dropped."""
     streaming: bool = False
-    """Keep training records on disk, for data sets larger than memory. Records are checked once at the start, copied to
-    a temporary file in the run folder, and tokenised when drawn. Order, shuffling, curricula and resume stay the same.
-    Default: false."""
+    """Keep training records on disk, for data sets larger than memory. Default: false. Records are checked at the
+    start, copied to a temporary file in the run folder, and tokenised when drawn. Order, shuffling, curricula and
+    resume stay the same."""
     shuffle: bool = True
     """Shuffle the records before each epoch, by the run's seed. Default: true."""
     curriculum: Annotated[CurriculumConfig, OnlyIf(ON_POLICY)] = CurriculumConfig()

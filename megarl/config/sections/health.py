@@ -23,13 +23,13 @@ class HealthConfig(Section):
     """Thresholds of the health rules (`megarl.tracking.health`)."""
 
     off: tuple[RuleName, ...] = ()
-    """Names of health rules to disable, for example entropy_collapsed. All rules: megarl/tracking/health.py."""
+    """Health rules to disable, for example [entropy_collapsed]. All rules: megarl/tracking/health.py."""
     window: PositiveInt = 3
     """Number n of consecutive logged steps that must break a health rule before it warns. Rules about a rising metric
     compare the median of the last n steps with the median of the first n."""
     lost_in_merge: Annotated[Share, OnlyIf(*LORA, ON_POLICY)] = 0.3
-    """Metric lora/lost_in_merge above which the health rule `lost_in_merge` warns. It is the share of the adapters'
-    update that the rounding of merged weights changes."""
+    """Value of the metric lora/lost_in_merge above which the health rule `lost_in_merge` warns: the share of the
+    adapters' update that rounding of the merged weights changes."""
     truncated: Annotated[Share, OnlyIf(ON_POLICY)] = 0.95
     """Share of attempts cut at the length limit (metric rollout/truncated) from which the health rule `truncated`
     warns."""
@@ -49,13 +49,13 @@ class HealthConfig(Section):
     """Mean distance of trainer and engine log-probs, in nats per token, below which the health rule `mismatch_rising`
     never warns."""
     validation_drop: Annotated[Share, OnlyIf(RL)] = 0.05
-    """Fall of the metric val/SET/accuracy below its best value from which the health rule `validation_falling` warns.
-    Two consecutive evaluations must be below."""
+    """Fall of the metric val/SET/accuracy below its best value from which the health rule `validation_falling` warns,
+    in two consecutive evaluations."""
     reward_rise: Annotated[PositiveFloat, OnlyIf(RL)] = 0.05
-    """Rise of the metric reward/mean since the best evaluation, in units of the reward. The health rule
-    `validation_falling` warns only if the reward rose at least this much."""
+    """Minimum rise of the metric reward/mean since the best evaluation, in units of the reward, for the health rule
+    `validation_falling` to warn."""
     learning_rate: tuple[PositiveFloat, PositiveFloat] | None = None
-    """Usual range of optimizer.learning_rate, [lowest, highest]; a rate outside gives a warning. Default for Adam: 1e-8
+    """Usual range of optimizer.learning_rate, [lowest, highest]; another rate gives a warning. Default for Adam: 1e-8
     to 1 / (the model's hidden size); with LoRA ten times as high."""
 
     @model_validator(mode="after")

@@ -14,39 +14,38 @@ class ServedConfig(Section):
     """Settings common to all reward servers."""
 
     url: str
-    """Address of the server, for example http://127.0.0.1:8000/v1. Calls to https addresses use the proxy of
-    HTTPS_PROXY, if set."""
+    """Address of the server, for example http://127.0.0.1:8000/v1. For https, calls use the proxy in HTTPS_PROXY, if
+    set."""
     max_in_flight: PositiveInt = 64
-    """Maximum number of simultaneous calls to the server. Further completions wait; no timeout includes this
-    waiting."""
+    """Maximum number of simultaneous calls to the server. Further completions wait; the wait counts for no timeout."""
     timeout_seconds: PositiveFloat = 60.0
     """Timeout of one call to the server in seconds."""
     max_tries: PositiveInt = 3
-    """Maximum number of calls to the server for one completion, the first call included. A call is repeated after a
+    """Maximum number of calls to the server for one completion, including the first. A call is repeated after a
     timeout, an HTTP error (408, 425, 429, 5xx) or an answer without a readable score."""
     pause_seconds: NonNegativeFloat = 0.5
-    """Pause in seconds before the second call for a completion. It doubles before each further call. A Retry-After of
+    """Pause in seconds before the second call for a completion; it doubles before each further call. A Retry-After of
     the server, up to a minute, can lengthen it."""
     parse_error_score: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
-    """Score of a completion if the server's last answer has no readable score. Default: none, and reward.on_failure
-    applies. Metric: reward/NAME/substituted."""
+    """Score of a completion for which the server's last answer has no readable score. Default: none, and
+    reward.on_failure applies. Metric: reward/NAME/substituted."""
     correct_from: float | None = None
-    """Lowest score that counts as a right answer, for val/SET/accuracy. Default: the verdict CORRECT of a judge. With
-    other `choices`, with a `scale` and for the reward `remote`, scores count as right or wrong only if judges_answer is
-    true (reward.functions)."""
+    """Lowest score of a right answer, for val/SET/accuracy. Default: the verdict CORRECT of a judge. With other
+    `choices`, with a `scale` and for the reward `remote`, scores are verdicts only if judges_answer is true
+    (reward.functions)."""
     api_key_env: str | None = None
     """Name of the environment variable with the server's API key, sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Further HTTP headers of each request. They must not contain secrets, because the run folder stores the recipe."""
+    """Further HTTP headers of each request. No secrets: the run folder stores the recipe."""
 
     @property
     def right_from(self) -> float | None:
-        """Return the lowest score that counts as a right answer. None: scores are not verdicts."""
+        """Lowest score of a right answer. None: scores are not verdicts."""
         return self.correct_from
 
 
 class JudgeConfig(ServedConfig):
-    """A chat model behind an OpenAI-compatible server, asked to judge completions."""
+    """A chat model behind an OpenAI-compatible server that judges completions."""
 
     model: str
     """Name of the judge model at the server."""
@@ -58,38 +57,34 @@ class JudgeConfig(ServedConfig):
     choices: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(
         default_factory=lambda: {"CORRECT": 1.0, "INCORRECT": 0.0}
     )
-    """Possible verdicts of the judge, with their scores. Case is ignored. Default: {CORRECT: 1, INCORRECT: 0}."""
+    """Verdicts of the judge, with their scores. Case is ignored. Default: {CORRECT: 1, INCORRECT: 0}."""
     scale: tuple[float, float] | None = None
-    """Lowest and highest number of a judge that answers with a number instead of a verdict. They score 0 and 1, numbers
-    between them proportionally. A number outside counts as unreadable."""
+    """Lowest and highest number, for a judge that answers with a number instead of a verdict. They score 0 and 1,
+    numbers between them proportionally. A number outside is unreadable."""
     pattern: str | None = None
-    """Regular expression that finds the verdict in the judge's answer: the last match, or its first group. A search
-    taking longer than one second counts as no match. Default: the answer's last line, without a label such as
-    "Verdict:" and punctuation."""
+    """Regular expression for the verdict in the judge's answer: the last match, or its first group. A search longer
+    than one second counts as no match. Default: the answer's last line, without punctuation or a label such as
+    "Verdict:"."""
     thoughts: Literal["hide", "show"] = "hide"
-    """Whether the judge sees the completion's thoughts, the text up to its last </think>: hide (default) or show.
-    A completion that ends, or is cut, inside its thoughts has no answer: with the default choices, or with
-    correct_from, it gets the lowest score, and the judge is not asked."""
+    """Whether the judge sees the completion's thoughts, the text up to its last </think>: hide (default) or show. A
+    completion that ends, or is cut, inside its thoughts has no answer: with the default choices, or with correct_from,
+    it gets the lowest score without a call."""
     max_shown_characters: PositiveInt = 100_000
-    """Maximum number of the completion's characters in the judge's prompt. If it is longer, the judge sees only its
+    """Maximum number of the completion's characters in the judge's prompt. Of a longer one the judge sees only the
     end."""
     temperature: NonNegativeFloat | None = 0.0
-    """Sampling temperature of the judge. null: the request has no temperature, so the server's default applies."""
+    """Sampling temperature of the judge. null: the server's default."""
     max_tokens: PositiveInt | None = 1024
-    """Maximum number of tokens of the judge's answer. null: the request has no limit, so the server's default
-    applies."""
+    """Maximum number of tokens of the judge's answer. null: the server's default."""
     request: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request to the judge, for example {seed: 1, response_format: {type: json_object}}."""
     dollars_per_million: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
-    """Price in dollars of a million prompt tokens and of a million answer tokens of the judge. Metric:
+    """Price in dollars of a million prompt tokens and a million answer tokens of the judge. Metric:
     reward/judge/dollars."""
 
     @property
     def right_from(self) -> float | None:
-        """Return the lowest score that counts as a right answer.
-
-        With the default choices it is 1, the score of the verdict CORRECT.
-        """
+        """Lowest score of a right answer. With the default choices it is 1, the score of CORRECT."""
         # Own choices or a scale may mean anything, so 1.0 need not be a right answer.
         has_own_scores = self.scale is not None or "choices" in self.model_fields_set
         return 1.0 if self.correct_from is None and not has_own_scores else self.correct_from

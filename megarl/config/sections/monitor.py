@@ -20,10 +20,10 @@ class MonitorConfig(Section):
     """Port of the driver's HTTP server: /metrics for Prometheus, and /health. 0: any free port. Default: none, so no
     server starts. See megarl/tracking/README.md."""
     host: Annotated[str, OnlyIf(MONITORED)] = "127.0.0.1"
-    """Address on which the driver's HTTP server listens. Any address but loopback needs a token."""
+    """Address on which the driver's HTTP server listens. Any address except loopback requires a token."""
     token: Annotated[str | None, OnlyIf(MONITORED)] = None
     """Secret bearer token for clients of the driver's HTTP server, written as ${oc.env:NAME}. Required if `host` is not
-    a loopback address; then it has at least 16 characters."""
+    a loopback address, with at least 16 characters."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:

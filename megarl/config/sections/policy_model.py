@@ -31,22 +31,21 @@ class ModelConfig(Section):
 
     path: Annotated[str, Decides(vllm="model")]
     """Folder of the initial Hugging Face model (config.json, safetensors, tokenizer), or its name OWNER/NAME on the
-    Hub. A start downloads it unless the Hub's cache has it (`hf download OWNER/NAME`, for machines without network)."""
+    Hub. A start downloads it if the Hub's cache lacks it. For machines without network: `hf download OWNER/NAME`."""
     dtype: Annotated[
         Literal["float32", "bfloat16"], Decides(vllm="dtype", megatron="params_dtype pipeline_dtype bf16")
     ] = "bfloat16"
     """Data type of weights and matrix products, in trainer and engines. Default: bfloat16."""
     override_config: Annotated[OverrideConfig, Decides(vllm="hf_overrides")] = Field(default_factory=dict)
     """Replacements for fields of the policy's config.json, in trainer, engines and exported model: rope_theta,
-    rope_scaling or rope_parameters, max_position_embeddings, rms_norm_eps, num_experts_per_tok, norm_topk_prob. The
-    critic and the reward model keep their own values."""
+    rope_scaling or rope_parameters, max_position_embeddings, rms_norm_eps, num_experts_per_tok, norm_topk_prob. Critic
+    and reward model keep their values."""
     chat_template: str | None = None
-    """Jinja file with a chat template that replaces the tokenizer's. Or `plain`: only the messages' texts, as base
-    models read them, with the end-of-sequence token after an assistant's message. The exported model gets the template
-    too."""
+    """Jinja file with a chat template that replaces the tokenizer's. `plain`: only the messages' texts, as for base
+    models, with the end-of-sequence token after an assistant's message. The exported model gets this template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of variables in the chat template, for example {enable_thinking: false} for Qwen3, wherever the template
-    is applied. They become defaults in the exported model's template."""
+    is used. The exported model's template has them as defaults."""
 
     @property
     def folder(self) -> str:

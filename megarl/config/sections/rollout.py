@@ -29,36 +29,36 @@ from megarl.config.section import Section
 from megarl.config.sections.sampling import SamplingConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Addresses of this machine that no other machine can reach."""
+"""Addresses of this machine that other machines cannot reach."""
 
 ANY_ADDRESS = ("0.0.0.0", "::")
-"""Addresses of all interfaces of a machine. A server can listen on them, but no client can connect to them."""
+"""Addresses of all interfaces of a machine: a server can listen on them, but no client can connect to them."""
 
 MIN_TOKEN_CHARACTERS = 16
 """Minimum length of a token on a public address. 16 random letters and digits have 95 bits, too many to guess."""
 
 MODEL_LAYERS = "mtp"
-"""vLLM's method of drafting tokens with the multi-token prediction layers (MTP) of the policy's checkpoint."""
+"""vLLM's method that drafts tokens with the multi-token prediction layers (MTP) of the policy's checkpoint."""
 
 
 class EndpointConfig(Section):
     """OpenAI-compatible server from which agent programs sample."""
 
     host: str = "127.0.0.1"
-    """Address on which the endpoint listens. Any address but loopback needs a token."""
+    """Address on which the endpoint listens. Any address except loopback requires a token."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on which the endpoint listens. 0 (default): any free port."""
     token: str | None = None
-    """Secret token for clients other than the agent programs, written as ${oc.env:NAME}. Each agent program gets a
-    secret of its own. Required if `host` is not a loopback address; then it has at least 16 characters."""
+    """Secret token for clients other than the agent programs, written as ${oc.env:NAME}. Each agent program gets its
+    own secret. Required if `host` is not a loopback address, with at least 16 characters."""
     max_connections: PositiveInt = 1000
     """Maximum number of client connections to the endpoint. A further connection gets status 503."""
     metrics: bool = False
     """Serve /metrics (Prometheus) and /health at the endpoint too, for clients with the token. Default: false."""
     hold_seconds: PositiveFloat = 540.0
     """Maximum seconds that a request waits for its completion while engines are busy or being updated. Then the client
-    gets status 503 and is asked to retry. The retry waits for the same completion. OpenAI's clients wait for 600
-    seconds."""
+    gets status 503, and its retry waits for the same completion. Default: 540; OpenAI's clients wait for 600 seconds.
+    """
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
@@ -75,59 +75,59 @@ class AgentConfig(Section):
     """Agent program of the environment `command`. It runs once per attempt."""
 
     command: tuple[str, ...] = ()
-    """Command of the agent program, a list of program and arguments, run once per attempt without a shell. It gets the
-    problem as JSON on standard input. OPENAI_BASE_URL with OPENAI_API_KEY, and ANTHROPIC_BASE_URL with
-    ANTHROPIC_AUTH_TOKEN, lead its clients to the policy. See megarl/environments/README.md."""
+    """Command of the agent program: a list of program and arguments, run once per attempt without a shell. It gets the
+    problem as JSON on standard input. Its clients find the policy by OPENAI_BASE_URL with OPENAI_API_KEY, or
+    ANTHROPIC_BASE_URL with ANTHROPIC_AUTH_TOKEN. See megarl/environments/README.md."""
     timeout_seconds: PositiveFloat = 600.0
-    """Maximum seconds that an agent program runs in an attempt, not counting pauses of the engines for an update
-    (rollout.stragglers). After that the program and its children are killed, and the attempt ends with an error."""
+    """Maximum seconds of an agent program per attempt, without the engines' pauses for an update (rollout.stragglers).
+    Then the program and its children are killed, and the attempt ends with an error."""
     max_processes: PositiveInt = 64
-    """Maximum number of agent programs running at once, on all nodes together (nodes). Containers of four more attempts
-    start ahead of their turn."""
+    """Maximum number of agent programs running at once, on all nodes together (nodes). The containers of four more
+    attempts start in advance."""
     credit: Literal["attempt", "final_segment", "by_turn"] = "attempt"
-    """Answers that an attempt's reward trains. attempt (default): all answers, those of sub-agents and summaries too,
-    with one advantage. final_segment: only the sequence with the main agent's last answer. by_turn: the program gives
-    rewards to single answers; needs algorithm.turn_discount or advantage gae. See megarl/environments/README.md."""
+    """Answers trained by an attempt's reward. attempt (default): all answers with one advantage, also of sub-agents and
+    summaries. final_segment: only the sequence with the main agent's last answer. by_turn: the program rewards single
+    answers; needs algorithm.turn_discount or advantage gae. See megarl/environments/README.md."""
     untrained_kinds: tuple[str, ...] = ()
-    """Kinds of requests whose answers are not trained, for example title. Clients name the kind of a request in the
-    header x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
+    """Kinds of requests whose answers are not trained, for example title. Clients name a request's kind in the header
+    x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
     sandbox: Annotated[Literal["process", "sandbox", "podman", "docker", "apptainer"], OnlyIf(COMMAND)] = "process"
-    """Container of each attempt. process (default): none, the program sees the machine. sandbox: Linux namespaces of
-    its own, without daemon or image. podman, docker, apptainer: a container of that program. See
+    """Container of each attempt. process (default): none, the program sees the machine. sandbox: Linux namespaces,
+    without daemon or image. podman, docker, apptainer: a container of that program. See
     megarl/sandbox/containers/README.md."""
     image: Annotated[str | None, OnlyIf(COMMAND, CONTAINER)] = None
-    """Image of the container. With sandbox: a folder with an unpacked image, whose files the program sees below a layer
-    of its own. Default: the machine's system folders and megarl's Python, read-only. With podman or docker: a name on
-    each node, required; with apptainer: a file or folder. Nothing is downloaded."""
+    """Image of the container. sandbox: a folder with an unpacked image, shown below a layer for new files; default: the
+    machine's system folders and megarl's Python, read-only. podman, docker: a name on each node, required. apptainer: a
+    file or folder. Nothing is downloaded."""
     folders: Annotated[tuple[str, ...], OnlyIf(COMMAND, CONTAINER)] = ()
-    """Folders of the machine shown read-only at the same place in the container, for example that of the program.
-    Absolute paths; not /tmp as a whole, which has the sockets of other containers."""
+    """Folders of the machine shown read-only at the same place in the container, for example the program's folder.
+    Absolute paths; not /tmp as a whole, because it has the sockets of other containers."""
     network: Annotated[Literal["endpoint", "host"] | None, OnlyIf(COMMAND, CONTAINER)] = None
-    """Network of the program. endpoint (default in a container): only the endpoint can be reached. host: the machine's
-    network. Programs with sandbox process always have it."""
+    """Network of the program. endpoint (default in a container): it can reach only the endpoint. host: the machine's
+    network, which programs with sandbox process always have."""
     nodes: Annotated[Literal["driver", "all"], OnlyIf(COMMAND)] = "driver"
-    """Machines that run the programs. driver (default): the driver's. all: every node of the job, by free memory; then
-    rollout.endpoint.host must be an address that they reach, 0.0.0.0 for example."""
+    """Machines that run the programs. driver (default): the driver's. all: every node of the job, by free memory;
+    rollout.endpoint.host must then be an address that nodes can reach, for example 0.0.0.0."""
     outlive_seconds: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
-    """Seconds for which programs live on after a driver that was killed. A run that is resumed within them goes on with
-    the living ones. It needs a fixed rollout.endpoint.port and cluster.launcher local. Default: programs end with the
-    driver. See megarl/sandbox/containers/README.md."""
+    """Seconds for which programs stay alive after a killed driver. A run resumed within this time continues with them.
+    Needs a fixed rollout.endpoint.port and cluster.launcher local. Default: programs end with the driver. See
+    megarl/sandbox/containers/README.md."""
     processes: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
-    """Maximum number of processes and threads of an attempt. A program with more ends with ProcessLimit. Default:
+    """Maximum number of processes and threads of an attempt. Above it, the program ends with ProcessLimit. Default:
     none."""
     memory_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND)] = None
-    """Maximum memory of an attempt's programs together, in GiB, without new files. A program with more ends with
-    MemoryLimit. An attempt waits for a node with so much memory left, and disk_gib. Default: none."""
+    """Maximum memory of an attempt's programs together, in GiB, without new files. Above it, the program ends with
+    MemoryLimit. An attempt waits for a node with this memory and disk_gib free. Default: none."""
     sampled_tokens: PositiveInt | None = None
-    """Maximum number of tokens sampled for all calls of an attempt together. The call after it is refused, and the
-    attempt ends with TokenLimit. Parallel calls may exceed it by their own lengths. Default: limited only by
-    rollout.max_turns and the room for an attempt's tokens."""
+    """Maximum number of tokens sampled in all calls of an attempt together. The next call is refused, and the attempt
+    ends with TokenLimit. Parallel calls may exceed the limit by their own lengths. Default: only rollout.max_turns and
+    the maximum tokens of an attempt are limits."""
     disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, LAYERED)] = None
-    """Maximum size of an attempt's new files in GiB. They are held in memory, which an attempt reserves before it
-    starts. A program that fills it ends with DiskLimit. Default: 4."""
+    """Maximum size of an attempt's new files in GiB. They are in memory, which an attempt reserves before it starts. A
+    program that fills it ends with DiskLimit. Default: 4."""
     output_mib: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
-    """Maximum output of a program in MiB. A program that prints more ends with OutputLimit. Default: none. The last
-    64 KiB are kept."""
+    """Maximum output of a program in MiB. A program that prints more ends with OutputLimit. Default: none; the last 64
+    KiB are kept."""
     environment: tuple[str, ...] = ()
     """Names of environment variables passed on to the agent program, for example a search service's key. PATH, HOME,
     locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
@@ -142,7 +142,7 @@ class AgentConfig(Section):
 
     @property
     def images_are_files(self) -> bool:
-        """Return whether `image` is a path, and not a name known to a container program."""
+        """Whether `image` is a path, not a name in a container program's store."""
         return self.sandbox in ("sandbox", "apptainer")
 
 
@@ -151,7 +151,7 @@ class BudgetConfig(Section):
 
     sampled_tokens: PositiveInt | None = None
     """Maximum number of tokens sampled by the policy in all turns of an attempt together. At the limit the attempt ends
-    with reason `length`. Default: limited only by the room for all tokens of an attempt (see rollout.max_turns)."""
+    with reason `length`. Default: only the maximum tokens of an attempt are a limit (see rollout.max_turns)."""
     tool_calls: PositiveInt | None = None
     """Maximum number of tool calls in an attempt. A turn with more calls ends the attempt with reason `calls`. Default:
     none."""
@@ -160,18 +160,18 @@ class BudgetConfig(Section):
     an error message for each; at the limit the attempt ends with reason `invalid_calls`. A call cut by its turn's
     length limit does not count. Default: 8."""
     reply_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Maximum number of tokens of a tool's reply, at least 64. The middle of a longer reply is replaced by a note with
-    the number of omitted tokens. Default: only the environment's own limit in characters. Metric: tools/shortened."""
+    """Maximum number of tokens of a tool's reply, at least 64. A note with the number of omitted tokens replaces the
+    middle of a longer reply. Default: only the environment's own limit in characters. Metric: tools/shortened."""
     step_seconds: PositiveFloat | None = 600.0
-    """Maximum seconds that the environment may take to begin an attempt or to answer a turn. If it takes longer, the
-    attempt ends with an error and no reward. null: no limit. Metric: rollout/errors/Timeout."""
+    """Maximum seconds of the environment to begin an attempt or to answer a turn. Above it, the attempt ends with an
+    error and no reward. null: no limit. Metric: rollout/errors/Timeout."""
     seconds: PositiveFloat | None = None
-    """Maximum wall-clock seconds of an attempt, including waiting for engines, but not pauses for an update
+    """Maximum wall-clock seconds of an attempt, with waiting for engines, without pauses for an update
     (rollout.stragglers). At the limit the attempt ends with reason `seconds` and is scored as it is. Runs are then not
     exactly reproducible. Default: none."""
     attempts: PositiveInt = 1
     """Maximum number of starts of one attempt. It starts again if its environment raises EnvironmentUnavailableError,
-    an error not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
+    for errors not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
 
 
 class RolloutConfig(Section):
@@ -179,11 +179,11 @@ class RolloutConfig(Section):
 
     placement: Literal["colocated", "separate"] = "colocated"
     """Placement of the engines. colocated (default): engines and trainer share ranks and alternate. separate: engines
-    own `rollout.ranks` ranks and stay in memory; each replica is a group of processes, and weights arrive shard to
-    shard."""
+    own `rollout.ranks` ranks and stay in memory; each replica is a separate process group, and receives weights shard
+    by shard."""
     ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
-    """Number of ranks used for sampling only (placement separate): the last ones of cluster.nodes *
-    cluster.ranks_per_node. The others train. Default: the ranks of cluster.groups.engines."""
+    """Number of ranks used for sampling only (placement separate): the last of the cluster.nodes *
+    cluster.ranks_per_node ranks. All others train. Default: the ranks of cluster.groups.engines."""
     tp: Annotated[PositiveInt, Decides(vllm="tensor_parallel_size")] = 1
     """Tensor-parallel size of each vLLM engine. The number of engine replicas is the number of ranks / tp."""
     sampling: SamplingConfig = SamplingConfig()
@@ -196,9 +196,9 @@ class RolloutConfig(Section):
     # rounding then depends on when calls end, so false is needed for a bit-equal resume of single turns. A completion
     # ending before its limit costs one more token, which is dropped.
     async_scheduling: Annotated[bool | None, Decides(vllm="async_scheduling")] = None
-    """Let vLLM start its next step before the previous step's tokens have arrived on the host, so that the GPU does not
-    wait. Default: on where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an
-    error where vLLM does not support it. Metric: perf/steps_ahead."""
+    """Let vLLM start a step before the previous step's tokens have arrived on the host, so that the GPU does not wait.
+    Default: on where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an error
+    without this support. Metric: perf/steps_ahead."""
     # Resume: a run is bit-equal in float32 if its loss reads no engine log-probs (algorithm.old_logprobs trainer, no
     # importance_sampling). Otherwise it is bit-equal only while all requests of a step fit in the engines at once and
     # async_scheduling is off, because an engine's rounding depends on the requests decoded together. Base classes of
@@ -215,8 +215,8 @@ class RolloutConfig(Section):
     # A process can be killed when its attempt hangs; code in the driver cannot.
     environment_processes: Annotated[NonNegativeInt | None, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = None
     """Number of processes that run the environment, each with one attempt at a time. 0: attempts run in the driver.
-    Under Ray the processes are spread over all nodes. Default: 0 if the environment's code is all `async def`, else 4
-    per CPU of the driver's machine, at most 64. Metric: environment/process_killed."""
+    Under Ray the processes are on all nodes. Default: 0 if the environment's code is all `async def`, else 4 per CPU of
+    the driver's machine, at most 64. Metric: environment/process_killed."""
     environment_memory_gib: Annotated[PositiveFloat, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = 4.0
     """Memory limit of each environment process, in GiB of address space."""
     tool_parser: Annotated[
@@ -231,15 +231,15 @@ class RolloutConfig(Section):
     endpoint: Annotated[EndpointConfig, OnlyIf(AGENT)] = EndpointConfig()
     """OpenAI-compatible server through which the agent program (rollout.agent) samples from the policy."""
     max_turns: PositiveInt = 16
-    """Maximum number of turns in one attempt; each turn is one completion of the policy. All tokens of an attempt
-    together must fit in data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
+    """Maximum number of turns in one attempt; a turn is one completion of the policy. All tokens of an attempt together
+    must fit in data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
     truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_AGENT)] = "end"
-    """Action after a completion cut at its length limit, if the attempt may have more tokens. end (default): the
-    attempt ends. close: the end-of-turn token is added, without training it, and the attempt continues."""
+    """Action after a completion cut at its length limit, if the attempt may have more tokens. end (default): end the
+    attempt. close: add the end-of-turn token, untrained, and continue the attempt."""
     history: Annotated[Literal["append", "render", "refuse"], OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = "append"
     """Prompt of a later turn if the chat template changes earlier turns (removes thoughts, for example). append
-    (default): the earlier tokens are kept as they were. render: all messages are rendered again; each changed history
-    becomes a separate training sequence. refuse: the run does not start. The start reports such a template."""
+    (default): keep the earlier tokens. render: render all messages again; each changed history becomes a separate
+    training sequence. refuse: the run does not start. The start reports such a template."""
     budget: Annotated[BudgetConfig, OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = BudgetConfig()
     """Limits of a multi-turn attempt: tokens, tool calls, seconds, starts."""
     # park is partial rollouts: requests pause with their tokens while the engines sleep, and environments continue
@@ -247,46 +247,46 @@ class RolloutConfig(Section):
     # attempt replays its turns. If its environment then differs from the recorded one, the attempt starts again
     # (rollout/restarted).
     stragglers: Annotated[Literal["wait", "park", "abort"], OnlyIf(RL, COLOCATED)] = "wait"
-    """Treatment of incomplete groups when train.prompts_per_step groups are complete (algorithm.oversampling starts
-    more). wait (default): wait for all. park: pause them and continue under the new weights with the tokens so far; set
-    an importance correction (rollout.max_staleness). abort: drop them; favours short answers."""
+    """Treatment of incomplete groups once train.prompts_per_step groups are complete (algorithm.oversampling starts
+    more). wait (default): wait for them. park: pause them, and continue after the update with the tokens so far; set an
+    importance correction (rollout.max_staleness). abort: drop them; this favours short answers."""
     # Step n trains weights of version n, whether or not engines ever received them. Placement separate: engines sample
     # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
     # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.
     # A limit above 0 with an explicit algorithm.importance_sampling none is accepted with a warning.
     max_staleness: Annotated[NonNegativeInt | None, OnlyIf(RL, STALE)] = None
-    """Maximum staleness of a trained group: the number of steps since the weights that sampled its oldest token.
-    Default: 1 with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
+    """Maximum staleness of a trained group: number of steps since the weights that sampled its oldest token. Default: 1
+    with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
     algorithm.old_logprobs rollout with a clipping policy loss. Metric: staleness/dropped."""
     sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE)] = 1
-    """Copy weights to the engines only every n steps (placement separate). In between, samples are up to n - 1 steps
-    older, so rollout.max_staleness must be at least n - 1. Evaluations and the first step of a resumed run always get
-    new weights."""
+    """Copy weights to the engines only every n steps (placement separate). Between copies, samples are up to n - 1
+    steps older, so rollout.max_staleness must be at least n - 1. Evaluations and the first step of a resumed run always
+    get new weights."""
     # With a retained cache, later tokens come from new weights over old keys and values. Recorded log-probs are those
     # of the draw but belong to no version, so the trainer's log-probs of that version differ by more than rounding.
     # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
     # checkpoint has no tokens of an unfinished completion: a resume samples it again, as other replicas do when its
     # engine is lost.
     recompute_kv: Annotated[bool, OnlyIf(RL, PACED), UntriedOnGpu("false")] = True
-    """Recompute the KV cache of requests interrupted by a weight update (placement separate, sampling ahead). true
-    (default). false: keep the cache, which saves a prefill; log-probs then drift from the trainer's
-    (logprob_gap/mean/age_0)."""
+    """Recompute the KV cache of requests interrupted by a weight update (placement separate, sampling ahead). Default:
+    true. false: keep the cache; this saves a prefill, but log-probs drift from the trainer's (logprob_gap/mean/age_0).
+    """
     on_stale: Annotated[Literal["wait", "drop"], OnlyIf(RL, PARK)] = "wait"
-    """Action for an incomplete group that has reached rollout.max_staleness (stragglers park). wait (default): the step
-    waits for it. drop: drop it and draw another prompt; long answers are then trained less (metric
-    staleness/dropped)."""
+    """Action for an incomplete group at the limit rollout.max_staleness (stragglers park). wait (default): the step
+    waits for it. drop: drop it and draw another prompt; long answers are then trained less (metric staleness/dropped).
+    """
     kv_cache_gib: Annotated[
         PositiveFloat,
         OnlyIf(instead_of("rollout.gpu_memory_utilization")),
         Decides(vllm="kv_cache_memory_bytes num_gpu_blocks_override"),
     ] = 1.0
     """Size of one rank's KV cache in GiB. Default on GPUs: the memory left by `megarl plan`'s prediction, minus 8 GiB;
-    on CPUs: 1. The run folder's config.yaml records the value, and a resumed run keeps it."""
+    on CPUs: 1. The run folder's config.yaml records the value; a resumed run keeps it."""
     gpu_memory_utilization: Annotated[
         Annotated[float, Field(gt=0.0, le=1.0)] | None, Decides(vllm="gpu_memory_utilization")
     ] = None
     """Share of a GPU's memory for the engine's weights, activations and KV cache together, as in vLLM. Set this or
-    kv_cache_gib, not both. Trainer states that are not in trainer.offload must fit in the remaining memory."""
+    kv_cache_gib, not both. Trainer states outside trainer.offload must fit in the remaining memory."""
     # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
     # importance/clipped_share for the effect of a correction (tis; icepop for experts).
@@ -295,20 +295,20 @@ class RolloutConfig(Section):
         UntriedOnGpu("fp8, fp8_per_channel"),
         Decides(vllm="quantization quantization_config allow_deprecated_quantization"),
     ] = "none"
-    """FP8 (e4m3) weights in the engines' linear layers and experts. fp8: one scale per 128 x 128 block.
-    fp8_per_channel: one scale per output channel. Default: none. Needs model.dtype bfloat16. Log-probs then differ from
-    the trainer's: use algorithm.importance_sampling, limit the difference with train.max_logprob_gap."""
+    """FP8 (e4m3) weights in the engines' linear layers and experts. Default: none. fp8: one scale per 128 x 128 block.
+    fp8_per_channel: one scale per output channel. Needs model.dtype bfloat16. Log-probs then differ from the trainer's:
+    set algorithm.importance_sampling, and limit the difference by train.max_logprob_gap."""
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Decides(vllm="kv_cache_dtype")] = "auto"
     """Data type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1; twice as
     many tokens fit, and the metrics logprob_gap/ increase."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of vLLM's EngineArgs, by their own names. Those that need another executor, or keep something of
-    old weights, are refused. speculative_config: a drafter without weights (method ngram, suffix, custom_class; on GPUs
+    """Further fields of vLLM's EngineArgs, by vLLM's names. Fields that need another executor, or keep state of old
+    weights, are refused. speculative_config: a drafter without weights (method ngram, suffix, custom_class; on GPUs
     ngram_gpu), trained MTP layers (mtp), or a published drafter (eagle3). Metric: perf/accepted_length."""
 
     @property
     def drafts_with_model_layers(self) -> bool:
-        """Return whether the engines draft tokens with the draft layers of the policy's checkpoint."""
+        """Whether the engines draft tokens with the draft layers of the policy's checkpoint."""
         drafter = self.vllm.get("speculative_config")
         return isinstance(drafter, Mapping) and drafter.get("method") == MODEL_LAYERS
 
@@ -318,20 +318,17 @@ class RolloutConfig(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Return the largest permitted age of a group at its update.
-
-        The age is the number of weight versions from the one that sampled its oldest token to the updated one.
-        """
+        """Maximum age of a group at its update: weight versions between its oldest token and the updated weights."""
         if self.max_staleness is None:
             return 1 if self.stragglers == "park" else 0
         return self.max_staleness
 
     @property
     def is_paced(self) -> bool:
-        """Return whether engines sample the next steps' groups while the trainer updates, up to the staleness limit."""
+        """Whether engines sample groups of later steps while the trainer updates, up to the staleness limit."""
         return self.placement == "separate" and self.staleness_bound > 0
 
     @property
     def carries_groups(self) -> bool:
-        """Return whether groups started in one step may be trained or dropped in a later step."""
+        """Whether groups started in one step may be trained or dropped in a later step."""
         return self.is_paced or self.stragglers != "wait"

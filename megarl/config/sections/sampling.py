@@ -23,18 +23,17 @@ class SamplingConfig(Section):
     """Maximum length of a completion in tokens."""
     temperature: Annotated[Temperature, OnlyIf(ON_POLICY)] = 1.0
     """Sampling temperature, at most 2; 0: greedy. With temperature_schedule: the temperature of the first step. The
-    trainer computes log-probs at the temperature of the sampling. Metric: rollout/temperature."""
+    trainer computes log-probs at the same temperature. Metric: rollout/temperature."""
     temperature_schedule: Annotated[Literal["constant", "linear", "cosine"], OnlyIf(ON_POLICY)] = "constant"
-    """Schedule from `temperature` to `end_temperature` over the steps: constant (default), linear or cosine. Afterwards
-    the temperature stays."""
+    """Schedule from `temperature` to `end_temperature`: constant (default), linear or cosine over temperature_steps.
+    Later steps stay at end_temperature."""
     end_temperature: Annotated[float, Field(gt=0.0, le=2.0), OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = 1.0
     """Temperature from step `temperature_steps` on (temperature_schedule linear, cosine)."""
     temperature_steps: Annotated[PositiveInt | None, OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = None
-    """Number of the step that reaches end_temperature (temperature_schedule linear, cosine). Default: train.steps, the
-    last step."""
+    """Number of the step that reaches end_temperature (temperature_schedule linear, cosine). Default: train.steps."""
     # The reference is renormalised too. Otherwise a policy equal to its reference would have a KL above 0.
     top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask")] = 1.0
-    """Nucleus sampling (top-p). 1 (default): all tokens. In loop rl the engine records the tokens that remain, and
+    """Nucleus sampling (top-p). 1 (default): all tokens. In loop rl the engine records the remaining tokens, and
     log-probs and entropies of policy and reference are normalised over them."""
     top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask")] = 0
     """Top-k sampling. 0 (default): all tokens. In loop rl, log-probs are normalised over the remaining tokens, as with
@@ -43,7 +42,7 @@ class SamplingConfig(Section):
     """Min-p sampling: drop tokens less probable than min_p times the most probable token, before top-p and top-k. 0
     (default): all tokens. In loop rl, log-probs are normalised over the remaining tokens, as with top_p."""
     stop: tuple[StopString, ...] = ()
-    """Stop strings: a completion ends after one of them. The completion keeps the string."""
+    """Stop strings. A completion ends after the first of them, which it keeps."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Ids of tokens that end a completion, in addition to the model's end-of-sequence tokens and the chat template's
     ends of turns. The completion keeps the token."""
@@ -81,8 +80,8 @@ class EvaluationSamplingConfig(Section):
     all tokens."""
     # The penalty makes the distribution depend on earlier tokens, and the trainer could not repeat that in training.
     repetition_penalty: PositiveFloat = 1.0
-    """Repetition penalty in evaluations, for tokens in the prompt or completion so far: divides positive logits,
-    multiplies negative ones. 1 (default): none."""
+    """Repetition penalty in evaluations: positive logits of tokens in the prompt or completion so far are divided by
+    it, negative ones multiplied. 1 (default): none."""
     stop: tuple[StopString, ...] | None = None
     """Stop strings in evaluations. Default: rollout.sampling.stop."""
     stop_token_ids: tuple[NonNegativeInt, ...] | None = None

@@ -23,23 +23,23 @@ class SandboxConfig(Section):
         "limits",
         "unprivileged",
     )
-    """Isolation layers that the machine must support; otherwise a run does not start (see `megarl sandbox check`). If
-    the machine lacks one, remove it here: programs then run with weaker isolation, and the start reports it."""
+    """Isolation layers that the machine must support, else the run does not start (see `megarl sandbox check`). Remove
+    a layer that the machine lacks: programs then run with weaker isolation, and the start reports it."""
     url: str | None = None
     """Address of a SandboxFusion server that runs the programs, for example http://127.0.0.1:8080. Default: none, this
     machine runs them."""
     timeout_seconds: PositiveFloat = 4.0
-    """Maximum CPU seconds of one program run, that is, of one test or one call of the Python tool."""
+    """Maximum CPU seconds of one program run: one test, or one call of the Python tool."""
     wall_timeout_seconds: PositiveFloat | None = None
-    """Maximum wall-clock seconds of one program run. Default: ten times timeout_seconds, at least 30. Time spent
-    computing or waiting for a busy CPU extends the limit, to at most three times its value."""
+    """Maximum wall-clock seconds of one program run. Default: ten times timeout_seconds, at least 30. Computing, or
+    waiting for a busy CPU, extends the limit to at most three times its value."""
     total_timeout_seconds: PositiveFloat = 20.0
-    """Maximum CPU seconds of all tests of a completion together. They are added to reward.timeout_seconds, the limit of
+    """Maximum CPU seconds of all tests of a completion together, in addition to reward.timeout_seconds, the limit of
     the reward function itself."""
     memory_mib: Annotated[int, Field(ge=64)] = 512
     """Memory limit of one program run in MiB. Its files in /tmp may take 64 MiB more."""
     output_kib: Annotated[int, Field(ge=1)] = 64
-    """Maximum standard output of a program run in KiB. If a test expects a longer output, the maximum is twice the
-    expected length plus 4 KiB."""
+    """Maximum standard output of a program run in KiB. For a test with a longer expected output: twice its length plus
+    4 KiB."""
     packages: Annotated[tuple[str, ...], OnlyIf(HERE)] = ("numpy",)
     """Names of installed Python packages that programs may import, in addition to the standard library."""
