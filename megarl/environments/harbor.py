@@ -14,6 +14,8 @@ from megarl.environments.libraries.library_tasks import LibraryTasks
 from megarl.terminal import FirstOfEachKind
 
 _NOTICES = FirstOfEachKind(logging.getLogger(__name__).warning)
+_END_SECONDS = 60.0
+"""Seconds for a trial to stop its environment. Harbor runs `docker compose down`; programs get 10 s of them."""
 _ARGUMENT_FIELDS = ("task", "trial_name", "trials_dir", "agent", "environment")
 """Fields of Harbor's TrialConfig that the arguments of `Harbor` set."""
 
@@ -28,7 +30,7 @@ class Harbor:
 
     Each attempt has a folder in `trials` with Harbor's result, logs and trajectory. A verifier's reward counts even if
     the trial had an error; the first error of each kind is logged. A cancelled trial stops its environment within a
-    minute. The next trial on a machine stops the environments of killed trials.
+    minute, also if the run was killed. The next trial on a machine stops the environments of killed trials.
 
     With data `environment:COUNT`, validation uses the last tasks, a share of `heldout`. Training uses the others.
     """
@@ -64,7 +66,7 @@ class Harbor:
                 "environment": _choice(environment, "type", environment_kwargs),
             },
         }
-        self._tasks = LibraryTasks("harbor", settings, python=python, heldout=heldout)
+        self._tasks = LibraryTasks("harbor", settings, python=python, heldout=heldout, end_seconds=_END_SECONDS)
 
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
         """Make a trial of the problem's task against the endpoint, and return its reward.

@@ -46,6 +46,8 @@ class ServerSettings:
     start_seconds: float = 300.0
     """Maximum wall-clock seconds until the process is ready."""
     max_answer_bytes: int = 16 << 20
+    end_seconds: float = 0.0
+    """Seconds for the process to end by itself after the end of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,13 @@ class ServerProcess:
         if isinstance(command, str):
             command = python_call("megarl.processes.child:run", command, path=settings.search_path)
         try:
-            self._process = SupervisedProcess(command, folder=settings.folder, log_file=log_file, has_connection=True)
+            self._process = SupervisedProcess(
+                command,
+                folder=settings.folder,
+                log_file=log_file,
+                has_connection=True,
+                end_seconds=settings.end_seconds,
+            )
         except OSError as error:
             raise PeerLostError(f"a process for {settings.name} cannot be started: {error}") from None
         with suppress(OSError):  # If it ended already, waiting for its answer fails.

@@ -1,4 +1,4 @@
-"""A supervised child process. It is killed with all its descendants, at the latest when this process ends."""
+"""A supervised child process. It is killed with all its descendants, soon after this process ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Ended:
 
 
 class SupervisedProcess:
-    """A program whose parent is a supervisor process. The supervisor kills the program when this process ends.
+    """A program whose parent is a supervisor process. The supervisor kills the program when this process ends. With
+    `end_seconds` the program first gets this time to end by itself.
 
     `stdin` is the program's standard input. Its output goes to `log_file`, at most 1 MiB. Without a log, `Ended` has
     the last 64 KiB of each output. With `has_connection` the program gets one end of a socket, `connection` is the
@@ -73,6 +74,7 @@ class SupervisedProcess:
         stdin: bytes = b"",
         log_file: str | None = None,
         has_connection: bool = False,
+        end_seconds: float = 0.0,
     ) -> None:
         self._control, control = socket.socketpair()
         self._control_poll = select.poll()
@@ -86,6 +88,7 @@ class SupervisedProcess:
             "control": passed[0],
             "connection": passed[1] if has_connection else None,
             "log_file": log_file,
+            "end_seconds": end_seconds,
         }
         try:
             with _memory_file(stdin) as input_file:

@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,8 @@ _PART_BYTES = 64 << 10
 def supervise(settings: Mapping[str, Any]) -> NoReturn:
     """Run the program `settings["command"]`, and report its end on the socket `control`. Never returns.
 
-    When the driver closes `control`, all processes are killed. With `control` = None the program outlives the driver.
+    When the driver closes `control`, all processes are killed. If the driver has ended, the program first gets
+    `end_seconds` to end by itself. With `control` = None it outlives the driver.
     `connection` is a descriptor for the program, or None. With `log_file` all output goes there.
 
     The report is a JSON object. `exit_code` is 128 + signal if a signal killed the program, null if the driver ended
@@ -54,7 +56,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     # Close open copies: they would hide the child's end from the driver, and the pipes' ends from this process.
     for descriptor in {*ends, refuse, settings["connection"]} - {None}:
         os.close(descriptor)
-    exit_code = _watch(child, control, sinks)
+    exit_code = _watch(child, control, sinks, settings["end_seconds"])
     # First kill all writers of the pipes; then the loop ends after the last output.
     kill_descendants()
     for output, sink in sinks.items():
@@ -88,10 +90,10 @@ def become_program(command: list[str], stdout: int, stderr: int, refuse: int) ->
         os._exit(127)
 
 
-def _watch(child: int, control: socket.socket | None, sinks: Mapping[int, _Sink]) -> int | None:
-    """Copy output and reap orphans until the child ends or the driver closes `control`.
+def _watch(child: int, control: socket.socket | None, sinks: Mapping[int, _Sink], end_seconds: float) -> int | None:
+    """Copy output and reap orphans until the child ends, the driver closes `control`, or `end_seconds` after its end.
 
-    Returns the child's exit code; None if the driver closed `control`.
+    Returns the child's exit code; None if it still runs.
     """
     # SIGCHLD writes to this pipe, so that one poll() waits for output, for the driver and for the child's end.
     woken, wake = os.pipe()
@@ -103,20 +105,26 @@ def _watch(child: int, control: socket.socket | None, sinks: Mapping[int, _Sink]
     controls = set() if control is None else {control.fileno()}
     for descriptor in (*controls, woken, *sinks):
         poll.register(descriptor, select.POLLIN)
+    deadline: float | None = None
     while True:
         # Also before the first poll(): the child may have ended before the SIGCHLD handler was installed.
         exit_code = reap(child)
         if exit_code is not None:
             return exit_code
-        ready = {descriptor for descriptor, _ in poll.poll()}
+        wait_milliseconds = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        ready = dict(poll.poll(wait_milliseconds))
         if woken in ready:
             os.read(woken, 512)
-        for output in ready & sinks.keys():
+        for output in ready.keys() & sinks.keys():
             part = os.read(output, _PART_BYTES)
             sinks[output].add(part)
             if not part:
                 poll.unregister(output)
-        if controls & ready:
+        if control is not None and ready.get(control.fileno(), 0) & select.POLLHUP and deadline is None:
+            # The driver has ended. Then it has also closed its connection to the program.
+            poll.unregister(control)
+            deadline = time.monotonic() + end_seconds
+        elif controls & ready.keys() or (deadline is not None and time.monotonic() >= deadline):
             # The child may have ended at the same moment.
             return reap(child)
 

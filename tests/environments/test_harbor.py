@@ -11,6 +11,8 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from megarl.environments.libraries.harbor_adapter import LIVE, Library
 from megarl.environments.libraries.library_process import ChildError, ForeignError, LibraryProcess, check_installed
 from megarl.environments.shared import close_shared
 from megarl.types import ConfigError
+from tests.rewards.pools import wait_until
 
 LIBRARY = {
     "models/task/task.py": """
@@ -210,6 +213,25 @@ async def test_a_trial_that_is_ended_stops_its_container(tasks: Path, ends: str)
         await close_shared()
     await asyncio.gather(running, return_exceptions=True)
     assert [*tasks.parent.glob("containers/*")] == [*tasks.parent.glob("trials/.live/*")] == []
+
+
+DRIVER = """
+import asyncio
+from megarl.environments.harbor import Harbor
+agent = Harbor("tasks", agent="my:Agent", environment="my:Environment")
+asyncio.run(agent.run({"index": 0, "record": {}}, "http://endpoint/v1", "secret"))
+"""
+
+
+def test_a_trial_stops_its_container_after_a_kill_of_the_driver(tasks: Path) -> None:
+    (tasks / "0/outcome").write_text(json.dumps("hangs"))
+    with subprocess.Popen([sys.executable, "-c", DRIVER]) as driver:
+        wait_until(lambda: driver.poll() is not None or [*tasks.parent.glob("trials/*/pid")], seconds=120)
+        assert driver.poll() is None
+        [container] = tasks.parent.glob("containers/*")
+        driver.kill()
+    wait_until(lambda: not container.exists(), seconds=60)
+    wait_until(lambda: not [*tasks.parent.glob("trials/.live/*")], seconds=60)
 
 
 @pytest.mark.parametrize("outcome", ["hangs", "stuck"])

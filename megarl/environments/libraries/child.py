@@ -20,8 +20,9 @@ If the library's `is_forked` is False, requests are steps of episodes, carried o
 Sessions in `closed` are closed before the request.
 
 If `is_forked` is True, the method `play(request)` carries out each request in a fork of this process. Answers come in
-any order, each shorter than 32 KiB. {"cancel": 1} kills the fork of request 1. If the library has `end_seconds`, the
-fork gets SIGTERM first, and so many seconds to end. So do all forks when the driver closes the connection.
+any order, each shorter than 32 KiB. {"cancel": 1} kills the fork of request 1. If the first message has `end_seconds`
+above 0, the fork gets SIGTERM first, and so many seconds to end. So do all forks when the driver closes the connection
+or ends.
 
 An exception of the library is the `error` of an answer.
 """
@@ -224,9 +225,11 @@ def main():
     folder = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder] + [os.getcwd()]
     adapter = load_file(f"environments/libraries/{name}_adapter.py").Library
-    end_seconds = getattr(adapter, "end_seconds", 0.0)
+    end_seconds = 0.0
 
     def start(settings):
+        nonlocal end_seconds
+        end_seconds = settings["end_seconds"]
         try:
             library = adapter(settings, load_file)
             if settings["memory_bytes"] is not None:
@@ -236,7 +239,7 @@ def main():
             text = f"{name} cannot be loaded: {type(error).__name__}: {error}"
             raise frames.RefusedError(text) from error
         play = library.play if library.is_forked else Episodes(library.make_episode).play
-        introduction = {"is_forked": library.is_forked, "end_seconds": end_seconds, **library.introduction}
+        introduction = {"is_forked": library.is_forked, **library.introduction}
         return introduction, functools.partial(answer, play)
 
     if not adapter.is_forked:

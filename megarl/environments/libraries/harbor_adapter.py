@@ -17,9 +17,6 @@ LIVE = ".live"
 
 class Library:
     is_forked = True
-    # Harbor stops an environment by `docker compose down`, which gives its programs 10 s to end.
-    end_seconds = 60.0
-    """Seconds after SIGTERM for a cancelled trial to stop its environment."""
 
     def __init__(self, settings, load_file):
         os.environ["HARBOR_TELEMETRY"] = "0"

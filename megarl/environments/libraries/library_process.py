@@ -39,21 +39,28 @@ class ForeignError(Exception):
 
 
 def child_settings(
-    library: str, settings: Mapping[str, Any], *, python: str, memory_gib: float | None = None
+    library: str,
+    settings: Mapping[str, Any],
+    *,
+    python: str,
+    memory_gib: float | None = None,
+    end_seconds: float = 0.0,
 ) -> ServerSettings:
     """Return the settings of a child process: `child.py` with the adapter of `library`, run by `python`.
 
-    The adapter gets `settings`. `memory_gib` limits the address space of the process; None: no limit.
+    The adapter gets `settings`. `memory_gib` limits the address space of the process; None: no limit. Forks get
+    `end_seconds` to stop what they have started, also after the end of this process.
     """
     return ServerSettings(
         (python, str(_SCRIPT), library),
         library,
         "rollout.environment",
-        settings,
+        {**settings, "end_seconds": end_seconds},
         (),
         os.getcwd(),
         memory_bytes=int(memory_gib * _GIB) if memory_gib else None,
         start_seconds=_START_SECONDS,
+        end_seconds=end_seconds,
     )
 
 
@@ -130,6 +137,7 @@ class LibraryProcess:
         writer: asyncio.StreamWriter,
         *,
         max_answer_bytes: int,
+        end_seconds: float,
     ) -> None:
         self.introduction = introduction
         """The adapter's description of the library."""
@@ -139,6 +147,7 @@ class LibraryProcess:
         self._server = server
         self._writer = writer
         self._max_answer_bytes = max_answer_bytes
+        self._end_seconds = end_seconds
         self._num_requests = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         """Awaited answers by request number."""
@@ -159,7 +168,8 @@ class LibraryProcess:
             # In a thread: a cancelled start must not block the event loop.
             asyncio.get_running_loop().run_in_executor(None, server.close)
             raise
-        return cls(server, introduction, reader, writer, max_answer_bytes=settings.max_answer_bytes)
+        max_answer_bytes, end_seconds = settings.max_answer_bytes, settings.end_seconds
+        return cls(server, introduction, reader, writer, max_answer_bytes=max_answer_bytes, end_seconds=end_seconds)
 
     async def request(self, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
         """Send a request and return the value in its answer. `seconds` limits the wait; None: no limit.
@@ -192,13 +202,13 @@ class LibraryProcess:
     async def close(self) -> None:
         """End the process and all its descendants, and wait for their end.
 
-        Forks of a library with `end_seconds` get this time to stop what they have started. Then all are killed.
+        Forks get the settings' `end_seconds` to stop what they have started. Then all are killed.
         """
-        if (seconds := float(self.introduction.get("end_seconds", 0.0))) and not self.has_ended:
+        if self._end_seconds and not self.has_ended:
             self._is_closing = True
             self._writer.write_eof()
             with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(self._end_seconds):
                     await asyncio.shield(self._reading)
         self.has_ended = True
         await asyncio.to_thread(self._server.close)

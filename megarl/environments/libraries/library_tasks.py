@@ -26,11 +26,19 @@ class LibraryTasks:
 
     `library` is the library's name, as a module and as a value of rollout.environment. `python` is the interpreter of a
     virtual environment with the library; None: this one. The last tasks, a share of `heldout` (between 0 and 1), are
-    for validation.
+    for validation. Attempts get `end_seconds` to stop what they have started.
     """
 
-    def __init__(self, library: str, settings: Mapping[str, Any], *, python: str | None, heldout: float) -> None:
-        self._library, self._settings = library, settings
+    def __init__(
+        self,
+        library: str,
+        settings: Mapping[str, Any],
+        *,
+        python: str | None,
+        heldout: float,
+        end_seconds: float = 0.0,
+    ) -> None:
+        self._library, self._settings, self._end_seconds = library, settings, end_seconds
         self._python = python or sys.executable
         self._heldout = heldout
         check_installed(self._python, library, library)
@@ -38,9 +46,8 @@ class LibraryTasks:
     async def process(self) -> LibraryProcess:
         """Return the process that has loaded the tasks, started at the first call. Raises ChildError."""
         key = self._library, self._python, json.dumps(self._settings)
-        child = get_shared(
-            key, lambda: LibraryChild(child_settings(self._library, self._settings, python=self._python))
-        )
+        settings = child_settings(self._library, self._settings, python=self._python, end_seconds=self._end_seconds)
+        child = get_shared(key, lambda: LibraryChild(settings))
         return await child.process()
 
     def number_for(self, problem: Mapping[str, Any], process: LibraryProcess) -> int:

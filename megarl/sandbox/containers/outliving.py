@@ -45,7 +45,13 @@ def launch_outliving(
         listener.bind(os.fspath(folder / _file_name(name)))
         listener.listen()
         number = listener.fileno()
-        settings = {"command": [*command, str(number)], "control": None, "connection": number, "log_file": None}
+        settings = {
+            "command": [*command, str(number)],
+            "control": None,
+            "connection": number,
+            "log_file": None,
+            "end_seconds": 0.0,
+        }
         # Connect before the start. If the host were killed in between, the keeper would wait for a host for ever.
         connection = connect_to(name)
         try:
