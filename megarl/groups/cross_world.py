@@ -86,7 +86,7 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-        # Abort in a thread of its own: NCCL may take long, and further messages of the driver must not wait.
+        # Abort in a thread of its own: NCCL may take long, and other messages of the driver must not wait.
         cancelled.on_cancelled(meeting.name, lambda: threading.Thread(target=_abort, args=(nccl,), daemon=True).start())
     require_gpu_backend(group, meeting.name, device.current())
     return group
@@ -198,7 +198,7 @@ def _check(name: str) -> None:
 
 
 def leave_group(group: ProcessGroup | None) -> None:
-    """Leave a cross-world process group alone. Exchanges of peers that wait for this rank fail."""
+    """Leave a cross-world process group; no other rank takes part. Exchanges of peers that wait for this rank fail."""
     if group is None:
         return
     if (membership := _memberships.pop(group, None)) is not None:
@@ -210,7 +210,7 @@ def leave_group(group: ProcessGroup | None) -> None:
 
 
 def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
-    # Abort the exchanges: those with lost ranks would never end by themselves.
+    # Abort the exchanges. An exchange with a lost rank would never end by itself.
     with suppress(RuntimeError):
         group.abort()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-# torch raises plain RuntimeErrors for lost peers. gloo and NCCL can be recognised only by these parts of the text.
+# torch raises plain RuntimeErrors for lost peers. Only these parts of the text identify errors of gloo and NCCL.
 _TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
 

@@ -10,8 +10,8 @@ from megatron.core.transformer.attention import SelfAttention
 class GatedAttention(SelfAttention):
     """Megatron's self-attention, with the gates of this rank's own query heads.
 
-    If tp exceeds the number of key-value heads, Megatron-Core 0.16.1 returns too many gates: those of all ranks with
-    the same key-value head.
+    If tp exceeds the number of key-value heads, Megatron-Core 0.16.1 returns too many gates: the gates of all ranks
+    with the same key-value head.
     """
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:

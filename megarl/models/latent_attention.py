@@ -32,8 +32,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the classes of the spec, as Megatron-Core 0.16.1 does without this method.
 
-        If queries have no low rank (Moonlight, GLM-4.7-Flash), Megatron-Core 0.19 refuses all local layers, and adds a
-        norm before the query projection of Transformer Engine's layers.
+        Megatron-Core 0.19 changes them if queries have no low rank (Moonlight, GLM-4.7-Flash). It refuses all local
+        layers, and adds a norm before the query projection of Transformer Engine's layers.
         """
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in parts}
@@ -102,9 +102,9 @@ def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
     layer.submodules.self_attention.module = LatentAttention
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.kv_layernorm = norm
-    # Megatron-Core 0.16.1 would split these over tensor-parallel ranks and gather their outputs. The gradient of the
-    # rotary key, which all heads share, would lack the heads of other ranks. With two ranks the error of the whole
-    # gradient was 20% of its norm.
+    # Megatron-Core 0.16.1 would split these projections over tensor-parallel ranks and gather their outputs. The
+    # gradient of the rotary key, which all heads share, would lack the heads of other ranks. With two ranks the error
+    # of the whole gradient was 20% of its norm.
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 

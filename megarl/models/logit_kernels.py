@@ -1,7 +1,7 @@
 """Triton kernels for a block of logits on a GPU: one pass for softmax statistics, one for gradients.
 
-torch would need ten passes over float32 copies of the logits. With a vocabulary of 151,936 tokens, these take as much
-time as the matrix products. Import this module only with a GPU: torch's CPU build has no Triton.
+torch would need ten passes over float32 copies of the logits: as much time as the matrix products, with a vocabulary of
+151,936 tokens. Import this module only with a GPU: torch's CPU build has no Triton.
 """
 
 from __future__ import annotations

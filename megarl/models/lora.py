@@ -87,8 +87,8 @@ class Adapter(nn.Module):
 
     def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
         """Set Megatron's attributes for the reduction of a parameter's gradient and for the gradient norm."""
-        # Megatron-Core 0.16.1 selects copies for the norm by tp rank. Parameters replicated over etp ranks are counted
-        # on the first of these only (`shared`).
+        # Megatron-Core 0.16.1 selects copies for the norm by tp rank. `shared`: only the first of the etp ranks counts
+        # a parameter that all of them replicate.
         is_counted = dim is not None or self.is_expert
         set_tensor_model_parallel_attributes(parameter, is_counted, dim if dim is not None else -1, 1)
         parameter.allreduce = not self.is_expert

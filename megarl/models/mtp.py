@@ -135,7 +135,7 @@ def next_states(states: Tensor, row: PackedRow) -> Tensor:
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return states.roll(-1, 0)
-    # Neighbours may be on other ranks: each rank has two chunks of a sequence.
+    # A token's neighbour may be on another rank: each rank has two chunks of a sequence.
     assert row.place is not None and row.local is not None
     padded = torch.cat([states, states.new_zeros(row.longest_part - len(states), states.shape[1])])
     parts = padded.new_empty(group.size() * len(padded), padded.shape[1])

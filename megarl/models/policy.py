@@ -57,10 +57,10 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class StateCarrier(Protocol):
-    """A part of a chunk that sends further states [own tokens, 1, hidden_size], without gradient, from stage to stage.
+    """A part of a chunk that sends carried states [own tokens, 1, hidden_size], without gradient, from stage to stage.
 
     They are stacked on the hidden states, so that Megatron's schedules send one tensor. The gradient has the stack's
-    shape, with zeros for the further states.
+    shape, with zeros for the carried states.
     """
 
     num_received: int
@@ -72,14 +72,14 @@ class StateCarrier(Protocol):
         """Split the previous chunk's tensor [1 + num_received, own tokens, 1, hidden_size], and store the further
         states.
 
-        Returns the hidden states. A tensor [own tokens, 1, hidden_size] has no further states.
+        Returns the hidden states. A tensor [own tokens, 1, hidden_size] has no carried states.
         """
         ...
 
     def pack(self, hidden_states: Tensor) -> Tensor:
         """Return the tensor for the next chunk, [1 + num_sent, own tokens, 1, hidden_size].
 
-        Without further states it is `hidden_states` [own tokens, 1, hidden_size].
+        Without carried states it is `hidden_states` [own tokens, 1, hidden_size].
         """
         ...
 
@@ -121,7 +121,7 @@ class PackedModel(GPTModel):
         """Whether the attention computes its rotary angles itself."""
         self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
         self.carrier: StateCarrier | None = None
-        """Sends further states between pipeline stages in passes with gradients. None: only hidden states are sent."""
+        """Sends carried states between pipeline stages in passes with gradients. None: only hidden states are sent."""
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the previous pipeline stage's output, as a list of one tensor (None on the first stage)."""

@@ -166,7 +166,9 @@ class _Prediction:
 
 
 def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
-    """Return the sort key of a choice: sufficient choices by cost, then the others by free memory and by KV cache."""
+    """Return the sort key of a choice: sufficient choices by cost, then insufficient ones by free memory and by KV
+    cache.
+    """
     prediction = change.outcome
     if prediction.is_enough:
         return False, change.choice.cost

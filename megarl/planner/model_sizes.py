@@ -21,8 +21,8 @@ _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM 0.30 pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
 _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Values of trainer.recompute_modules for Transformer Engine only. Megatron-Core frees the outputs of these modules,
-but its own layers cannot do that.
+"""Values of trainer.recompute_modules for Transformer Engine only: Megatron-Core frees the outputs of these modules,
+and its own layers do not support that.
 """
 
 
@@ -68,7 +68,9 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
 
 
 def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if a trained model's hidden channels are not a multiple of the block size of `trainer.fp8`."""
+    """Yield an error for each of a trained model's numbers of channels that is not a multiple of the block size of
+    `trainer.fp8`.
+    """
     trainer = recipe.trainer
     if trainer.fp8 == "none":
         return

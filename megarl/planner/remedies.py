@@ -166,7 +166,7 @@ def _changes_more_than_needed(choice: Choice, accepted: Sequence[Choice]) -> boo
 
 
 def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the field values that move the optimizer to the host. None: impossible, or it is there already."""
+    """Return the field values that move the optimizer to the host. None: impossible, or already done."""
     trainer = recipe.trainer
     if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
         return None
@@ -225,7 +225,7 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
         return _first_that_holds(recipe, judge, [{_SHARE: larger} for larger in shares])
     if _first_that_holds(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):
         return [{_CACHE: None}]
-    # The smallest cache does not fit together with the other memory, so it needs a further change.
+    # With the smallest cache the run does not fit, so it needs another change.
     least = least_cache_gib(recipe, judge.models.policy.shape)
     return remedies(recipe, judge, before={_CACHE: least})
 

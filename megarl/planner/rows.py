@@ -36,8 +36,8 @@ def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
 def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
     """Return the greatest row length in tokens at which a pass without gradients needs no more memory than an update.
 
-    None: keep the update's row length. No longer row fits, or there is no such pass, or there are pipeline stages:
-    fewer rows would leave stages idle.
+    None: keep the update's row length. A longer row does not fit, or no pass is without gradients, or there are
+    pipeline stages: fewer rows would leave stages idle.
     """
     if judge.models.policy.parallel.pp > 1:
         return None

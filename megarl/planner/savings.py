@@ -11,8 +11,8 @@ from megarl.families.shape import ModelShape
 _STATES = ("optimizer", "gradients", "parameters")
 """Trainer states that may be offloaded, in the order of recipes."""
 _CHEAPEST_FIRST = ("gradients", "optimizer", "parameters")
-"""The same states, cheapest first. Gradients are dropped and come back as zeros. The others are copied to the host and
-back; parameters come back twice per step, because a reshard needs them too.
+"""The same states, cheapest first. Gradients are dropped and come back as zeros. Optimizer and parameters are copied to
+the host and back; parameters come back twice per step, because a reshard needs them too.
 """
 
 

@@ -55,12 +55,12 @@ class Choice:
 
     @property
     def key(self) -> frozenset[str]:
-        """The changed fields. Of choices with equal keys, a search returns the best."""
+        """The changed fields. If choices have equal keys, a search returns only the best."""
         return frozenset(self.values)
 
 
 class _Choice(Protocol):
-    """Interface of a choice: the changed fields, and a key. Of choices with equal keys, the best counts."""
+    """Interface of a choice: the changed fields, and a key. Only the best of choices with equal keys counts."""
 
     @property
     def values(self) -> Mapping[str, Any]: ...

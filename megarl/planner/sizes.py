@@ -17,7 +17,7 @@ from megarl.families.shape import ModelShape
 WHOLE_EXPERTS = "enable_expert_parallel"
 """vLLM's setting that gives each engine rank whole experts."""
 _LOWEST_TEMPERATURE = 0.01
-"""Lowest sampling temperature above 0. vLLM 0.30 raises lower ones to it, with a warning."""
+"""Lowest sampling temperature above 0. vLLM 0.30 raises lower temperatures to it, with a warning."""
 
 
 def parallel_of(recipe: Recipe) -> ParallelConfig:
@@ -68,7 +68,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
     """Yield errors if the trainer's parallel sizes do not fit the number of its ranks."""
     cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
     if misplaced := [*placement(recipe)]:
-        # Without a valid placement the number of training ranks is unknown, so further errors would mislead.
+        # Without a valid placement the number of training ranks is unknown: more errors would mislead.
         yield from misplaced
         return
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")

@@ -150,7 +150,7 @@ class SharedSlots:
     def claim(self, exchange: int) -> None:
         """Wait until all other ranks have read the slot's earlier exchange."""
         packed = self._counts[self._rank][0]
-        # The exchange before may still be unread in the other slot. Before the first exchange of a reshard everything
+        # The previous exchange may still be unread in the other slot. Before the first exchange of a reshard everything
         # must be read: the earlier reshard's last exchange may have used either slot.
         self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
 

@@ -1,7 +1,7 @@
 """Adam with state and step on the CPU for a fraction of the parameters, to save device memory.
 
-Megatron's `HybridDeviceOptimizer` copies their gradients to the host. torch's fused Adam steps there on float32 copies
-of the weights; the new weights are copied back. Its internals are those of Megatron-Core 0.16.1,
+Megatron's `HybridDeviceOptimizer` copies their gradients to the host. On the host, torch's fused Adam steps on float32
+copies of the weights; the new weights are copied back. Its internals are those of Megatron-Core 0.16.1,
 optimizer/cpu_offloading.
 """
 

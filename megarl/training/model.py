@@ -191,7 +191,7 @@ class ModelShard:
             return {}
         hidden_size = self.config.hidden_size
         shapes = [(batch.input_ids.shape[1] // self.token_parts, 1, hidden_size) for batch in batches]
-        # Passes without gradients send hidden states only: all further states serve a loss.
+        # Passes without gradients send hidden states only: all carried states serve a loss.
         carriers = [None if forward_only else chunk.carrier for chunk in self.chunks]
         return {
             "p2p_communicator": StageCommunicator(self.config, shapes, carriers),

@@ -121,8 +121,8 @@ class MergedWeights:
 class ScaledAdapters:
     """The LoRA matrices as vLLM uses them: A [rank, in], and B [*out, rank] times the scale.
 
-    `weights` maps Megatron's names to tensors, valid within the context `valid`. Scaled copies of B have memory only
-    there.
+    `weights` maps Megatron's names to tensors, valid within the context `valid`. Outside it, the scaled copies of B
+    have no memory.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:

@@ -24,8 +24,8 @@ class StageCommunicator(P2PCommunicator):
     Packed rows differ in length, so Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read
     it from the device. Here every rank computes the shapes from the lengths of all rows.
 
-    `shapes` [microbatches] has one shape per row. `carriers` [chunks] send further states of this stage's chunks,
-    stacked on the hidden states; None: no further states. Use a new object for each call of a Megatron schedule.
+    `shapes` [microbatches] has one shape per row. `carriers` [chunks] send carried states of this stage's chunks,
+    stacked on the hidden states; None: no carried states. Use a new object for each call of a Megatron schedule.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StageCommunicator(P2PCommunicator):
 
 
 def _message_shape(shape: Shape, num_carried: int) -> tuple[int, ...]:
-    """Return the shape of hidden states with `num_carried` further states stacked on them."""
+    """Return the shape of hidden states with `num_carried` carried states stacked on them."""
     return (1 + num_carried, *shape) if num_carried else shape
 
 

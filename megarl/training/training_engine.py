@@ -262,10 +262,10 @@ class TrainingEngine(ModelShard):
         `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is KTO's reference
         point, a KL in nats per answer. `limits`: gradient norm and loss of a spike (train.on_spike); None: no limits.
 
-        No parameter changes (`UpdateOutcome.applied` is False) if no token is trained, loss or gradient is not finite,
-        the mean ratio exceeds `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is
-        exceeded. The first of consecutive updates that are not finite is computed again, to find the first such tensor
-        (`last_not_finite`). Raises MegarlError after too many of them.
+        No parameter changes (`UpdateOutcome.applied` is False) in these cases: no token is trained; loss or gradient is
+        not finite; the mean ratio exceeds `algorithm.skip_ratio`; the mismatch exceeds `train.max_logprob_gap`; a limit
+        is exceeded. The first of consecutive updates that are not finite is computed again, to find the first such
+        tensor (`last_not_finite`). Raises MegarlError after too many of them.
         """
         faults.reach("update")
         replica_rows = self.share_rows(rows)
@@ -404,7 +404,7 @@ class TrainingEngine(ModelShard):
     def _finite_flags_outside_norm(self) -> list[Tensor]:
         """Return bool [] for each gradient on this rank that Megatron leaves out of the norm: whether it is finite.
 
-        A fault in the other gradients shows in the norm. A fault in these would reach the weights unnoticed.
+        A fault in any other gradient shows in the norm. A fault in one of these would reach the weights unnoticed.
         """
         # Megatron leaves parameters marked `shared` out of the norm.
         parameters: Any = [p for p in self.parameters.values() if p.requires_grad and getattr(p, "shared", False)]

@@ -18,7 +18,7 @@ from megarl.files.model_folder import read_object
 from megarl.platform.memory.host_memory import available_bytes
 
 _LARGEST_BYTES = 16 << 30
-"""Maximum bytes of a model. Larger ones take minutes to load."""
+"""Maximum bytes of a model. Larger models take minutes to load."""
 _SHARE = 0.5
 """Maximum share of the available host memory for the model."""
 

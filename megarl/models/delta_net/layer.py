@@ -49,7 +49,7 @@ class DeltaNet(GatedDeltaNet):
     """A gated delta-net layer over packed rows.
 
     With context parallelism, an all-to-all gives each rank all tokens of some heads, in the order of the row. A second
-    all-to-all returns the outputs to the tokens' ranks. The results equal those without context parallelism.
+    all-to-all returns the outputs to the tokens' ranks. Context parallelism does not change the results.
     """
 
     # Megatron declares these sizes as optional.

@@ -86,7 +86,7 @@ def gated_delta_rule(
     state = v.new_zeros(len(lengths), v.size(1), k.size(-1), v.size(-1))
     outputs = []
     for step in chunks.steps:
-        # Sequences are sorted by length: those with a further chunk come first.
+        # Sequences are sorted by length, so the sequences with another chunk come first.
         state = state[: len(step)]
         written = new_values[step] - read_keys[step] @ state
         outputs.append(decayed_queries[step] @ state + scores[step] @ written)

@@ -25,7 +25,7 @@ class RotaryTable:
         Only the first channels rotate. Products and sums are float32. Results are rounded once, or truncated where
         vLLM's kernel truncates.
         """
-        # Padding after a sequence of full length has positions beyond the table. Any angle is right there.
+        # Padding after a sequence of full length has positions beyond the table. Its angle does not matter.
         positions = positions.clamp(max=len(self._cosines) - 1)
         cosines, sines = (table[positions].float()[:, None] for table in (self._cosines, self._sines))
         width = cosines.size(-1)
@@ -40,5 +40,5 @@ class RotaryTable:
 def _truncate(values: Tensor) -> Tensor:
     """Cut float32 values [*shape] to the bits of bfloat16. The gradient passes unchanged."""
     cut = (values.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
-    # Both differences are exact, because the values are so close to each other.
+    # Subtraction and addition are exact, because the two values are very close. So the result has the bits of `cut`.
     return values + (cut - values.detach())

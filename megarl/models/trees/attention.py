@@ -216,11 +216,11 @@ class TreePart:
         return _pad(x, self.keys, self.key_shape)
 
     def of_queries(self, padded: Tensor) -> Tensor:
-        """Return [queries, heads, ...] from `padded` [blocks, heads, length, ...]."""
+        """Undo `padded_queries`: return [queries, heads, ...] from `padded` [blocks, heads, length, ...]."""
         return _unpad(padded, self.queries)
 
     def of_keys(self, padded: Tensor) -> Tensor:
-        """Return [keys, heads, ...] from `padded` [blocks, heads, length, ...]."""
+        """Undo `padded_keys`: return [keys, heads, ...] from `padded` [blocks, heads, length, ...]."""
         return _unpad(padded, self.keys)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -254,8 +254,8 @@ def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 
     The sum has a fixed order: equal inputs give equal bits.
     """
-    # torch 2.13 adds gradients of repeated entries in any order for an index in brackets on several CPU threads, and
-    # for `index_select` on CUDA. The other function has a fixed order on each device.
+    # With repeated entries, torch 2.13 adds gradients in a fixed order only for `index_select` on a CPU and for an
+    # index in brackets on CUDA.
     return x[(slice(None),) * dim + (index,)] if x.is_cuda else x.index_select(dim, index)
 
 
@@ -437,10 +437,9 @@ def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _block_lists(is_listed: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of listed blocks per row, [1, 1, rows], and all columns, listed ones first, [1, 1, rows,
-    columns].
+    """Return the number of listed blocks per row, [1, 1, rows], and all columns, [1, 1, rows, columns].
 
-    `is_listed` is bool [rows, columns].
+    `is_listed` is bool [rows, columns]. The columns of listed blocks come first.
     """
     counts = is_listed.sum(1).astype(np.int32)
     columns = np.argsort(~is_listed, axis=1, kind="stable").astype(np.int32)

@@ -39,7 +39,7 @@ class TrainerSizes:
 
     @property
     def values(self) -> dict[str, Any]:
-        """These sizes as recipe fields, without the data-parallel size: it follows from the others."""
+        """These sizes as recipe fields, without the data-parallel size: it follows from the other sizes."""
         return {f"trainer.{axis}": size for axis, size in self.by_axis.items()} | {"trainer.dp": None}
 
 

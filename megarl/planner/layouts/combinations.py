@@ -40,7 +40,7 @@ class Combinations:
     placement_values: Mapping[str, Any]
     """Recipe fields of the placement."""
     placed: Recipe
-    """The recipe with these values."""
+    """The recipe with `placement_values`."""
     rows: list[Row]
     engines: list[EngineSizes]
     offloads: list[tuple[str, ...]]

@@ -259,7 +259,7 @@ class LayoutSearch:
             phase.name: (phase.device_bytes + (further_bytes if phase.use("KV cache").device_bytes else 0)) / _GIB
             for phase in table.phases
         }
-        # The placement's values replace those of fields without effect under it.
+        # The placement replaces the values of fields without effect under it.
         values = choice.layout_values | dict(group.placement_values) | {"rollout.kv_cache_gib": round(cache, 1)}
         overrides = overrides_between(self.recipe, values)
         if self.refusal is not None and (fault := self.refusal(overrides)) is not None:

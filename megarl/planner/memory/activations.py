@@ -127,8 +127,8 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
         # In float32 the norm reads the layer's input in place. In other types it saves a copy.
         shared = layer_input if settings.itemsize == FLOAT32 else 0
         return rows * len(kinds) * layer_input + angles + max(largest_layer - shared, head)
-    # A part's bytes are those of a layer that saves it, minus those of a layer that recomputes it. One part of one
-    # layer is recomputed at a time, after the head's tensors are freed. So take the maximum.
+    # The bytes of a part: a layer that saves it, minus a layer that recomputes it. One part of one layer is recomputed
+    # at a time, after the head's tensors are freed. So take the maximum.
     saving_one_part = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     recomputed_bytes = max(
         (
@@ -153,7 +153,7 @@ def carried_bytes(
 ) -> float:
     """Return the bytes of layer inputs that a stage receives for a drafter on the last stage.
 
-    `layers` are the layers (from 0) whose inputs the drafter reads; those of earlier chunks are received. The inputs
+    The drafter reads the inputs of `layers` (from 0); a stage receives the inputs of layers in earlier chunks. They
     stay for all rows in flight.
     """
     chunks = parallel.layers_of_chunks(shape.num_layers, stage)
@@ -189,7 +189,7 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
 
 
 def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of temporary gradients in a feed-forward layer: there the backward pass is widest."""
+    """Return the bytes of temporary gradients in a feed-forward layer, the widest part of the backward pass."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     width, layer_sizes = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
@@ -269,7 +269,7 @@ def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, setti
         saved += tokens * _head_norms(width, settings, copied)
     if settings.spec == "local":
         saved += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
-    # Rotated queries and keys, and the output. It is the input of the next linear layer.
+    # Saves the output, the input of the next linear layer. `_core` counts the rotated queries and keys.
     saved += tokens * (width.query + 2 * settings.lora_rank) * size
     return saved + _core(width, parallel, settings)
 

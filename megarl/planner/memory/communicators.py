@@ -42,7 +42,7 @@ class Communicator:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes on a GPU; 0 for a group of one rank."""
+        """GPU memory of the communicator in bytes; 0 for a group of one rank."""
         if self.num_ranks < 2:
             return 0
         collectives = (PAIR_BYTES if self.num_ranks == 2 else GROUP_BYTES) * self.has_collectives

@@ -20,8 +20,8 @@ class Use:
 class Phase:
     """A phase of a run, with its peak memory on the fullest rank.
 
-    `name` is the phase's name in metrics, plus a model other than the policy (`train critic`), or `engine` for separate
-    engines (`reshard engine`).
+    `name` is the phase's name in metrics. Appended are a model other than the policy (`train critic`), or `engine` for
+    separate engines (`reshard engine`).
     """
 
     name: str
@@ -127,7 +127,7 @@ class MemoryTable:
         )
 
     def host_bytes(self, *, num_trainers: int = 0, num_engines: int = 0) -> int:
-        """Return the host memory of these numbers of trainer and engine ranks, each rank at its maximum."""
+        """Return the host memory of `num_trainers` and `num_engines` ranks, each rank at its maximum."""
         counts = (num_trainers, num_engines)
         return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))
 

@@ -272,7 +272,7 @@ class RankPhases:
         return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if is_copied else []
 
     def _add_libraries(self, uses: list[Use]) -> Iterator[Use]:
-        """Yield the uses, then those of libraries and checkpoint copies. On CPUs everything counts as host memory."""
+        """Yield the uses, then libraries and checkpoint copies. On CPUs everything counts as host memory."""
         if self.memory.platform.is_gpu:
             yield from uses
             yield Use("CUDA", device_bytes=CONTEXT_BYTES)

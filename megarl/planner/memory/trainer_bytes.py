@@ -180,7 +180,7 @@ def buffers_of(layouts: MegatronLayouts, rank: int, optimizer: OptimizerName) ->
     shapes = parameter_shapes(layouts, coordinates, has_buffers=False)
     num_moments = dict.fromkeys(shapes, 0 if optimizer == "sgd" else 2)
     if optimizer == "muon":
-        # A matrix has a momentum; Adam has two moments for the rest.
+        # A matrix has a momentum; all other parameters have Adam's two moments.
         num_moments |= dict.fromkeys(parameter_shapes(layouts, coordinates, matches=has_matrices), 1)
     for chunk in range(parallel.vpp):
         prefix = chunk_prefix(chunk, parallel.vpp)

@@ -162,7 +162,7 @@ class RolloutCost:
         alive = lengths.survival(grid)
         if not waits:
             return grid, alive
-        # Share of requests with more than this many tokens left: the integral of the survival from there on.
+        # Share of requests with more than this many tokens left: the integral of the survival from this point on.
         widths = np.diff(grid) * (alive[1:] + alive[:-1]) / 2
         remaining = np.append(np.cumsum(widths[::-1])[::-1], 0.0)
         return grid, remaining / max(remaining[0], 1e-9)

@@ -39,7 +39,7 @@ class ModelWork:
 
     @property
     def num_attention_layers(self) -> int:
-        """The number of layers with a KV cache. The others have linear attention."""
+        """Layers with a KV cache; all other layers have linear attention."""
         return sum(kind.mixer == "attention" for kind in self.shape.layers)
 
     def attended_tokens(self, context: NDArray[np.float64]) -> NDArray[np.float64]:

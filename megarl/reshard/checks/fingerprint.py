@@ -1,4 +1,4 @@
-"""Fingerprints of tensors. Those of disjoint boxes add up to the fingerprint of the whole tensor."""
+"""Fingerprints of tensors. The fingerprints of disjoint boxes add up to that of the whole tensor."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
 
 def _signs(numbers: Tensor) -> Tensor:
     """Return NUM_PROJECTIONS random signs for each random number [count]: float64 [count, NUM_PROJECTIONS]."""
-    # Use the high bits: there, products of numbers (as in `_blocks`) are distributed best.
+    # Use the high bits, in which products of numbers (as in `_blocks`) are distributed best.
     bits = torch.arange(63 - NUM_PROJECTIONS, 63, device=numbers.device)
     return ((numbers[:, None] >> bits) & 1).to(torch.float64) * 2 - 1
 

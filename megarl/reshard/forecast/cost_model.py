@@ -38,7 +38,7 @@ class Speeds:
 
 SPEEDS = {
     # NVLink and network: data sheet values. Memory: device copies on an H200 reached 4.3 of the data sheet's 4.8 TB/s;
-    # the other GPUs are assumed to reach the same share.
+    # all GPUs are assumed to reach this share.
     "h100": Speeds(nvlink=450e9, infiniband=50e9, memory=3.0e12),
     "h200": Speeds(nvlink=450e9, infiniband=50e9, memory=4.3e12),
     "b200": Speeds(nvlink=900e9, infiniband=50e9, memory=7.2e12),

@@ -88,7 +88,7 @@ def forecast_resize(
         origins | {origin for origin, receiver in sent.items() if receiver == node}
         for origins, (node,) in zip(local_origins, new_topology, strict=True)
     ]
-    # The minimum counts bytes that may also come from leaving nodes. One rank more stands for each of these copies.
+    # The minimum also counts copies on leaving nodes. Represent each of these copies by one more rank.
     nearest_origins = [*local_origins, *({origin} for origin in sent)]
     nearest_topology = [*new_topology, *(topology[origin] for origin in sent)]
     received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
@@ -111,7 +111,7 @@ def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, plac
 
 
 class _StateLayouts:
-    """Layouts of a training state with certain parallel sizes. Of ranks with the same weight, one copies it."""
+    """Layouts of a training state with certain parallel sizes. If ranks have the same weight, one of them copies it."""
 
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
         num_ranks = parallel.world_size

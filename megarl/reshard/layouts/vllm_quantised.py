@@ -231,8 +231,8 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-    # vLLM 0.30 stores these for its layerwise reload. Its wrapped loaders would start this reload, so the original
-    # loaders are restored.
+    # vLLM 0.30 stores these parameters for its layerwise reload. Its wrapped loaders would start this reload, so the
+    # original loaders are restored.
     remembered, _ = get_layerwise_info(module).restore_metadata
     parameters = {}
     for key, parameter in remembered.items():

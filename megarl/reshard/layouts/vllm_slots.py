@@ -63,7 +63,7 @@ class AdapterSlots:
         return LoRARequest("trained", ADAPTER_ID, "written in place")
 
     def further_request(self, index: int, name: str) -> Any:
-        """Return vLLM's reference to further adapter `index`. `name` is the key of vLLM's cache, so it must be
+        """Return vLLM's reference to the adapter's copy `index`. `name` is the key of vLLM's cache, so it must be
         unique.
         """
         from vllm.lora.request import LoRARequest

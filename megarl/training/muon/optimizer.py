@@ -133,7 +133,7 @@ class MuonRule:
 
         return {
             **get_standard_config_overrides(settings),
-            # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys; this is one of them.
+            # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys, such as `is_decoupled_lr`.
             key("matrices", is_matrix=True): {_IS_MATRIX: True, "is_decoupled_lr": True},
             **({} if rate == 1 else {key("other parameters", is_matrix=False): rates}),
         }

@@ -24,7 +24,7 @@ def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int
 
 def plan_rounds(owners: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> list[dict[int, list[str]]]:
     """Return each owner's matrices by round. In a round, no rank has more elements than the largest matrix."""
-    # The largest matrix needs this memory anyway, so smaller ones may share a round.
+    # The largest matrix needs this memory anyway, so smaller matrices may share a round.
     limit = max((prod(shapes[name]) for name in owners), default=0)
     rounds_of_owner: dict[int, list[list[str]]] = {}
     for name in sorted(owners, key=lambda name: (-prod(shapes[name]), name)):

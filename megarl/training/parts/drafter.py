@@ -145,7 +145,7 @@ class DrafterRate:
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> Mapping[ParamKey, Any]:
         is_of_drafter = ParamPredicate("drafter", lambda parameter: id(parameter) in self._parameters)
-        # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys; `is_decoupled_lr` is one.
+        # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys, such as `is_decoupled_lr`.
         overrides: Any = {"is_decoupled_lr": True, **self._rates}
         return {**get_standard_config_overrides(settings), ParamKey(predicate=is_of_drafter): overrides}
 

@@ -70,7 +70,7 @@ class RowMetric:
 def mean_of(values: Tensor, is_counted: Tensor, *, needs_tokens: bool = False) -> RowMetric:
     """Return the mean of the counted values; both tensors are [values]. Without counted values it is 0, with weight 0.
 
-    Values are selected, not multiplied by 0: uncounted ones may be NaN.
+    Values are selected, not multiplied by 0, because uncounted values may be NaN.
     """
     return _mean(values, is_counted, is_counted.sum(), needs_tokens)
 

@@ -266,7 +266,8 @@ def restore_common_state(
         yield saved_models
     for name, model in saved_models.items():
         if isinstance(model, TrainingEngine):
-            # All parts of an optimizer step together. A rank without parameters of a part counts no steps of it.
+            # All parts of an optimizer step together, so take the maximum: a rank without parameters of a part has no
+            # count.
             step = max((num_steps for state in states.values() if (num_steps := state["steps"][name])), default=None)
             for leaf in model.optimizer.chained_optimizers:
                 set_optimizer_step(leaf, step)
@@ -402,7 +403,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         step = saved["optimizer"]["param_groups"][0]["step"]
-        # Megatron-Core 0.16.1 looks up every entry of the state in the checkpoint, but `step` is not stored there
+        # Megatron-Core 0.16.1 looks up every entry of the state in the checkpoint, but the checkpoint has no `step`
         # (KeyError).
         for state in inner.state.values():
             state.pop("step", None)

@@ -131,8 +131,8 @@ class StateCopier:
         layouts, files = _copy_parts(parts, self._spare.get(self._rank))
         common = common_state(models, layout) | {"driver": driver}
         own_copy = StateCopy(step, self._rank, len(self._partners), layouts, files, common)
-        # Layouts are long and rarely change, so only changed ones are sent. A reference model whose weights change for
-        # the first time adds parts.
+        # Layouts are long and rarely change, so only changed layouts are sent. A reference model whose weights change
+        # for the first time adds parts.
         changed_layouts = None if self._layouts.get(self._rank) == layouts else layouts
         states = signed.gather((common, changed_layouts), purpose="values and layouts of state copies")
         common_by_origin = [values for values, _ in states]
