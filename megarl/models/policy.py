@@ -57,19 +57,19 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class StateCarrier(Protocol):
-    """A part of a chunk that sends carried states [own tokens, 1, hidden_size], without gradient, from stage to stage.
+    """A part of a chunk that sends states [own tokens, 1, hidden_size], without gradient, from stage to stage.
 
-    They are stacked on the hidden states, so that Megatron's schedules send one tensor. The gradient has the stack's
-    shape, with zeros for the carried states.
+    These carried states are stacked on the hidden states, so that Megatron's schedules send one tensor. The gradient
+    has the stack's shape, with zeros for the carried states.
     """
 
     num_received: int
-    """Further states that the previous chunk sends in a pass with gradients."""
+    """Carried states that the previous chunk sends in a pass with gradients."""
     num_sent: int
-    """Further states that this chunk sends in a pass with gradients."""
+    """Carried states that this chunk sends in a pass with gradients."""
 
     def unpack(self, received: Tensor) -> Tensor:
-        """Split the previous chunk's tensor [1 + num_received, own tokens, 1, hidden_size], and store the further
+        """Split the previous chunk's tensor [1 + num_received, own tokens, 1, hidden_size], and store the carried
         states.
 
         Returns the hidden states. A tensor [own tokens, 1, hidden_size] has no carried states.
@@ -121,7 +121,7 @@ class PackedModel(GPTModel):
         """Whether the attention computes its rotary angles itself."""
         self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
         self.carrier: StateCarrier | None = None
-        """Sends carried states between pipeline stages in passes with gradients. None: only hidden states are sent."""
+        """Sends states between pipeline stages in passes with gradients. None: only hidden states are sent."""
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the previous pipeline stage's output, as a list of one tensor (None on the first stage)."""

@@ -53,8 +53,8 @@ def _open_fields(recipe: Recipe) -> dict[str, Any]:
     # The copies lack the experts that router replay records for each token.
     if is_refused or recipe.trainer.router_replay:
         return {}
-    every = 1 if recipe.is_on_policy else _STEPS_WITHOUT_SAMPLING
-    return ({} if sets_recover else {RECOVER: "restart"}) | ({} if sets_copies else {REPLICATE: every})
+    interval = 1 if recipe.is_on_policy else _STEPS_WITHOUT_SAMPLING
+    return ({} if sets_recover else {RECOVER: "restart"}) | ({} if sets_copies else {REPLICATE: interval})
 
 
 def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:

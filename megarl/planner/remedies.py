@@ -222,15 +222,15 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
     if share is not None:
         # Try shares in hundredths, the smallest first.
         shares = [percent / 100 for percent in range(1, 101) if percent / 100 > share]
-        return _first_that_holds(recipe, judge, [{_SHARE: larger} for larger in shares])
-    if _first_that_holds(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):
+        return _find_first_change(recipe, judge, [{_SHARE: larger} for larger in shares])
+    if _find_first_change(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):
         return [{_CACHE: None}]
     # With the smallest cache the run does not fit, so it needs another change.
     least = least_cache_gib(recipe, judge.models.policy.shape)
     return remedies(recipe, judge, before={_CACHE: least})
 
 
-def _first_that_holds(recipe: Recipe, judge: MemoryJudge, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _find_first_change(recipe: Recipe, judge: MemoryJudge, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first change with which the recipe fits and the cache holds a request of maximum length."""
 
     def accept(changed: Recipe, _: Choice) -> MemoryTable | None:

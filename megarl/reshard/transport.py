@@ -243,35 +243,37 @@ def _bind(
     slots: PrivateSlots | SharedSlots,
     dtype: torch.dtype,
 ) -> Iterator[_Step]:
-    def source(t: Transfer) -> Tensor:
-        return transfer_view(_storage(sources, t.source.storage), t.source, t, dtype)
+    def source(transfer: Transfer) -> Tensor:
+        return transfer_view(_storage(sources, transfer.source.storage), transfer.source, transfer, dtype)
 
-    def destination(t: Transfer) -> Tensor:
-        return transfer_view(_storage(destinations, t.destination.storage), t.destination, t, dtype)
+    def destination(transfer: Transfer) -> Tensor:
+        return transfer_view(
+            _storage(destinations, transfer.destination.storage), transfer.destination, transfer, dtype
+        )
 
-    def message(slot: Tensor, start: int, t: Transfer) -> Tensor:
-        shape = t.shape if t.width == 1 else (*t.shape, t.width)
-        return slot.narrow(0, start, t.numel).view(shape)
+    def message(slot: Tensor, start: int, transfer: Transfer) -> Tensor:
+        shape = transfer.shape if transfer.width == 1 else (*transfer.shape, transfer.width)
+        return slot.narrow(0, start, transfer.numel).view(shape)
 
     exchange = 0
     for bucket in plan.buckets:
         local, pack, unpack = _Copies(), _Copies(), _Copies()
-        for t in bucket.local:
-            local.add(destination(t), source(t))
+        for transfer in bucket.local:
+            local.add(destination(transfer), source(transfer))
         if not bucket.is_exchanged:
             yield _Step(local, pack, unpack, None)
             continue
         outgoing, messages = slots.views(exchange)
         start = 0
-        for t in bucket.sends:
-            pack.add(message(outgoing, start, t), source(t))
-            start += t.numel
+        for transfer in bucket.sends:
+            pack.add(message(outgoing, start, transfer), source(transfer))
+            start += transfer.numel
         # On both sides, the elements of one sender follow each other in the order of the plan.
         starts = [0] * plan.num_ranks
-        for t in bucket.receives:
-            start = starts[t.source_rank]
-            starts[t.source_rank] += t.numel
-            unpack.add(destination(t), message(messages[t.source_rank], start, t))
+        for transfer in bucket.receives:
+            start = starts[transfer.source_rank]
+            starts[transfer.source_rank] += transfer.numel
+            unpack.add(destination(transfer), message(messages[transfer.source_rank], start, transfer))
         yield _Step(local, pack, unpack, exchange)
         exchange += 1
 

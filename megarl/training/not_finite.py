@@ -42,11 +42,11 @@ def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Ca
             losses = read(get_forward_backward_func()(**model.schedule_arguments(rows, objective)))
         model.release_feeds()
         numbers = [losses_of(row) for row in losses]
-        first = next(_candidates(model, rows, trace, numbers), None)
+        first = next(_list_candidates(model, rows, trace, numbers), None)
     # Routers count tokens per expert in buffers. The second pass must not count.
     for buffer, values in buffers.items():
         buffer.copy_(values)
-    return _first_of_all(first, model.device)
+    return _find_first_of_all(first, model.device)
 
 
 @contextmanager
@@ -74,30 +74,30 @@ def _flag_not_finite(values: Tensor) -> Tensor:
     return values.isfinite().all().logical_not().long()
 
 
-def _candidates(
+def _list_candidates(
     model: ModelShard, rows: Sequence[TokenBatch], trace: ModuleTrace, losses: Sequence[Sequence[float]]
 ) -> Iterator[tuple[str, Place, str]]:
     """Yield this rank's tensors that are not finite, in search order: kind, place and name."""
     chunks = list(zip(chunk_numbers(len(model.chunks)), model.chunks, strict=True))
     for number, chunk in chunks:
         weights = dict(chunk.named_parameters())
-        yield from _faulty("weight", number, weights, model_names(chunk))
+        yield from _find_faults("weight", number, weights, model_names(chunk))
     yield from (("output", output.place, output.name) for output in trace.outputs() if output.number)
     for row, numbers in enumerate(losses):
         if not np.isfinite(numbers).all():
-            faulty = ", ".join(_faulty_arrays(rows[row].per_token, rows[row].loss_mask))
+            faulty = ", ".join(_find_faulty_arrays(rows[row].per_token, rows[row].loss_mask))
             yield "loss", Place(row, 0, 0), f"of microbatch {row}" + (f", from the batch's {faulty}" if faulty else "")
     for number, chunk in reversed(chunks):
         trained: dict[str, Any] = {
             name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
         }
         gradients = {name: parameter.main_grad for name, parameter in trained.items()}
-        faults = list(_faulty("gradient", number, gradients, model_names(chunk)))
+        faults = list(_find_faults("gradient", number, gradients, model_names(chunk)))
         # The backward pass begins with the last layer, so places are negative.
         yield from ((kind, Place(0, -place.chunk, -place.call), name) for kind, place, name in reversed(faults))
 
 
-def _faulty(
+def _find_faults(
     kind: str, chunk: int, tensors: Mapping[str, Tensor], rename: Callable[[str], str]
 ) -> Iterator[tuple[str, Place, str]]:
     """Yield a chunk's tensors [*shape] that are not finite: kind, place and name in the model."""
@@ -109,13 +109,13 @@ def _faulty(
             yield kind, Place(0, chunk, call), rename(name)
 
 
-def _faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -> list[str]:
+def _find_faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -> list[str]:
     return [
         name for name, values in per_token.items() if name not in _MAY_BE_NAN and not np.isfinite(values[mask]).all()
     ]
 
 
-def _first_of_all(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
+def _find_first_of_all(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
     """Return the first of all ranks' findings, and the ranks with the same finding. A collective."""
     # A row of numbers per rank: kind (0: nothing found), place, and the name's bytes.
     table = torch.zeros((dist.get_world_size(), 4 + _NAME_BYTES), dtype=torch.int64)

@@ -174,8 +174,8 @@ class RankPhases:
         if optimizer.name != "muon":
             return []
         product_bytes = 2 if optimizer.muon.products == "bfloat16" else 4
-        whole = trainer_bytes.whole_matrix_bytes(self._model_named(name).layouts, product_bytes=product_bytes)
-        return [Use("whole matrices", device_bytes=whole)]
+        matrix_bytes = trainer_bytes.whole_matrix_bytes(self._model_named(name).layouts, product_bytes=product_bytes)
+        return [Use("whole matrices", device_bytes=matrix_bytes)]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
         """Yield the FP8 copies of weights in an update. The policy keeps its copies until the engine samples.

@@ -225,6 +225,6 @@ def _piece(
     box = Box(tensor_name, tuple(start), tuple(stop))
     if dim_of_stride or box.numel != source.numel() or any(b > n for b, n in zip(stop, tensor.shape, strict=True)):
         return None
-    selected = contiguous_strides(box.shape)
-    strides = tuple(selected[i] if dim is None else target.stride(dim) for i, dim in enumerate(dims))
+    box_strides = contiguous_strides(box.shape)
+    strides = tuple(box_strides[i] if dim is None else target.stride(dim) for i, dim in enumerate(dims))
     return Piece(box, parameter_name, int(target.storage_offset() - parameter.storage_offset()), strides)

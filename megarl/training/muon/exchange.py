@@ -71,13 +71,13 @@ class MatrixExchange:
     def run(self, compute: Callable[[Tensor], Tensor]) -> None:
         """Replace each matrix [rows, columns] by `compute(matrix)`, on its owner. A collective over the group."""
         for round_ in self._rounds:
-            whole = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
+            memory = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
             # Ranks without a matrix in this round still send their parts of other ranks' matrices.
-            self._copy(round_.gather, self._storages, whole)
+            self._copy(round_.gather, self._storages, memory)
             for first, shape in round_.matrices:
-                matrix = whole[_WHOLE][first : first + prod(shape)].view(shape)
+                matrix = memory[_WHOLE][first : first + prod(shape)].view(shape)
                 matrix.copy_(compute(matrix))
-            self._copy(round_.scatter, whole, self._storages)
+            self._copy(round_.scatter, memory, self._storages)
 
     def _copy(self, plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         # Shared memory would cost a collective and new files in every round.
@@ -96,11 +96,11 @@ def _make_rounds(
         parts = [
             tuple(piece for name in names for piece in pieces[name][rank_index]) for rank_index in range(len(layouts))
         ]
-        whole: list[Layout] = [()] * len(layouts)
+        whole_layouts: list[Layout] = [()] * len(layouts)
         matrices: tuple[tuple[int, tuple[int, ...]], ...] = ()
         for owner, owned_names in names_of_owner.items():
             firsts = list(accumulate((prod(shapes[name]) for name in owned_names[:-1]), initial=0))
-            whole[owner] = tuple(
+            whole_layouts[owner] = tuple(
                 dense_piece(name, shapes[name], _WHOLE, first) for name, first in zip(owned_names, firsts, strict=True)
             )
             if owner == rank:
@@ -108,6 +108,6 @@ def _make_rounds(
         # Equal layouts give equal plans on all ranks, so no plan is sent.
         gather, scatter = (
             make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=BUCKET_BYTES).for_rank(rank)
-            for sources, destinations in ((parts, whole), (whole, parts))
+            for sources, destinations in ((parts, whole_layouts), (whole_layouts, parts))
         )
         yield _Round(gather, scatter, matrices)
