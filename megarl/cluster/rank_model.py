@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.row_packing import RowPacking
+from megarl.config.model_fields import field_of_model
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import Costs, count_tokens
 from megarl.data.token_batch import TokenBatch
@@ -22,8 +23,6 @@ from megarl.tracking.spikes import SpikeDetector
 from megarl.types import MegarlError
 
 ONE_AFTER_THE_OTHER = RowPacking()
-_MODEL_FIELDS = {"reference": "model.path", "critic": "critic", "reward_model": "reward.model"}
-"""Recipe fields of models that are not the policy, by name. All others are teachers."""
 
 
 @dataclass(slots=True)
@@ -140,7 +139,7 @@ class RankModel:
         place = int(faulty.argmax())
         sequence = int(np.searchsorted(batch.cu_seqlens, place, side="right")) - 1
         raise MegarlError(
-            f"{_MODEL_FIELDS.get(self.name, 'distillation.teacher')}: the model {self.name} computed {faulty.sum()} "
+            f"{field_of_model(self.name)}: the model {self.name} computed {faulty.sum()} "
             f"{'scores' if is_score else 'log-probs'} that are not finite, of {batch.loss_mask.sum()}. The first is "
             f"{values[place]} in sequence {sequence} of {batch.num_sequences}. Check its weights and config.json; for "
             "an overflow in its dtype, set model.dtype=float32"

@@ -85,6 +85,7 @@ MTP_PLACES = {
     "config/sections/trainer.py",
     "families/draft_layers.py",
     "families/mtp.py",
+    "loops/saving/resume.py",
     "models/mtp.py",
     "models/parts.py",
     "preflight/model/draft_layers.py",
