@@ -43,7 +43,7 @@ METRICS = (
 )
 
 _ROUNDING = 1e-4
-"""Relative rounding of a ratio. float32 log-probs differ by about 1e-6; a product of ratios sums thousands."""
+"""Relative rounding of a ratio: float32 log-probs differ by about 1e-6, and a product of ratios adds up thousands."""
 
 
 def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:

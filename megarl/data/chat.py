@@ -153,7 +153,7 @@ def _text_start(tokenizer: Tokenizer) -> str:
         return ""
     added = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens[:num_added])))
     begun = tokens[: num_added + len(bare)]
-    # After a special token, some tokenizers do not add the space with which they begin a text.
+    # Some tokenizers begin a text with a space, but not after a special token.
     space = "" if tokenizer.encode(added + text, add_special_tokens=False) == begun else " "
     return f"{{{{ {_jinja(added + space)} }}}}"
 
@@ -167,7 +167,7 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
             "model.chat_template_kwargs: the tokenizer has several chat templates; give one as model.chat_template"
         )
     try:
-        # Only the names are wanted. Plain Jinja cannot parse `generation` blocks, an extension of transformers.
+        # Remove `generation` blocks, an extension of transformers: plain Jinja cannot parse them.
         variables = meta.find_undeclared_variables(Environment().parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError:
         variables = None  # `_check_template` reports the template's syntax error

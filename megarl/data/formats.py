@@ -53,7 +53,7 @@ class RecordFormat:
         """Return a copy with a user's field names. A field that the user named loses its usual role."""
         user_names: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
         if "prompt" in user_names:
-            # `input` belongs to the format's own prompt field. Naming a prompt field is a choice between several.
+            # The user's prompt field replaces the format's, and so its `input`. Other prompts are left out on purpose.
             user_names = {"input": (), "other_prompts": (), **user_names}
         if answer_field:
             user_names["answer"] = (answer_field,)
@@ -247,5 +247,4 @@ def _object_in_text(text: str) -> Any:
 
 
 def first_name_with_value(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return the first of these names with a value in the record, or None."""
     return next((name for name in names if value_at(fields, name) is not None), None)

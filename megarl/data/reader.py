@@ -161,7 +161,7 @@ def _make_record(path: Path, row: Row, names: FieldNames | None, format: RecordF
         raise DataError(
             f"{place}: {shown(row.value)} is not a JSON object; each record must be an object with named fields"
         )
-    # A field empty in this row may have values in other rows, so the columns count as field names too.
+    # A column may be empty in this row only, so the columns count as field names too.
     format = format or (names or BY_FORMAT).format_of({**dict.fromkeys(row.columns), **row.value})
     record = Record(path, row.number, row.value, format, row.unit, names or BY_FORMAT)
     if (fault := unread_field(row.value, format)) is not None:

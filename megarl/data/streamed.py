@@ -114,7 +114,6 @@ class Places:
         self._order = np.argsort(self._numbers, kind="stable")
 
     def get(self, index: int) -> int | None:
-        """Return the position of the problem with this index, or None."""
         place = int(np.searchsorted(self._numbers, index, sorter=self._order))
         if place == len(self._numbers) or self._numbers[self._order[place]] != index:
             return None

@@ -79,7 +79,6 @@ class Survey:
 
     @property
     def is_sound(self) -> bool:
-        """Return whether a run could train on the source: it has no errors."""
         return self.num_records > 0 and self.num_faults == 0
 
 

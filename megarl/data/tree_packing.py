@@ -126,7 +126,6 @@ class _Cluster:
     """Positions of the sequences in the lexicographic order, ascending."""
 
     def with_set(self, members: NDArray[np.int64], prefixes: _Prefixes) -> _Cluster:
-        """Return the cluster with one more set of sequences."""
         places, tokens, cost = list(self.places), self.tokens, self.cost
         for sequence in members.tolist():
             place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])

@@ -105,7 +105,6 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
 
 
 def _facts(record: Mapping[str, Any]) -> str:
-    """Return a line with a sample's step, set, reward, correctness, length and finish reason."""
     is_right = record.get("answer_correct")
     reward = record.get("reward")
     of_step = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
@@ -125,7 +124,6 @@ def _facts(record: Mapping[str, Any]) -> str:
 
 
 def _sections(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield role and text of the prompt, of each turn or the completion, and of the right answer."""
     if record.get("rendered_prompt"):
         yield "prompt, as the policy was shown it", _plain(record["rendered_prompt"])
     else:
@@ -235,7 +233,6 @@ class _Browser:
 
     @property
     def _step(self) -> int:
-        """Return the step of the shown sample, or else the newest step."""
         if self._selection.step is not None:
             return self._selection.step
         return int(self._records[self._place]["step"]) if self._records else self._steps[-1]

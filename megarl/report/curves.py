@@ -217,7 +217,6 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _band_edge(values: Sequence[float] | None, sign: int) -> float:
-    """Return the mean plus `sign` times the standard deviation, NaN without values."""
     if not values:
         return math.nan
     mean, spread = _moments(values)

@@ -177,7 +177,6 @@ def embed_json(value: Any) -> str:
 
 
 def _health(findings: Any) -> list[str]:
-    """Return the broken health rules in status.json, one line each."""
     broken_rules = (
         [finding for finding in findings if isinstance(finding, Mapping)] if isinstance(findings, list) else []
     )

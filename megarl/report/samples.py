@@ -27,9 +27,9 @@ _NUM_CHANGED = 8
 _NUM_TURNS = 4
 """Number of multi-turn attempts shown for each step."""
 _NUM_TOKEN_STEPS = 6
-"""Number of steps with samples token by token."""
+"""Number of steps with samples shown token by token."""
 _NUM_RECORDS_WITH_TOKENS = 24
-"""Maximum number of samples token by token on the page."""
+"""Maximum number of samples shown token by token."""
 
 
 def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
@@ -137,7 +137,6 @@ class _LowestKeys:
         self._records: list[tuple[tuple[float, ...], dict[str, Any]]] = []
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
-        """Add a record. It stays only while its key is among the smallest."""
         # Retain only a few records, because a step's file may have thousands of long ones.
         if len(self._records) < self._capacity or (self._records and key < self._records[-1][0]):
             insort(self._records, (key, dict(record)), key=lambda item: item[0])

@@ -100,7 +100,7 @@ class WatchedRun:
     _samples_step: int = -1
     _changed_at: float = 0.0
     _changed_seen: bool = False
-    """Whether this process saw a step being logged. Then `_changed_at` is in this machine's time."""
+    """Whether a step was logged while this process watched. Then `_changed_at` is this machine's time."""
 
     def __post_init__(self) -> None:
         refuse_other_folders(self.path)

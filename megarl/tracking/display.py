@@ -171,7 +171,6 @@ class Display:
             self._print(Text.assemble((f"{label:<10}", "bold"), text))
 
     def status(self) -> Text:
-        """Return the current text of the live line."""
         now, phases = self._clock(), tuple(self._phases)
         words = [_WHEEL[int(now * _REFRESHES_PER_SECOND) % len(_WHEEL)]]
         if self._current is not None:

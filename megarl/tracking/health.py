@@ -49,7 +49,6 @@ class BrokenRule:
 
     @property
     def finding(self) -> Finding:
-        """Return the warning for the user."""
         return Finding(
             "warning", f"health, {self.rule}", f"{self.metric} is {self.value:.3g} {self.problem}", self.remedy
         )

@@ -130,7 +130,7 @@ def short_number(value: float) -> str:
             return f"{value:.{digits}f}"
     for power, suffix in enumerate("kMGT", start=1):
         if size < 999.5 * 1000**power:
-            # "#" keeps trailing zeros, and a dot after three digits.
+            # "#" keeps trailing zeros, and the dot after three digits.
             return f"{value / 1000**power:#.3g}".rstrip(".") + suffix
     return f"{value:.1e}"
 

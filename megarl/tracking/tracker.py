@@ -209,7 +209,6 @@ class Tracker:
             self._total_seconds[name] = self._total_seconds.get(name, 0.0) + seconds
 
     def _heldout_results(self) -> dict[str, tuple[float, float]]:
-        """Return the first and last values of `heldout_metrics`, over all starts of the run."""
         # Read only these values into memory, because a long run has millions of others.
         rows = [
             {name: value for name, value in step.metrics.items() if name.startswith("val/")}

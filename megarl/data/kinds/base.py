@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenisedKind:
-    """A kind of examples made of tokens. An example longer than `max_tokens` is an error.
-
-    `is_judged`: each record has a label, good or bad.
-    """
+    """A kind of examples made of tokens. An example longer than `max_tokens` is an error."""
 
     tokenizer: Tokenizer
     system_prompt: str | None

@@ -177,7 +177,7 @@ def train_on_assistant(
 
 
 def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int) -> None:
-    """Raise the error of `refuse_untrained` as DataError with the line."""
+    """Raise DataError, with the line, if no assistant's message from number `first` on is trained."""
     try:
         refuse_untrained(messages, first=first)
     except ValueError as error:

@@ -25,7 +25,7 @@ _UNSUPPORTED = {
 }
 """Unsupported settings, by section. Without them, a task would be graded in another state."""
 _REMEDIES = {"memory": "write memory_mb", "storage": "write storage_mb"}
-"""Remedies for a setting, if not removing it."""
+"""Remedies for unsupported settings. For all others: remove the setting."""
 _VERIFIER_SECONDS = 600.0
 """Time limit of a verifier in seconds: Harbor's default."""
 

@@ -74,7 +74,7 @@ def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokeni
 
 
 def own_files(model: ModelConfig) -> dict[str, str]:
-    """Return the texts, by file name, of an export's files that differ from the model folder's.
+    """Return the files of an export that replace the model folder's files, as text by file name.
 
     They are the recipe's chat template, and the generation config with the template's ends of turns.
     """

@@ -106,7 +106,9 @@ def _without_end_tokens(text: str) -> str:
 
 
 def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool | None) -> tuple[str, str | None]:
-    """Return the text after the first reasoning block, and the reasoning."""
+    """Split off the first reasoning block, between `opening` and `closing`. Returns the text after it, and the
+    reasoning.
+    """
     begins = text.lstrip().startswith(opening)
     if in_reasoning is None:
         before = text.partition(closing)[0]
@@ -119,7 +121,6 @@ def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool |
 
 
 def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
-    """Return the call, checked against the JSON schema of its tool."""
     if call.error is not None:
         return ToolCall(call_id, call.name, None, call.error)
     tool = tool_named(call.name, tools)

@@ -131,7 +131,6 @@ class Trial:
         return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
 
     def passes(self, stdout: str) -> bool:
-        """Return whether a successful run printed the expected output."""
         if self._case.function is None:
             return same_output(stdout, self._case.expected)
         for line in reversed(stdout.splitlines()):

@@ -78,10 +78,9 @@ def _last_command_box(text: str) -> Marked | None:
 
 
 def _outermost_box(text: str, box: Marked) -> Marked:
-    """Return the outermost closed box around a box, or the box itself."""
     if text.find("\\boxed", 0, box.start) < 0 and text.find("\\fbox", 0, box.start) < 0:
         return box
-    # One entry for each open brace: the start of its box and of its contents, or None. One pass keeps this linear.
+    # For each open brace: the start of its box and of the contents, or None. One pass takes linear time.
     open_groups: list[tuple[int, int] | None] = []
     num_open_boxes = 0
     for sign in _BOX_OR_BRACE.finditer(text):

@@ -75,11 +75,9 @@ class Sample:
 
     @property
     def in_thoughts(self) -> bool:
-        """Return whether the completion ended before its thoughts were closed."""
         return self.is_in_thoughts or ends_in_thoughts(self.completion_text)
 
     def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
-        """Return the sample's values for the parameters `names`, by name."""
         completion = {"role": "assistant", "content": self.completion_text}
         values = {
             "completion_text": self.completion_text,

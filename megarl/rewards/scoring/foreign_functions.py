@@ -94,7 +94,7 @@ class VerlFunction:
             "solution_str": completion_text,
             "ground_truth": answer,
             "data_source": record.get("data_source"),
-            # verl too gives an empty dict to records without this field.
+            # Like verl: an empty dict for records without this field.
             "extra_info": dict(record.get("extra_info") or {}),
         }
         arguments = {name: value for name, value in values.items() if name in self.parameters}

@@ -101,7 +101,7 @@ class ServedReward(Generic[Config]):
     """Names of the quantities in `amounts`, for example prompt_tokens."""
 
     def __init__(self, name: str, config: Config) -> None:
-        """Raises ConfigError for an invalid url, or if the key's environment variable is missing."""
+        """Raise ConfigError for an invalid url, or if the key's environment variable is missing."""
         self.name, self.config = name, config
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -70,7 +70,7 @@ class Judge(ServedReward[JudgeConfig]):
     amount_names = ("prompt_tokens", "completion_tokens", "dollars", "unmetered")
 
     def __init__(self, name: str, config: JudgeConfig) -> None:
-        """Raises ConfigError for an unreadable prompt or an unknown placeholder in it."""
+        """Raise ConfigError for an unreadable prompt or an unknown placeholder in it."""
         super().__init__(name, config)
         self._prompt = self._read_prompt()
         self._scores = {choice.casefold(): score for choice, score in config.choices.items()}

@@ -85,7 +85,6 @@ class WorkerSettings:
 
     @property
     def judging(self) -> Judging:
-        """Return how all functions and servers together judge the answer."""
         return strongest(self.judges.values())
 
 
@@ -124,7 +123,6 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def server_settings(settings: WorkerSettings) -> ServerSettings:
-    """Return a new reward process's functions, folders and limits."""
     start = {
         "functions": [{"name": function.name, "kwargs": function.kwargs} for function in settings.functions],
         "sandbox": asdict(settings.sandbox),

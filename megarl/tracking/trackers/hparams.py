@@ -102,7 +102,6 @@ def _column_type(annotation: Any) -> type:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types in a field's annotation, without None."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(arguments[0])

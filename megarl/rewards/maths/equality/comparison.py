@@ -233,7 +233,7 @@ class Comparison:
         return all(map(self.same, gold.parts, prediction.parts))
 
     def _same_items(self, gold: Node, prediction: Node) -> bool:
-        # Values may be joined by any word, but "A or B" names two choices, and conditions mean something else.
+        # The word between values does not matter. It does between choices, "A or B", and between conditions.
         if is_alternative(gold) != is_alternative(prediction) and (has_statements(gold) or has_statements(prediction)):
             return False
         golds, predictions = gold.parts, prediction.parts

@@ -105,7 +105,7 @@ def in_order(names: Collection[str]) -> list[str]:
 
 
 def solutions(node: Node) -> tuple[Node | None, Node]:
-    """Return the name and the values of alternatives like `x=1 or x=2`. Another formula has the name None."""
+    """Return the name and the values of alternatives like `x=1 or x=2`; for other formulas, None and the formula."""
     if node.kind == "list":
         pairs = _pairs(node)
         if pairs and len({name for name, _ in pairs}) == 1:

@@ -190,7 +190,7 @@ def _proportion(formula: Node, multiple: Node) -> tuple[int, int]:
             first, second = evaluation.value(formula), evaluation.value(multiple)
         except NoValueError:
             continue
-        # A value that cancelled to almost zero has no reliable ratio.
+        # The ratio of a value that is almost zero by cancellation is not reliable.
         if min(abs(first), abs(second)) <= tolerance() * evaluation.scale or second == 0 or first == 0:
             return 0, 0
         ratios.append(first / second)

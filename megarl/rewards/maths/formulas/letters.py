@@ -31,7 +31,7 @@ def split_products(tokens: list[Token]) -> list[Token]:
         is_word = token.text in ("ax", "by") and next_token.kind in ("letter", "word", "number")
         if token.kind == "word" and not is_word and is_product(token.text):
             for place, letter in enumerate(token.text):
-                # The first letter remembers the word, in case it turns out to be a unit.
+                # Store the word in its first letter: it may turn out to be a unit.
                 origin = "" if place else token.text
                 split_tokens.append(
                     Token("letter", letter, token.start + place, token.has_space and not place, origin=origin)

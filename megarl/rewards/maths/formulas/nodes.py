@@ -27,7 +27,6 @@ class Node:
     value: Any = None
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all nodes below it."""
         yield self
         for part in self.parts:
             yield from part.walk()
@@ -67,7 +66,6 @@ def join_operands(kind: str, parts: list[Node]) -> Node:
 
 
 def replace_node(node: Node, old: Node, new: Node) -> Node:
-    """Return the formula with every `old` replaced by `new`."""
     if node == old:
         return new
     return (
