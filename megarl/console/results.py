@@ -137,7 +137,7 @@ def print_account(account: Account) -> None:
     for epoch in account.epochs:
         counts = [
             epoch.number, epoch.size, epoch.draws.total(), epoch.skipped, *(epoch.endings[name] for name in endings),
-            epoch.num_open, epoch.missing, len(epoch.repeated),
+            epoch.num_open, epoch.missing, len(epoch.repeated_prompts),
         ]  # fmt: skip
         table.add_row(printable(epoch.source), *map(str, counts))
     console = Console()

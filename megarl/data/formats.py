@@ -57,9 +57,9 @@ class RecordFormat:
             user_names = {"input": (), "other_prompts": (), **user_names}
         if answer_field:
             user_names["answer"] = (answer_field,)
-        return replace(self, **self._without(user_names), **user_names)
+        return replace(self, **self._select_usual_fields(user_names), **user_names)
 
-    def _without(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    def _select_usual_fields(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return the field names of the roles that the user did not name, without the user's fields."""
         named = {name for names in user_names.values() for name in names}
         # An answer may also be the response (`output` of alpaca): no training reads both.

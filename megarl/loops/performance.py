@@ -23,7 +23,7 @@ from megarl.platform.spans import Span, measure_span_seconds, record
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.trace import Track, chrome_trace, covered
+from megarl.tracking.trace import Track, chrome_trace, covered_share
 from megarl.tracking.tracker import Tracker
 
 METRICS = (
@@ -502,10 +502,10 @@ class Profiles:
             self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
             return
         tracks = [Track("driver", driver_spans)] + [
-            Track(f"rank {rank} on {self._ranks.topology[rank][0]}", rank_spans).moved(offset)
+            Track(f"rank {rank} on {self._ranks.topology[rank][0]}", rank_spans).shift(offset)
             for rank, (rank_spans, offset) in enumerate(zip(spans, offsets, strict=True))
         ]
-        share, rank_share = covered(tracks, step_span), covered(tracks[1:], step_span)
+        share, rank_share = covered_share(tracks, step_span), covered_share(tracks[1:], step_span)
         facts = facts | {
             "covered": share,
             "covered_by_ranks": rank_share,

@@ -314,12 +314,12 @@ def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str
     filled = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
     # Evaluations are only every few steps, so a list of bins is shorter than many nulls.
     is_sparse = len(filled) < len(values_by_bin) / 2
-    shown_bins = [values_by_bin[index] for index in filled] if is_sparse else values_by_bin
+    bins_on_page = [values_by_bin[index] for index in filled] if is_sparse else values_by_bin
     curve: dict[str, Any] = {"i": filled} if is_sparse else {}
-    curve["y"] = [round_for_page(sum(shown) / len(shown)) if shown else None for shown in shown_bins]
+    curve["y"] = [round_for_page(sum(numbers) / len(numbers)) if numbers else None for numbers in bins_on_page]
     if with_range:
-        curve["low"] = [round_for_page(min(shown)) if shown else None for shown in shown_bins]
-        curve["high"] = [round_for_page(max(shown)) if shown else None for shown in shown_bins]
+        curve["low"] = [round_for_page(min(numbers)) if numbers else None for numbers in bins_on_page]
+        curve["high"] = [round_for_page(max(numbers)) if numbers else None for numbers in bins_on_page]
     # A metric logged but never finite gets an empty curve, so that it is not overlooked.
     if any(map(math.isnan, values)) and not filled:
         curve["y"] = []

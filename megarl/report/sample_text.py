@@ -66,8 +66,8 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {**texts, **numbers, **flags, "prompt": prompt}
     if record.get("answer") not in (None, ""):
         content["answer"] = shortened_text(as_text(record["answer"]), _MESSAGE)
-    if several := _turns(record):
-        content["turns"] = several
+    if turns := _turns(record):
+        content["turns"] = turns
     else:
         content["completion"] = shortened_text(as_text(record.get("completion", "")), _TEXT)
     return content

@@ -135,7 +135,7 @@ class Epoch:
         return max(self.size - len(self.draws) - self.skipped, 0) if self.is_complete else 0
 
     @property
-    def repeated(self) -> list[int]:
+    def repeated_prompts(self) -> list[int]:
         return sorted(index for index, count in self.draws.items() if count > 1)
 
 
@@ -201,8 +201,8 @@ def account(run: Path) -> Account:
         place = f"epoch {epoch.number} of {epoch.source}"
         if epoch.missing:
             faults.append(f"{place}: {epoch.missing} prompts were never drawn")
-        if epoch.repeated:
-            faults.append(f"{place}: drawn more than once: {', '.join(map(str, epoch.repeated[:8]))}")
+        if epoch.repeated_prompts:
+            faults.append(f"{place}: drawn more than once: {', '.join(map(str, epoch.repeated_prompts[:8]))}")
     num_open = sum(epoch.num_open for epoch in drawn_epochs)
     if num_open != last.num_open:
         faults.append(f"{num_open} prompts have no ending, but {last.num_open} groups are in flight or waiting")

@@ -100,11 +100,14 @@ class Tracker:
         `whole_step`. The first line has all other metrics of the training.
         """
         timing = self._take_timing()
-        earlier = self._line.metrics if self._line is not None and self._line.step == step else {}
-        added = {name: value for name, value in metrics.items() if name not in earlier or name.startswith("memory/")}
-        added = {name: max(value, earlier.get(name, value)) for name, value in added.items()}
-        timing = {name: seconds + earlier.get(name, 0.0) for name, seconds in timing.items()}
-        self._log(StepLine(step, _floats({**added, **(whole_step or {}), **timing})))
+        step_metrics = self._line.metrics if self._line is not None and self._line.step == step else {}
+        evaluation_metrics = {
+            name: max(value, step_metrics.get(name, value))
+            for name, value in metrics.items()
+            if name not in step_metrics or name.startswith("memory/")
+        }
+        timing = {name: seconds + step_metrics.get(name, 0.0) for name, seconds in timing.items()}
+        self._log(StepLine(step, _floats({**evaluation_metrics, **(whole_step or {}), **timing})))
 
     def _take_timing(self) -> dict[str, float]:
         """Return the seconds since the last logged line, in total and by phase, and reset them."""

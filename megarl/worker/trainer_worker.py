@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.templates.turn_ends import own_files
+from megarl.data.templates.turn_ends import export_files
 from megarl.groups import world
 from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
@@ -163,7 +163,7 @@ class TrainerWorker:
         assert trained is not None
         source = recipe.model.folder if model == "policy" else self._critic_source
         # Rank 0 writes the policy's own texts. The critic's folder has its own already.
-        files = own_files(recipe.model) if self.rank == 0 and model == "policy" else {}
+        files = export_files(recipe.model) if self.rank == 0 and model == "policy" else {}
         export_model(self.builder, trained, folder=folder, source=source, texts_by_file=files)
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:

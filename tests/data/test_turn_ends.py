@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config import ModelConfig
 from megarl.data.chat import load_tokenizer
-from megarl.data.templates.turn_ends import added_turn_ends, own_files, turn_ends
+from megarl.data.templates.turn_ends import added_turn_ends, export_files, turn_ends
 from tests.data.templates import tokenizer_of
 from tests.data.test_chat import CHATML, byte_level, with_template
 
@@ -88,7 +88,7 @@ def test_an_export_names_the_templates_end(
     tokenizer = load_tokenizer(folder)
     assert tokenizer.convert_ids_to_tokens([0, 2]) == ["<|endoftext|>", "<|im_end|>"]
     assert added_turn_ends(folder, tokenizer) == (() if exported is None else (2,))
-    files = own_files(ModelConfig(path=str(folder)))
+    files = export_files(ModelConfig(path=str(folder)))
     assert {name: json.loads(text) for name, text in files.items()} == (
         {} if exported is None else {"generation_config.json": exported}
     )

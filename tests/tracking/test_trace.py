@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megarl.platform.spans import record, span
-from megarl.tracking.trace import Track, chrome_trace, covered
+from megarl.tracking.trace import Track, chrome_trace, covered_share
 
 WHOLE = ("step 7", 100.0, 110.0)
 
@@ -24,12 +24,13 @@ WHOLE = ("step 7", 100.0, 110.0)
     ids=["nothing", "all of it", "beyond both ends", "nested and on two tracks", "in any order"],
 )
 def test_the_covered_share_is_that_of_the_union(tracks: list[list[tuple[str, float, float]]], share: float) -> None:
-    assert covered([Track(str(number), spans) for number, spans in enumerate(tracks)], WHOLE) == pytest.approx(share)
+    rank_tracks = [Track(str(number), spans) for number, spans in enumerate(tracks)]
+    assert covered_share(rank_tracks, WHOLE) == pytest.approx(share)
 
 
 def test_a_trace_has_the_form_that_viewers_read() -> None:
     driver = Track("driver", [("inner", 101.5, 102.0), ("outer", 101.0, 103.0)])
-    rank = Track("rank 0 on here", [("update", 1.25, 1.5)]).moved(100.0)
+    rank = Track("rank 0 on here", [("update", 1.25, 1.5)]).shift(100.0)
     trace = json.loads(json.dumps(chrome_trace([driver, rank], WHOLE, {"step": 7})))
     assert trace["otherData"] == {"step": 7} and trace["displayTimeUnit"] == "ms"
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]

@@ -73,7 +73,7 @@ def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokeni
     )
 
 
-def own_files(model: ModelConfig) -> dict[str, str]:
+def export_files(model: ModelConfig) -> dict[str, str]:
     """Return the files of an export that replace the model folder's files, as text by file name.
 
     They are the recipe's chat template, and the generation config with the template's ends of turns.

@@ -13,7 +13,7 @@ from megarl.checkpoint.drafter_files import convert_drafter
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
 from megarl.config.recipe import load_of_run
-from megarl.data.templates.turn_ends import own_files
+from megarl.data.templates.turn_ends import export_files
 from megarl.families.shape import read_model_shape
 from megarl.files import hub
 from megarl.files.model_folder import CARD, check_model_folder, find_folder, sibling_folder
@@ -103,7 +103,7 @@ def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
         hf=Path(recipe.model.folder),
         override=recipe.model.override_config,
         # The base model's card describes another model; `write_card` writes this model's.
-        other_texts={CARD: None, **own_files(recipe.model)},
+        other_texts={CARD: None, **export_files(recipe.model)},
     )
     return Exported(folder, step, conversion, drafter)
 

@@ -170,8 +170,8 @@ class Choices:
     def is_withdrawn(self, letter: str, text: str) -> bool:
         """Return whether the text after a choice's letter withdraws it and names another choice."""
         withdrawals = (match[1] for match in _WITHDRAWAL.finditer(text))
-        others = (match[1] for rest in withdrawals for match in _MENTIONED.finditer(_EXAMINED.sub("", rest)))
-        return any(other != letter and other in self.letters for other in others)
+        mentions = (match[1] for rest in withdrawals for match in _MENTIONED.finditer(_EXAMINED.sub("", rest)))
+        return any(mention != letter and mention in self.letters for mention in mentions)
 
     def by_index(self, name: str) -> str | None:
         """Return the letter of the choice with an index from 0. None: no such choice, or the labels are numbers."""

@@ -65,7 +65,7 @@ def summaries(recipe: Recipe) -> list[Any]:
     ]
 
 
-def ended() -> Any:
+def end_summary() -> Any:
     """Return the summary that marks the end of a run. `status.json` has the reason."""
     # TensorBoard's own function, `summary.session_end_pb`, needs TensorFlow.
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())

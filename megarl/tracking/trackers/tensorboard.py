@@ -99,7 +99,7 @@ class TensorBoard:
     def close(self) -> None:
         # A full disk must not hide the error that ended the run.
         with suppress(OSError):
-            self.events.add(hparams.ended(), self._last_step)
+            self.events.add(hparams.end_summary(), self._last_step)
         self.events.close()
 
 

@@ -108,11 +108,11 @@ def _exact_factorial(operand: Fraction) -> Fraction:
 def _exact_binomial(over: Fraction, under: Fraction) -> Fraction:
     if over.denominator != 1 or under.denominator != 1 or not 0 <= over <= 5000 or under < 0:
         raise NoValueError
-    # Use the symmetry of binomials for fewer steps.
+    if under > over:
+        return Fraction(0)
     product = Fraction(1)
-    for step in range(int(min(under, max(over - under, 0) if under <= over else under))):
-        if under > over:
-            return Fraction(0)
+    # C(n, k) equals C(n, n - k). The smaller number takes fewer steps.
+    for step in range(int(min(under, over - under))):
         product = product * (int(over) - step) / (step + 1)
     return product
 
