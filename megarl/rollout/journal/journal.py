@@ -89,9 +89,10 @@ class AttemptJournal:
 
         `attempt_name` is unique in the run. Answers with other sampling parameters (`settings`) are not used.
         """
-        earlier = self._state.newest(attempt_name, settings)
+        earlier = self._state.newest(attempt_name)
         if earlier is not None:
             self._unused.discard(earlier.name)
+        if earlier is not None and earlier.settings == settings:
             if (trajectory := self._trajectory(earlier)) is not None:
                 return AttemptLog(self, earlier, ended=trajectory)
             if earlier.can_go_on:
@@ -127,15 +128,17 @@ class AttemptJournal:
         `trained` has (name of the try, number of trained tokens). `live` are the tries waiting for a later step.
         """
         names = {name for name, _ in trained}
+        # Checkpoints have ended attempts too. These are used without `begin`.
+        self._unused -= names | set(live)
         dropped = [
             t.name
             for t in self._state.tries.values()
-            if t.step is None and not (t.is_open or t.is_replaced or t.name in self._unused)
+            if t.step is None and not (t.is_open or t.is_replaced or t.is_dropped or t.name in self._unused)
             and t.name not in names and t.name not in live
         ]  # fmt: skip
         # One flush for both kinds of records: a kill between two flushes would leave attempts without an end.
         self.append({"kind": "step", "step": step, "tries": [list(pair) for pair in trained]})
-        self.append({"kind": "dropped", "tries": dropped})
+        self.append({"kind": "dropped", "tries": dropped, "step": step})
         if step >= self._last_use and self._unused:
             self.append({"kind": "lost", "tries": sorted(self._unused)})
             self._unused.clear()
@@ -290,6 +293,7 @@ class AttemptLog:
         self._journal, self._try, self._is_dropped = journal, agent_try, False
         self._origins: defaultdict[tuple[str, bytes], list[tuple[str, int]]] = defaultdict(list)
         self._earlier = agent_try if is_reopened else earlier
+        """The try with the tokens of a checkpoint's calls."""
         if is_reopened:
             self.calls = [answer.call for answer in agent_try.answers.values() if answer.call is not None]
         elif earlier is not None:
@@ -309,7 +313,7 @@ class AttemptLog:
         self.calls = []
         self._origins.clear()
         for number, answer in earlier.answers.items():
-            if answer.call is not None:
+            if answer.call is not None and earlier.settings == self._try.settings:
                 self._origins[_digest(answer.call)].append((earlier.name, number))
                 if answer.is_repeatable:
                     self.calls.append(answer.call)
@@ -346,11 +350,16 @@ class AttemptLog:
             await self._journal.write({"kind": "closed", "try": self.name})
 
     def merge_into(self, calls: list[RecordedCall]) -> None:
-        """Add the earlier try's answers to the model calls of a checkpoint, without duplicates."""
+        """Add the earlier try's answers to the model calls of a checkpoint, without duplicates.
+
+        Removes answers that this try cannot use, because their tokens are counted as lost.
+        """
         journaled = Counter(map(_digest, self.calls))
-        for call in list(calls):
-            if call.is_done and journaled[_digest(call)]:
+        for call in [call for call in calls if call.is_done]:
+            if journaled[_digest(call)]:
                 journaled[_digest(call)] -= 1
+                calls.remove(call)
+            elif self._earlier is not None and self._earlier.knows(call.identity) and not self._has_origin(call):
                 calls.remove(call)
         for call in calls:
             # Earlier versions of megarl identify calls by their prompts, in checkpoints and in journals.
@@ -362,21 +371,30 @@ class AttemptLog:
             self._is_dropped = True
             self._journal.append({"kind": "dropped", "tries": [self.name]})
 
+    def _has_origin(self, call: RecordedCall) -> bool:
+        return bool(self._origins.get(_digest(call)))
+
     def note_begun(self, call: RecordedCall) -> bool:
         """Count the tokens of an unanswered call in a checkpoint. Return whether this try may continue the call.
 
-        False if a later driver started from the same checkpoint and has answered the call. The answer then has its
-        tokens.
+        False if the sampling parameters have changed, or if a later driver started from the same checkpoint and has
+        answered the call. The answer then has its tokens.
         """
         identity, num_tokens = call.identity, num_sampled(call.parts)
         earlier = self._earlier or self._try
-        is_answered = any(a.call is not None and a.call.identity == identity for a in earlier.answers.values())
-        # If its driver aborted the call, the earlier try has these tokens. If the driver was killed, no try has them.
-        is_known = is_answered or identity in earlier.aborted
-        can_continue = not is_known or (not is_answered and earlier.aborted[identity] >= num_tokens)
-        if not is_known:
-            self._journal.note_aborted(self.name, identity, num_tokens)
-        elif earlier is not self._try:
+        is_usable = earlier.settings == self._try.settings
+        if not earlier.knows(identity):
+            # Its driver was killed, so no try has its tokens.
+            if num_tokens:
+                self._journal.note_aborted(self.name if is_usable else earlier.name, identity, num_tokens)
+            return is_usable
+        num_counted = earlier.aborted[identity]
+        if 0 < num_counted < num_tokens:
+            # Its driver continued it from an earlier checkpoint, and was killed.
+            self._journal.note_aborted(earlier.name, identity, num_tokens - num_counted)
+        # With no tokens counted here, they have passed to an answer.
+        can_continue = is_usable and not earlier.has_answer(identity) and (num_counted > 0 or not num_tokens)
+        if earlier is not self._try:
             # Record 0 tokens otherwise, so that the next driver does not count them either.
             self._journal.note_aborted(self.name, identity, num_tokens if can_continue else 0, origin=earlier.name)
         return can_continue

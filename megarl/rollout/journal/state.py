@@ -71,6 +71,7 @@ class JournaledTry:
     num_trained: int = 0
     is_open: bool = True
     is_replaced: bool = False
+    is_dropped: bool = False
     opened: Mapping[str, Any] | None = None
     asked: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     received: Counter[str] = field(default_factory=Counter)
@@ -92,12 +93,34 @@ class JournaledTry:
         return self.opened is not None and is_unfinished and has_all
 
     def forget_after(self, version: int) -> int:
-        """Remove answers with tokens sampled by later weights than `version`. Return the number of removed tokens."""
+        """Remove answers with tokens sampled by later weights than `version`. Return the number of removed tokens.
+
+        Their first tokens, sampled by other weights, count like those of an aborted call: a checkpoint may have them.
+        """
         stale = [number for number, answer in self.answers.items() if answer.newest_version > version]
         if stale:
             # Trajectory and program already contain the removed tokens, so neither can be used.
             self.ended = self.opened = None
-        return sum(self.answers.pop(number).num_tokens for number in stale)
+        num_removed = 0
+        for answer in map(self.answers.pop, stale):
+            assert answer.call is not None, "tries without tokens are settled"
+            num_retained = int((answer.call.parts[0].weight_versions <= version).sum())
+            self.aborted[answer.call.identity] += num_retained
+            num_removed += answer.num_tokens - num_retained
+        return num_removed
+
+    def has_answer(self, identity: str) -> bool:
+        return any(answer.call is not None and answer.call.identity == identity for answer in self.answers.values())
+
+    def knows(self, identity: str) -> bool:
+        """Return whether the journal has counted tokens of this call. `identity` is empty in checkpoints of old."""
+        return identity in self.aborted or (bool(identity) and self.has_answer(identity))
+
+    def remember_calls_of(self, earlier: JournaledTry) -> None:
+        """Remember that the tokens of an earlier try's calls are counted, and lost. A checkpoint may have the calls."""
+        calls = [answer.call for answer in earlier.answers.values() if answer.call is not None]
+        for identity in [*earlier.aborted, *(call.identity for call in calls)]:
+            self.aborted[identity] += 0
 
     def forget_tokens(self) -> None:
         # An empty mapping, not None, still shows that the try ended. `_apply_step` checks this.
@@ -232,6 +255,7 @@ class JournalState:
         self._settled_tokens = TokenAccount()
         self._calls_under_way: set[str] = set()
         """Identities of calls without an answer or a report of their abort."""
+        self._last_step = 0
 
     def read(self, file: Path) -> None:
         """Apply all records of a file. Raises DataError if it is damaged, StorageError if it cannot be read."""
@@ -275,6 +299,8 @@ class JournalState:
         for agent_try in self.tries.values():
             if agent_try.step is not None:
                 _add(account, agent_try)
+            elif agent_try.is_dropped:
+                account.dropped += agent_try.num_sampled
             elif agent_try.is_replaced:
                 account.lost += agent_try.num_sampled
             else:
@@ -300,15 +326,20 @@ class JournalState:
             if agent_try.step is not None and agent_try.step >= version:
                 agent_try.step, agent_try.num_trained = None, 0
             settled_tokens.lost += agent_try.forget_after(version) if agent_try.step is None else 0
-            agent_try.is_open = False
+            agent_try.is_open = agent_try.is_dropped = False
+        self._last_step = version - 1
 
     def forget_settled(self) -> None:
-        """Count and remove all trained and lost tries."""
+        """Count and remove all trained, dropped and lost tries."""
         for name, agent_try in list(self.tries.items()):
             if agent_try.step is not None:
                 _add(self._settled_tokens, agent_try)
+            elif agent_try.is_dropped:
+                self._settled_tokens.dropped += agent_try.num_sampled
             elif self._is_lost(agent_try):
                 self._settled_tokens.lost += agent_try.num_sampled
+                if (newest := self.newest(agent_try.attempt_name)) is not None:
+                    newest.remember_calls_of(agent_try)
             else:
                 continue
             del self.tries[name]
@@ -327,12 +358,13 @@ class JournalState:
         live = sum(agent_try.num_sampled for agent_try in self.tries.values())
         return {"kind": "totals", **counts, "sampled": settled_tokens.sampled - live, "steps": steps}
 
-    def newest(self, attempt_name: str, settings: str) -> JournaledTry | None:
-        """Return the newest try of an attempt if it has these settings; None otherwise."""
+    def newest(self, attempt_name: str) -> JournaledTry | None:
         tries = [
-            t for t in self.tries.values() if t.attempt_name == attempt_name and not t.is_replaced and t.step is None
+            t
+            for t in self.tries.values()
+            if t.attempt_name == attempt_name and not (t.is_replaced or t.is_dropped) and t.step is None
         ]
-        return tries[-1] if tries and tries[-1].settings == settings else None
+        return tries[-1] if tries else None
 
     def _is_lost(self, agent_try: JournaledTry) -> bool:
         """Return whether neither a run nor a later try can use this try's answers."""
@@ -471,11 +503,16 @@ class JournalState:
             agent_try.forget_tokens()
 
     def _apply_dropped(self, values: Mapping[str, Any]) -> None:
+        # Some are dropped in the middle of a step. Earlier versions of megarl never write the step.
+        step = _count(values["step"]) if "step" in values else self._last_step + 1
         for name in values["tries"]:
-            agent_try = self.tries.pop(name)
-            if agent_try.step is not None:
-                raise ValueError("a try that was trained is dropped")
-            self._settled_tokens.dropped += agent_try.num_sampled
+            agent_try = self.tries[name]
+            if agent_try.step is not None or agent_try.is_dropped:
+                raise ValueError("a try that was trained or dropped is dropped")
+            agent_try.is_dropped, agent_try.is_open, agent_try.opened = True, False, None
+            # A run that goes on before this step has its calls again.
+            if self._used_from is None or step < self._used_from:
+                self._settled_tokens.dropped += self.tries.pop(name).num_sampled
 
     def _apply_lost(self, values: Mapping[str, Any]) -> None:
         for name in values["tries"]:
@@ -487,7 +524,7 @@ class JournalState:
 
         Tokens of steps before `used_from` are removed.
         """
-        step = _count(values["step"])
+        self._last_step = step = _count(values["step"])
         for name, num_trained in values["tries"]:
             agent_try = self.tries.get(name)
             if agent_try is None or agent_try.step is not None:
