@@ -5,6 +5,19 @@
 CHOICES = {"choices": ["red", "green", "blue", "black"]}
 
 RIGHT = [
+    "[C]",
+    "{C}",
+    "[c]",
+    "[C] blue",
+    "\\boxed{[C]}",
+    "\\boxed{{C}}",
+    "\\boxed{[C] \\text{ blue}}",
+    "<answer>[C]</answer>",
+    "<answer>{C}</answer>",
+    "The answer is {C}.",
+    "The answer is [C] (not [A])",
+    "The answer is [C]; [A] is wrong",
+    "The answer is [C] and [A] is wrong.",
     "The answer is C because it fits.",
     "The answer is **C** because it fits.",
     "Answer: C because A is wrong.",
@@ -201,6 +214,23 @@ RIGHT = [
 ]
 
 WRONG = [
+    "[B]",
+    "{B}",
+    "[C, B]",
+    "{B, C}",
+    "[A][C]",
+    "[C] or [A]",
+    "[C]/[A]",
+    "[C] red",
+    "[C] blue [A]",
+    "f[C]",
+    "x_{C}",
+    "\\[C\\] and more",
+    "The answer is [C] or [A].",
+    "The answer is [C], [A]",
+    "The answer is {C} and {A}",
+    "The answer is [C]. [A] is also correct.",
+    "The answer is {C}, {A}.",
     "The answer is A because C is wrong.",
     "Answer: A because C is wrong.",
     "The answer is A! C is wrong.",

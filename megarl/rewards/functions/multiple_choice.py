@@ -20,7 +20,7 @@ _FIELDS = ("choices", "options")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _MARKS = " \t\n*_$`\"'"
-_SMALL_LETTER = re.compile(r"\(?[a-z][).:]*")
+_SMALL_LETTER = re.compile(r"[(\[{]?[a-z][)\]}.:]*")
 _REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
 _WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
 _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
@@ -79,20 +79,20 @@ _WITH_OWN_TEXT = re.compile(r"\(?([A-Z])\b\)?(?:[.:)]|\s+[-\u2013\u2014]+(?=\s))
 _BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")
 """Matches signs between a stated letter and the choice's text."""
 _WRONG = (
-    r"[\s)*_]+(?:(?:,|and|or|[A-Z])\b[\s,]*)*+(?i:(?:is|are|was|seems|looks)\s+(?:\w+\s+)?"
+    r"[\s)\]}*_]+(?:(?:,|and|or|[A-Z])\b[\s,]*)*+(?i:(?:is|are|was|seems|looks)\s+(?:\w+\s+)?"
     r"(?:wrong|incorrect|false|not)\b|(?:is|are|does|do)n't\b|does\s+not\b)"
 )
 """Matches words after a letter that call its choice wrong."""
-_NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
+_NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?[(\[{]?"
 _JOINED = r"(?i:or|and|/|&|as\s+well\s+as|plus|alternatively|then|maybe|perhaps|possibly|also|else)"
 """Matches a word joining a second choice to the first."""
 _CONTRASTED = r"(?i:(?:al)?though|but|while|however|yet)[\s,]*"
 """Matches a word before another choice, which is called right too, or wrong, or is described."""
 _TOO = r"[^.,;:\n]*\b(?i:also|too|equally|as\s+well)\b"
 _SECOND = re.compile(
-    rf"[\s*_.():,;\]]*+(?:(?:{_JOINED}[\s,]*)+{_NAMED}(?!I\s+[a-z])[A-Z]\b(?!{_WRONG})"
+    rf"[\s*_.():,;\[\]{{}}]*+(?:(?:{_JOINED}[\s,]*)+{_NAMED}(?!I\s+[a-z])[A-Z]\b(?!{_WRONG})"
     rf"|{_CONTRASTED}{_NAMED}(?!I\s+[a-z])(?:{ALSO_RIGHT}|[A-Z]\b(?!{_WRONG}){_TOO})"
-    rf"|(?<=[\s*_.():,;\]]){_NAMED}{ALSO_RIGHT})"
+    rf"|(?<=[\s*_.():,;\[\]{{}}]){_NAMED}{ALSO_RIGHT})"
     rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_}}\]]*(?=[ \t]*(?:[,;.!\n]|(?i:and|or)\b|{_REASON}|$))"
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"

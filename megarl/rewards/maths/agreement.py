@@ -15,10 +15,12 @@ from megarl.rewards.maths.quantities import Quantity, read_quantity, same_quanti
 from megarl.rewards.maths.spelling import (
     MAX_ANSWER_CHARACTERS,
     canonical,
+    has_vectors,
     is_same_text,
     is_same_without_stray_braces,
     is_within_caps,
     normalize,
+    with_plain_vectors,
 )
 from megarl.rewards.maths.units import Unit, read_unit
 
@@ -39,7 +41,14 @@ def agreement(prediction: str, answer: str) -> float:
     # Long answers are hardly ever a formula, and comparing them as one could take long.
     if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
         return float(prediction.split() == answer.split())
-    prediction, answer = normalize(prediction), normalize(answer)
+    result = _agreement(normalize(prediction), normalize(answer))
+    if result == 1.0 or not has_vectors(answer):
+        return result
+    return max(result, _agreement(normalize(with_plain_vectors(prediction)), normalize(with_plain_vectors(answer))))
+
+
+def _agreement(prediction: str, answer: str) -> float:
+    """Return the agreement of two texts in normalised spelling."""
     if not prediction:
         return 0.0
     if canonical(prediction) == canonical(answer):

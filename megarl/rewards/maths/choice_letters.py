@@ -9,8 +9,10 @@ from typing import NamedTuple
 from megarl.rewards.maths.spelling import plain_text
 
 _LABEL = re.compile(
-    r"^(?i:(?:the\s+)?(?:(?:correct|final)\s+)?(?:option|choice|answer)(?:\s+is\b)?)\s*:?\s*(?=\(?[A-Z]\b)"
+    r"^(?i:(?:the\s+)?(?:(?:correct|final)\s+)?(?:option|choice|answer)(?:\s+is\b)?)\s*:?\s*(?=[(\[{]?[A-Z]\b)"
 )
+_BRACKETED = re.compile(r"(?<![\w\\^)}\]])(?:\[\s*([A-Z])\s*\]|\{\s*([A-Z])\s*\})(?![\w(\[{])")
+"""Regular expression of a capital letter in square or curly brackets, which mean what round ones mean."""
 _ALONE = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*\)?)[.:]?")
 _BLANK = r"(?:\s|\\,|\\ |~)"
 _WITH_TEXT = re.compile(
@@ -24,7 +26,7 @@ It does not match a formula like `(N) (N-1)`. After a bracket without a blank on
 `(C)12`, `(C)blue`.
 """
 ALSO_RIGHT = (
-    r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
+    r"[A-Z]\b[\s)\]}*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
     r"\s+(?:correct|right|true|valid|possible|plausible|acceptable|answer)\b|also\b|too\b)"
 )
 """Matches a text that calls a second choice right too: `C is also correct`."""
@@ -60,7 +62,7 @@ def read_choice(text: str) -> NamedChoice | None:
 
     The letter stands alone, in brackets, or before a mark and the choice's text.
     """
-    text = _LABEL.sub("", text)
+    text = _BRACKETED.sub(lambda match: f"({match[1] or match[2]})", _LABEL.sub("", text))
     alone = _ALONE.fullmatch(text)
     if alone:
         return NamedChoice(alone[1] or alone[2])

@@ -185,6 +185,9 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
         for rate, amount in ((prediction, gold), (gold, prediction)):
             if rate.money and amount.unit and amount.unit.dimensions == rate.money.dimensions:
                 return rate.number * rate.money.factor == amount.value
+        # 5 degrees may be 5 degrees Celsius. As gold answer they may be an angle.
+        if gold.unit.is_temperature and prediction.unit == unit_named("degree"):
+            return prediction.number == gold.number
         return gold.unit.dimensions == prediction.unit.dimensions and gold.value == prediction.value
     # 0.5% is 0.005 and hardly ever 0.5, while 50% may be 50 or 0.5.
     if prediction.unit and prediction.unit.is_percentage and abs(prediction.number) < 1:

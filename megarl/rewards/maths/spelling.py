@@ -126,6 +126,29 @@ _DOMAIN = re.compile(
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
 """Matches a brace with a meaning: around an index, an exponent, or a command's argument."""
 
+_UNIT_VECTOR = r"[ijk]|\\[ij]math(?![A-Za-z])"
+_VECTOR = re.compile(
+    rf"\\(?:vec|overrightarrow|mathbf|boldsymbol|bm)(?:\s*\{{\s*(?P<braced>{_UNIT_VECTOR}|[A-Za-z]|[A-Z]{{2}})\s*\}}"
+    r"|\s+(?P<bare>[A-Za-z])(?![A-Za-z]))"
+    rf"|\\hat(?:\s*\{{\s*(?P<hat>{_UNIT_VECTOR})\s*\}}|\s+(?P<bare_hat>[ijk])(?![A-Za-z]))"
+)
+r"""Matches a vector in any notation: \vec{v}, \mathbf{v}, and the unit vectors \hat{i}, \hat{\jmath}."""
+_BOLD_VECTOR = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{\s*(\\(?:hat|vec)\s*\{[^{}]*\})\s*\}")
+
+
+def has_vectors(text: str) -> bool:
+    return _VECTOR.search(text) is not None
+
+
+def with_plain_vectors(text: str) -> str:
+    r"""Return the text with each vector in one notation: \mathbf{i} for unit vectors, \vec{v} for others."""
+    return _VECTOR.sub(_plain_vector, _BOLD_VECTOR.sub(r"\1", text))
+
+
+def _plain_vector(match: re.Match[str]) -> str:
+    letter = next(group for group in match.groups() if group is not None).removeprefix("\\").removesuffix("math")
+    return rf"\mathbf{{{letter}}}" if letter in ("i", "j", "k") else rf"\vec{{{letter}}}"
+
 
 def normalize(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""

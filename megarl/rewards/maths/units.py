@@ -24,6 +24,10 @@ class Unit:
         return not self.dimensions
 
     @property
+    def is_temperature(self) -> bool:
+        return self.names <= {"celsius", "fahrenheit"} and [power for _, power in self.dimensions] == [1]
+
+    @property
     def names(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.dimensions)
 

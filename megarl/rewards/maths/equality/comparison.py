@@ -34,6 +34,7 @@ from megarl.rewards.maths.equality.rewrites import (
     adopt_argument,
     adopt_constant,
     as_quotient,
+    column_as_point,
     count_degrees,
     drop_point_name,
     drop_rounding,
@@ -200,7 +201,7 @@ class Comparison:
             if len(elements) == 1 and elements[0].kind == "tuple":
                 return self.same(*(elements[0] if node.kind == "set" else node for node in (gold, prediction)))
         if gold.kind == "tuple" or prediction.kind == "tuple":
-            return self._same_tuples(gold, prediction)
+            return self._same_tuples(column_as_point(gold, prediction), column_as_point(prediction, gold))
         # A set of one element equals the element.
         if gold.kind == "set" or prediction.kind == "set":
             golds, predictions = (node.parts if node.kind == "set" else (node,) for node in (gold, prediction))

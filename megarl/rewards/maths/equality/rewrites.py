@@ -8,6 +8,7 @@ from megarl.rewards.maths.equality.values import is_within_percent
 from megarl.rewards.maths.formulas.nodes import (
     BLANK,
     DEGREE,
+    INFINITY,
     Node,
     join_operands,
     negative,
@@ -99,6 +100,21 @@ def multiply_into_matrix(node: Node) -> Node:
         if len(matrices) == 1
         else node
     )
+
+
+def column_as_point(node: Node, other: Node) -> Node:
+    """Return a matrix of one column as a tuple, if `other` is a tuple in round brackets without infinity."""
+    if other.kind != "tuple" or other.value != "()" or any(map(_is_infinite, other.parts)):
+        return node
+    matrix = multiply_into_matrix(node)
+    if matrix.kind != "matrix" or matrix.value != "matrix" or len(matrix.parts) < 2:
+        return node
+    cells = [row.parts if row.kind == "row" else (row,) for row in matrix.parts]
+    return Node("tuple", tuple(row[0] for row in cells), "()") if all(len(row) == 1 for row in cells) else node
+
+
+def _is_infinite(node: Node) -> bool:
+    return node == INFINITY or any(map(_is_infinite, node.parts))
 
 
 def _multiply_cells(matrix: Node, factors: list[Node]) -> Node:
