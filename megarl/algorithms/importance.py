@@ -147,14 +147,14 @@ def weight_metrics(weights: Tensor, unbounded: Tensor) -> dict[str, Tensor]:
 
 def mismatch_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
     """Return values [tokens] by name. `mismatch_metrics` computes metrics from their means."""
-    ours, theirs = policy_logprobs.detach(), rollout_logprobs.detach()
-    log_ratios = log_ratio(ours, theirs)
+    trainer, rollout = policy_logprobs.detach(), rollout_logprobs.detach()
+    log_ratios = log_ratio(trainer, rollout)
     ratios = log_ratios.exp()
     return {
         # Only means are exchanged between ranks and microbatches, so variances and correlations need these moments.
         "mean": log_ratios.abs(), "k1": -log_ratios, "k3": ratios - 1 - log_ratios, "ratio": ratios,
-        "ratio_squared": ratios.square(), "trainer": ours, "rollout": theirs, "trainer_squared": ours.square(),
-        "rollout_squared": theirs.square(), "product": ours * theirs,
+        "ratio_squared": ratios.square(), "trainer": trainer, "rollout": rollout, "trainer_squared": trainer.square(),
+        "rollout_squared": rollout.square(), "product": trainer * rollout,
     }  # fmt: skip
 
 

@@ -147,15 +147,17 @@ def _text_start(tokenizer: Tokenizer) -> str:
     """
     text = "a"
     tokens = tokenizer.encode(text)
-    bare = tokenizer.encode(text, add_special_tokens=False)
-    num_added = next((n for n in range(1, len(tokens)) if tokens[n : n + len(bare)] == bare), 0)
+    text_tokens = tokenizer.encode(text, add_special_tokens=False)
+    num_added = next(
+        (count for count in range(1, len(tokens)) if tokens[count : count + len(text_tokens)] == text_tokens), 0
+    )
     if not num_added:
         return ""
-    added = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens[:num_added])))
-    begun = tokens[: num_added + len(bare)]
+    start = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens[:num_added])))
+    expected_tokens = tokens[: num_added + len(text_tokens)]
     # Some tokenizers begin a text with a space, but not after a special token.
-    space = "" if tokenizer.encode(added + text, add_special_tokens=False) == begun else " "
-    return f"{{{{ {_jinja(added + space)} }}}}"
+    space = "" if tokenizer.encode(start + text, add_special_tokens=False) == expected_tokens else " "
+    return f"{{{{ {_jinja(start + space)} }}}}"
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:

@@ -123,7 +123,9 @@ class Mixture:
     def epochs(self, positions: Positions) -> dict[str, float]:
         """Return each source's drawn or skipped problems divided by its size."""
         return {
-            name: positions[name].taken / of.order.num_items for name, of in self._streams.items() if name in positions
+            name: positions[name].taken / stream.order.num_items
+            for name, stream in self._streams.items()
+            if name in positions
         }
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:

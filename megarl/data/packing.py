@@ -153,17 +153,17 @@ def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: 
 
     So all bins have free space for later exchanges.
     """
-    low, high, best = sum(tokens) // num_bins, max_tokens, None
+    low, high, best_bins = sum(tokens) // num_bins, max_tokens, None
     # Five halvings find the level to 1/32 of its range; the exchanges even out the remainder.
     for _ in range(5):
-        mark = (low + high) // 2
-        bins = _fill_tightly(order, tokens, mark)
+        level = (low + high) // 2
+        bins = _fill_tightly(order, tokens, level)
         if len(bins) <= num_bins:
-            high, best = mark, bins
+            high, best_bins = level, bins
         else:
-            low = mark
-    best = best or _fill_tightly(order, tokens, max_tokens)
-    return best + [[] for _ in range(num_bins - len(best))]
+            low = level
+    best_bins = best_bins or _fill_tightly(order, tokens, max_tokens)
+    return best_bins + [[] for _ in range(num_bins - len(best_bins))]
 
 
 def _fill_evenly(
@@ -175,15 +175,15 @@ def _fill_evenly(
     loads = [(0.0, bin) for bin in range(num_bins)]
     heapify(loads)
     for item in order:
-        full = []
+        full_bins = []
         while loads and free_tokens[loads[0][1]] < tokens[item]:
-            full.append(heappop(loads))
+            full_bins.append(heappop(loads))
         if not loads:
             return None
         load, bin = heappop(loads)
         bins[bin].append(item)
         free_tokens[bin] -= tokens[item]
-        for entry in (*full, (load + costs[item], bin)):
+        for entry in (*full_bins, (load + costs[item], bin)):
             heappush(loads, entry)
     return bins
 
@@ -204,13 +204,13 @@ def _balance_rows(
     tokens, costs = (np.append(values, np.zeros(len(bins), values.dtype)) for values in (tokens, costs))
     loads = np.bincount(bin_of, costs, len(bins)).astype(np.float64).reshape(-1, num_ranks)
     free_tokens = max_tokens - np.bincount(bin_of, tokens, len(bins)).astype(np.int64)
-    done = np.zeros(len(loads), dtype=bool)
+    is_settled = np.zeros(len(loads), dtype=bool)
     for _ in range(MOST_EXCHANGES):
-        row = int(np.where(done, -1.0, loads.max(axis=1) - loads.mean(axis=1)).argmax())
+        row = int(np.where(is_settled, -1.0, loads.max(axis=1) - loads.mean(axis=1)).argmax())
         # The worst row is within 0.1 % of its mean, so all rows are balanced.
-        if done[row] or loads[row].max() - loads[row].mean() < 1e-3 * loads[row].max():
+        if is_settled[row] or loads[row].max() - loads[row].mean() < 1e-3 * loads[row].max():
             break
-        done[row] = not _exchange_one(row, bin_of, tokens, costs, loads, free_tokens)
+        is_settled[row] = not _exchange_one(row, bin_of, tokens, costs, loads, free_tokens)
     bins = [[] for _ in bins]
     for item, bin in enumerate(bin_of[: len(tokens) - len(bins)].tolist()):
         bins[bin].append(item)
@@ -232,42 +232,42 @@ def _exchange_one(
     maximum.
     """
     num_bins, num_ranks = loads.size, loads.shape[1]
-    high = row * num_ranks + int(loads[row].argmax())
-    top, mean = loads[row].max(), loads[row].mean()
-    mine = np.flatnonzero(bin_of[:-num_bins] == high)
+    costliest_bin = row * num_ranks + int(loads[row].argmax())
+    max_load, mean_load = loads[row].max(), loads[row].mean()
+    items = np.flatnonzero(bin_of[:-num_bins] == costliest_bin)
     slack = loads.max(axis=1, keepdims=True) - loads
-    partners = np.zeros(len(loads), dtype=bool)
-    partners[np.argsort(-slack.max(axis=1))[:MOST_PARTNERS]] = True
-    partners[row] = True
-    theirs = np.flatnonzero(np.repeat(partners, num_ranks)[bin_of])
+    is_partner_row = np.zeros(len(loads), dtype=bool)
+    is_partner_row[np.argsort(-slack.max(axis=1))[:MOST_PARTNERS]] = True
+    is_partner_row[row] = True
+    partner_items = np.flatnonzero(np.repeat(is_partner_row, num_ranks)[bin_of])
     # A bin with a single sequence must get one back, or it would be empty: so the empty items are excluded.
-    if len(mine) < 2:
-        theirs = theirs[theirs < len(bin_of) - num_bins]
-    target = bin_of[theirs]
-    moved = costs[mine, None] - costs[theirs]
-    grown = tokens[mine, None] - tokens[theirs]
+    if len(items) < 2:
+        partner_items = partner_items[partner_items < len(bin_of) - num_bins]
+    partner_bins = bin_of[partner_items]
+    moved_cost = costs[items, None] - costs[partner_items]
+    moved_tokens = tokens[items, None] - tokens[partner_items]
     # An exchange must relieve the costliest bin by 0.02 %: smaller ones cost time and gain nothing.
     fits = (
-        (moved > 2e-4 * top)
-        & (moved < slack.ravel()[target])
-        & (grown <= free_tokens[target])
-        & (grown >= -free_tokens[high])
+        (moved_cost > 2e-4 * max_load)
+        & (moved_cost < slack.ravel()[partner_bins])
+        & (moved_tokens <= free_tokens[partner_bins])
+        & (moved_tokens >= -free_tokens[costliest_bin])
     )
     # Within the row the costlier of the two bins counts. In another row, going below this row's mean gains little.
-    after = np.maximum(top - moved, mean) + 1e-3 * moved
-    is_same_row = target // num_ranks == row
-    after[:, is_same_row] = np.maximum(
-        after[:, is_same_row], loads.ravel()[target[is_same_row]] + moved[:, is_same_row]
+    loads_after = np.maximum(max_load - moved_cost, mean_load) + 1e-3 * moved_cost
+    is_same_row = partner_bins // num_ranks == row
+    loads_after[:, is_same_row] = np.maximum(
+        loads_after[:, is_same_row], loads.ravel()[partner_bins[is_same_row]] + moved_cost[:, is_same_row]
     )
-    after[~fits] = np.inf
-    if not after.size or not after.min() < (1 - 2e-4) * top:
+    loads_after[~fits] = np.inf
+    if not loads_after.size or not loads_after.min() < (1 - 2e-4) * max_load:
         return False
-    give, take = divmod(int(after.argmin()), len(theirs))
-    low, cost, size = int(target[take]), moved[give, take], grown[give, take]
-    for bin, sign in ((high, -1), (low, 1)):
+    give, take = divmod(int(loads_after.argmin()), len(partner_items))
+    partner_bin, cost, size = int(partner_bins[take]), moved_cost[give, take], moved_tokens[give, take]
+    for bin, sign in ((costliest_bin, -1), (partner_bin, 1)):
         loads.flat[bin] += sign * cost
         free_tokens[bin] -= sign * size
-    bin_of[mine[give]] = low
-    if theirs[take] < len(bin_of) - num_bins:
-        bin_of[theirs[take]] = high
+    bin_of[items[give]] = partner_bin
+    if partner_items[take] < len(bin_of) - num_bins:
+        bin_of[partner_items[take]] = costliest_bin
     return True

@@ -130,7 +130,6 @@ def metric_names(rows: Rows) -> list[str]:
 
 
 def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Return the important charts with data in these runs."""
     names = sorted({name for rows in runs for name in metric_names(rows)})
     charts = []
     for chart in CHARTS:
@@ -167,14 +166,14 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
         elapsed.append(total)
     # Ranges triple a curve's size, so give them only to important metrics of long runs.
     with_range = {chart["metric"] for chart in important([rows])} if is_thinned else set()
-    of = {}
+    curves_by_metric = {}
     for name in metric_names(rows):
         values = [row.get(name, math.nan) for _, row in rows]
-        of[name] = _curve(bins, values, with_range=name in with_range)
+        curves_by_metric[name] = _curve(bins, values, with_range=name in with_range)
     return {
         "x": [part[-1] for part in bins.parts(steps)],
         "seconds": [round_for_page(part[-1]) for part in bins.parts(elapsed)],
-        "of": of,
+        "of": curves_by_metric,
         "is_thinned": is_thinned,
     }
 
@@ -309,7 +308,6 @@ def round_for_page(value: float) -> float | int | None:
 
 
 def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
-    """Return a metric's values by bin, in the form used by `series`."""
     values_by_bin = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
     filled = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
     # Evaluations are only every few steps, so a list of bins is shorter than many nulls.

@@ -82,7 +82,6 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
-    """Yield the measures of the run's evaluation at a step, if any."""
     rows = dict(run.rows)
     row, before = rows.get(step, {}), rows.get(0, {}) if step else {}
     for name, value in row.items():
@@ -205,7 +204,6 @@ def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResul
 def _body(
     run: RunRecord, model: Path, step: int, results: Sequence[Result], name: str | None, metadata: ModelCardData
 ) -> str:
-    """Return the card's Markdown below the metadata."""
     base = metadata.base_model or f"the local model {Path(str(run.config.get('model.path', ''))).name}"
     method = _METHODS.get(str(run.config.get("loop")), "megarl")
     sources = ", ".join(f"`{source}`" for field, source in _data_sources(run.config).items() if ".val" not in field)

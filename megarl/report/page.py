@@ -219,7 +219,6 @@ def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str
 
 
 def _start(run: RunRecord, place: int) -> dict[str, Any]:
-    """Return one start's content: its recorded facts, and the recipe fields that it changed."""
     start = run.starts[place]
     recorded = start.facts
     environment = {

@@ -234,7 +234,6 @@ def _lines(file: Path) -> Iterator[_Line]:
 
 
 def _parse_line(line: bytes) -> _Line | None:
-    """Return one line of `draws.jsonl`. None: the line is damaged."""
     try:
         values = loads(line, None)
         sizes = {str(name): _count(size) for name, size in values["sizes"].items()}

@@ -463,7 +463,6 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed PACKAGES."""
     package_versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

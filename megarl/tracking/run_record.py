@@ -374,20 +374,20 @@ def _written_by(run: Path) -> str | None:
     return written_by if isinstance(written_by, str) else None
 
 
-def _refuse_newer(place: Path, theirs: str | None) -> None:
-    """Raise DataError if `theirs`, the version that wrote a folder, is newer than this megarl."""
+def _refuse_newer(place: Path, writer_version: str | None) -> None:
+    """Raise DataError if `writer_version`, the version that wrote a folder, is newer than this megarl."""
     # Imported here, because few commands compare versions.
     from packaging.version import InvalidVersion, Version
 
-    own_version = version("megarl")
+    installed_version = version("megarl")
     try:
-        is_newer = theirs is not None and Version(theirs) > Version(own_version)
+        is_newer = writer_version is not None and Version(writer_version) > Version(installed_version)
     except InvalidVersion:
         return
     if is_newer:
         raise DataError(
-            f"{place}: was written by megarl {theirs}, but this is megarl {own_version}, which may not know all "
-            f"of its fields. Install megarl {theirs} or newer, then repeat the command."
+            f"{place}: was written by megarl {writer_version}, but this is megarl {installed_version}, which may not "
+            f"know all of its fields. Install megarl {writer_version} or newer, then repeat the command."
         )
 
 

@@ -221,7 +221,7 @@ class Tracker:
             name: [value for row in rows if math.isfinite(value := row.get(name, math.nan))]
             for name in heldout_metrics(rows)
         }
-        return {name: (of[0], of[-1]) for name, of in values.items() if of}
+        return {name: (series[0], series[-1]) for name, series in values.items() if series}
 
 
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:

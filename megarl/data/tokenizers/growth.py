@@ -67,7 +67,6 @@ def _longest_replacement(charsmap: Any) -> float:
 
 
 def _template_length(rule: Mapping[str, Any], name: str) -> float:
-    """Return the number of tokens and texts in a post-processor's template."""
     special = rule.get("special_tokens")
     length = 0.0
     for piece in _items(rule.get(name)):

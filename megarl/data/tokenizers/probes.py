@@ -84,7 +84,6 @@ def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
 
 
 def _list_units(definition: Mapping[str, Any]) -> list[str]:
-    """Return the characters and words in a tokenizer.json's patterns and replacements."""
     units: dict[str, None] = {}
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         for text in _iterate_patterns(definition.get(part)):

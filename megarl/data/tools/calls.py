@@ -106,17 +106,15 @@ def _without_end_tokens(text: str) -> str:
 
 
 def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool | None) -> tuple[str, str | None]:
-    """Split off the first reasoning block, between `opening` and `closing`. Returns the text after it, and the
-    reasoning.
-    """
-    begins = text.lstrip().startswith(opening)
+    """Split off the first reasoning block. Returns the text after it, and the reasoning or None."""
+    is_opened = text.lstrip().startswith(opening)
     if in_reasoning is None:
         before = text.partition(closing)[0]
         in_reasoning = closing in text and opening not in before
-    if not begins and not in_reasoning:
+    if not is_opened and not in_reasoning:
         return text, None
-    inner = text.lstrip().removeprefix(opening) if begins else text
-    reasoning, _, remainder = inner.partition(closing)
+    reasoning_and_rest = text.lstrip().removeprefix(opening) if is_opened else text
+    reasoning, _, remainder = reasoning_and_rest.partition(closing)
     return remainder.lstrip("\n"), reasoning.strip()
 
 

@@ -89,7 +89,6 @@ def _find_name(text: str) -> str:
 
 
 def _json_argument_text(name: str, text: str) -> WrittenCall:
-    """Return a tool call with the JSON at the beginning of `text` as arguments."""
     try:
         arguments, end = _json_at(text, 0)
     except ValueError as error:

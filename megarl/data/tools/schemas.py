@@ -50,7 +50,6 @@ def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
 
 
 def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
-    """Return why the arguments do not fit the tool's JSON schema, or None."""
     from jsonschema.exceptions import best_match
 
     error = best_match(_validator(json.dumps(parameter_schema(tool), sort_keys=True)).iter_errors(arguments))

@@ -178,7 +178,6 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
 
 
 def example_definition(name: str) -> str:
-    """Return an example definition of the reward function `name`, for error messages."""
     return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
 
 

@@ -199,7 +199,6 @@ def _convert_verl_score(result: Any) -> Any:
 
 
 def _convert_trl_score(result: Any) -> Any:
-    """Return the only item of TRL's list of scores."""
     scores = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(scores, list | tuple) or len(scores) != 1:
         raise TypeError(

@@ -75,7 +75,6 @@ def end_summary() -> Any:
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the columns' recipe fields by dotted name, each with its type annotation."""
     for field_name, field in section.model_fields.items():
         name = f"{prefix}{field_name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

@@ -89,7 +89,6 @@ class MLflow:
             self._client.set_terminated(self.run_id)
 
     def _new_run(self, name: str, parameters: Mapping[str, str]) -> str:
-        """Create the run, and its experiment if missing. Return the run's id."""
         from mlflow.entities import Param
 
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")

@@ -57,7 +57,6 @@ def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
 
 
 def number_set(node: Node) -> NumberSet | None:
-    """Return the set of real numbers that a formula means, or None."""
     try:
         return _number_set(node)
     except NoValueError:

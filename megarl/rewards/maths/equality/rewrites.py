@@ -89,7 +89,6 @@ def as_quotient(node: Node) -> Node | None:
 
 
 def multiply_into_matrix(node: Node) -> Node:
-    """Return a product of numbers and a matrix as one matrix."""
     if node.kind == "negative" and node.parts[0].kind == "matrix":
         return _multiply_cells(node.parts[0], [number(-1)])
     if node.kind != "product":
