@@ -289,7 +289,6 @@ class PackedAttention(nn.Module):
         return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Compute `attend` with torch's variable-length flash kernel."""
         from torch.nn.attention.varlen import varlen_attn
 
         grouped: dict[str, Any] = {}
@@ -317,7 +316,6 @@ class PackedAttention(nn.Module):
         return out.narrow(-1, 0, width)
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Compute `attend` with torch's SDPA, after padding all sequences to the longest."""
         mask = None if part.is_plain(self.window) else part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q, k, v = _pad_all(q, k, v, part)

@@ -54,7 +54,6 @@ class Norm(nn.Module):
         self.weight, self._epsilon = nn.Parameter(torch.ones(size, dtype=dtype)), epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed `x` [..., size]."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)).to(x.dtype) * self.weight
 

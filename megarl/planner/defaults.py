@@ -186,7 +186,6 @@ class _Savings:
     judge: MemoryJudge
 
     def choose(self) -> Recipe:
-        """Return the recipe with values for `trainer.offload` and `trainer.recompute`, where they are missing."""
         # Recomputation is tried last: it costs a share of the training time, offloading only seconds per step.
         costs = {_RECOMPUTE: 10.0, _OFFLOAD: 1.0}
         moves = [

@@ -77,7 +77,6 @@ class ModelParts:
         vp_stage: int | None,
         **settings: Any,
     ) -> Policy:
-        """Build one chunk of a language model of class `kind`."""
         return parts.build_policy(
             kind,
             config,

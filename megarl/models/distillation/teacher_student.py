@@ -33,7 +33,6 @@ _OTHERS_BYTES = 4
 
 
 def bind_divergence(config: DistillationConfig) -> DivergenceFunction:
-    """Return the recipe's divergence function with its keyword arguments set."""
     function = DIVERGENCES[config.divergence]
     return partial(function, **supported_kwargs(function, {"beta": config.jsd_beta}))
 

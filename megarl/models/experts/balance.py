@@ -201,7 +201,6 @@ class UpdateRouter(TopKRouter):
 
 
 def needs_update_router(config: TransformerConfig) -> bool:
-    """Return whether a model's routers have balancing losses or noise."""
     return config.num_moe_experts is not None and bool(balance_losses(vars(config)) or config.moe_input_jitter_eps)
 
 

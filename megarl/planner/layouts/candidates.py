@@ -72,8 +72,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Lists the possible placements, engines and trainers of a recipe. `refused` counts the refused choices by
-    reason.
+    """Lists the possible placements, engines and trainers of a recipe. `placed` is the recipe with a placement.
+    `refused` counts the refused choices by reason.
     """
 
     recipe: Recipe
@@ -103,7 +103,6 @@ class Candidates:
                 yield placement
 
     def engines(self, placed: Recipe) -> list[EngineSizes]:
-        """Return the possible engine sizes. `placed` is the recipe with a placement."""
         engine_sizes = []
         ranks = placed.separate_ranks or placed.cluster.world_size
         has_whole = has_whole_experts(placed)
@@ -120,7 +119,6 @@ class Candidates:
         return engine_sizes
 
     def trainers(self, placed: Recipe) -> list[TrainerSizes]:
-        """Return the trainer's possible parallel sizes. `placed` is the recipe with a placement."""
         trainer_sizes = []
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})

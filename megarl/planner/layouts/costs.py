@@ -47,7 +47,6 @@ class LayoutCosts:
 
     @cached_property
     def load(self) -> Workload:
-        """The samples of a training step."""
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
         # The first update computes its own old log-probs. A reference model scores all samples.

@@ -298,7 +298,6 @@ class RankMemory:
         return carried + copied + drafter_bytes(self.drafter, settings, num_steps=num_steps, num_parts=num_parts)
 
     def pass_settings(self, built: Built) -> PassSettings:
-        """Return the settings of an update's passes through a model."""
         trainer_config = self.recipe.trainer
         is_bf16 = self.itemsize == 2
         megatron = trainer_config.megatron

@@ -190,7 +190,6 @@ class MuonRule:
         return partial(exchange.run, update)
 
     def _pieces(self, rank: int) -> Layout:
-        """Return the pieces of matrices in a rank's parameters."""
         return tuple(
             holding.piece(tensor)
             for tensor in self._layouts.tensors
@@ -212,7 +211,6 @@ def _gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
-    """Return the flat ranges of parameters that this rank's optimizer updates."""
     if not isinstance(leaf, DistributedOptimizer):
         return {name: (0, parameter.numel()) for name, parameter in parameters.items()}
     gradient_ranges: Any = leaf.gbuf_ranges

@@ -126,7 +126,6 @@ def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:
 
 
 def select(rows: Iterable[Mapping[str | Signal, Metric]], signal: Signal) -> list[Metric]:
-    """Return a signal's metric of each row that has it."""
     return [row[signal] for row in rows if signal in row]
 
 

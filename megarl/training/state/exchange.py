@@ -58,7 +58,6 @@ def state_bytes(engine: TrainingEngine) -> int:
 
 @torch.no_grad()
 def restore_state(engine: TrainingEngine, state: TrainedState) -> None:
-    """Replace the engine's trained state by a copied one."""
     for tensor, values in zip(_live_tensors(engine), state.tensors, strict=True):
         tensor.copy_(values)
     for inner, moments, steps in zip(_inner_optimizers(engine), state.moments, state.steps, strict=True):
