@@ -22,6 +22,6 @@ class GatedAttention(SelfAttention):
         if len(projections) != 4 or groups >= self.world_size:
             return projections
         query, key, value, gate = projections
-        # The ranks of a key-value head are neighbours, and so are their query heads.
+        # Ranks with the same key-value head are neighbours, and their query heads follow each other.
         first = self.pg_collection.tp.rank() % (self.world_size // groups) * query.size(2)
         return query, key, value, gate[:, :, first : first + query.size(2)]

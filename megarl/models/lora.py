@@ -115,8 +115,8 @@ class Adapter(nn.Module):
                 x = F.dropout(x, self.dropout)
         a, b = self.a, self.b.flatten(0, -2)
         if self.is_expert:
-            # The expert dispatcher gives every rank all tokens. It sums outputs, and gradients of inputs. Only the
-            # gradient of the replicated matrix remains to be summed.
+            # The expert dispatcher gives every rank all tokens, and sums outputs and gradients of inputs. Only the
+            # gradient of the replicated matrix must still be summed.
             a, b = (self._copy_to_region(a), b) if self.is_column else (a, self._copy_to_region(b))
             return F.linear(F.linear(x, a) * self.scale, b)
         return F.linear(self._exchange_inner(F.linear(x, a)) * self.scale, b)

@@ -42,7 +42,7 @@ def has_whole_experts(recipe: Recipe) -> bool:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """Return the tokens of which the length of each row (packed micro-batch) is a multiple.
+    """Return the number of tokens that divides the length of each row (packed micro-batch).
 
     Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts of whole blocks.
     """

@@ -93,7 +93,7 @@ def _list_candidates(
         }
         gradients = {name: parameter.main_grad for name, parameter in trained.items()}
         faults = list(_find_faults("gradient", number, gradients, model_names(chunk)))
-        # The backward pass begins with the last layer, so places are negative.
+        # Gradients are searched from the last layer to the first, so their places are negative.
         yield from ((kind, Place(0, -place.chunk, -place.call), name) for kind, place, name in reversed(faults))
 
 

@@ -209,7 +209,7 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Context in which this model has the device memory that it shares with its owner."""
+        """Context in which this model, not its `memory_owner`, has the device memory that both share."""
         if self._memory_owner is None:
             yield
             return

@@ -36,7 +36,7 @@ class FoundLayout:
 
     @property
     def engine_text(self) -> str:
-        """The engines' size in words: `tp 2 ep on 4 ranks`. Colocated engines name no ranks."""
+        """The engines' size in words: `tp 2 ep on 4 ranks`, or `tp 2 ep` if they share the trainer's ranks."""
         size = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
         return f"{size} on {self.placement.ranks} ranks" if self.placement.ranks else size
 

@@ -369,8 +369,8 @@ def _gated_bytes(channels: float, settings: PassSettings) -> float:
 
 def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the tokens that a rank's experts process for one row. A token counts once per chosen expert."""
-    # All ranks of an expert-parallel group contribute tokens, split over tensor-parallel ranks, and share the total. If
-    # ranks split an expert, each of them receives all of its tokens.
+    # An expert-parallel group shares the tokens of all its ranks, which tensor parallelism splits. If ranks split an
+    # expert, each of them receives all of its tokens.
     rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
     load = settings.expert_load if parallel.ep > 1 else 1.0
     return rank_tokens * parallel.etp * shape.top_k * load

@@ -29,11 +29,11 @@ class Speeds:
     """Bandwidths of a GPU in bytes per second."""
 
     nvlink: float
-    """NVLink, in each direction."""
+    """Bandwidth of NVLink, in each direction."""
     infiniband: float
-    """Network, in each direction."""
+    """Bandwidth of the network, in each direction."""
     memory: float
-    """Device memory, reads plus writes."""
+    """Bandwidth of device memory, reads plus writes."""
 
 
 SPEEDS = {

@@ -42,7 +42,7 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
     for alias in list_aliases(model):
         aliases.setdefault(alias.packed, []).append(alias)
     if not aliases:
-        # Called for each tensor of a file. Without aliases no table is needed.
+        # This function is called for each tensor of a file. Without packed tensors it needs no table.
         return tuple(layout)
     shapes = template_shapes(model)
     pieces: list[Piece] = []

@@ -26,7 +26,7 @@ from megarl.training.rows.microbatch import Microbatch, is_predicted, places_in_
 
 
 class StoredTargets:
-    """Targets on this rank for the next update: per sequence a number, and uint8 [trained tokens, bytes]."""
+    """Targets that this rank stores for the next update, by sequence number: uint8 [trained tokens, bytes]."""
 
     def __init__(self) -> None:
         self._rows: dict[int, NDArray[np.uint8]] = {}

@@ -145,7 +145,7 @@ def whole_row(values: Tensor, row: PackedRow) -> Tensor:
     if group.size() == 1:
         return values
     assert row.place is not None
-    # A gather needs parts of equal lengths, and not every kind of row has them.
+    # Pad, because a gather needs equal lengths, and in some kinds of rows the ranks' parts differ.
     padded = torch.cat([values, values.new_zeros(row.longest_part - len(values), *values.shape[1:])])
     parts = padded.new_empty(group.size() * len(padded), *padded.shape[1:])
     torch.distributed.all_gather_into_tensor(parts, padded, group=group)

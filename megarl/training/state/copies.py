@@ -223,7 +223,7 @@ def restore(
         {(dtype, origin): pieces for origin in origins for dtype, pieces in described[origin][1].items() if pieces}
         for origins in origins_of_ranks
     ]
-    # This context comes before the tensors, because it selects the frozen models of the state.
+    # Enter this context before listing the tensors, because it selects the frozen models of the state.
     with restore_common_state(models, common_by_origin, layout) as saved:
         parts = list(state_parts(saved))
         destinations = signed.gather(_live_layouts(parts))
