@@ -82,9 +82,9 @@ def _program(
     faults.arm_driver()
 
 
-# typer has no options with an optional value, so rewrite a bare --resume before parsing.
+# typer has no options with an optional value, so a bare --resume is rewritten before parsing.
 class TrainCommand(RecipeCommand):
-    """The command `train`, whose option `--resume` may have a value after an equals sign (`--resume=must`).
+    """The command `train`. Its option `--resume` may have a value after an equals sign: `--resume=must`.
 
     The next argument is never the option's value.
     """
@@ -123,7 +123,7 @@ def train(
 ) -> None:
     """Check a recipe, its model and its data, then train."""
     if not dry_run:
-        # Print this before all other imports: they and the checks take seconds.
+        # Printed before the slow imports and checks, which take seconds.
         Terminal(highlight=False, soft_wrap=True).print(
             f"megarl: checks and starts {recipe}", style="dim", markup=False
         )
@@ -143,7 +143,7 @@ def train(
         if not resume and not restart:
             raise ConfigError(_folder_hint(path))
         if resume:
-            # Check this before reading config.yaml: fields of another version would be reported as unknown keys.
+            # Before config.yaml is read: fields of another version would be reported as unknown keys.
             earlier = RunRecord.read(path)
             earlier.refuse_newer_version()
             for checkpoint in earlier.checkpoints[:1]:
@@ -152,7 +152,7 @@ def train(
         override_texts = [override_text(name, value) for name, value in _place_of(path).items()] + override_texts
         path /= "config.yaml"
     display = Display()
-    # Imports create many objects, and collections during them only take time.
+    # Imports create many objects, and garbage collection among them would only take time.
     with disable_collector():
         with checking(display):
             from megarl.datasets.counts import with_steps
@@ -168,11 +168,11 @@ def train(
         with checking(display):
             written = with_steps(written)
             loaded = with_memory_defaults(written, is_start=not dry_run)
-        # Check this before reading the data: a finished run needs neither data nor model.
+        # Before the data is read: a finished run needs neither data nor model.
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
         if not dry_run and download_missing(written, display.info):
-            # Only now are the sizes of the model known.
+            # The model's sizes are known only after the download.
             check_disk(written)
             loaded = with_memory_defaults(written, is_start=True)
         with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
@@ -202,9 +202,9 @@ def fork_run(
 ) -> None:
     """Start a new run from a run's checkpoint, with a changed recipe.
 
-    The new run is RUN_fork_STEP, unless name=NAME is given. It continues with the checkpoint's weights, optimizer
-    state, step number and position in the data, as a resumed run does. To begin with the weights alone, use `megarl
-    export RUN --step STEP` and set model.path to the result.
+    The new run is RUN_fork_STEP, unless name=NAME is given. Like a resumed run, it continues with the checkpoint's
+    weights, optimizer state, step number and position in the data. To begin with the weights alone, use `megarl export
+    RUN --step STEP` and set model.path to the result.
     """
     from megarl.loops.commands import forking
 
@@ -238,13 +238,13 @@ def _folder_hint(path: Path) -> str:
 
 
 def _place_of(run_folder: Path) -> dict[str, str]:
-    """Return the recipe fields giving a run folder's place, for a message."""
+    """Return the recipe fields with a run folder's place."""
     absolute = run_folder.absolute()
     return {"runs_folder": str(absolute.parent), "name": absolute.name}
 
 
 def _has_work(recipe: Recipe, resume: str | None) -> bool:
-    """Return whether the run has steps left. For a finished run, print a message before anything starts or changes.
+    """Return whether the run has steps left. For a finished run, print this before anything starts or changes.
 
     Raises ConfigError if the run folder does not fit the options.
     """
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Any other error prints a traceback and sets exit code 70.
     """
     if not sys.warnoptions:
-        # Users cannot mend other libraries' deprecations, and these would hide real messages.
+        # Users cannot fix deprecations inside libraries, and such warnings would hide real messages.
         warnings.simplefilter("ignore")
     # Libraries log texts of data and models. Keep escape sequences out of them.
     guard_logging()

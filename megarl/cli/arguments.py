@@ -1,4 +1,4 @@
-"""Command-line arguments that several commands share."""
+"""Command-line arguments common to several commands."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.types import ConfigError
 
 
 def _complete_override(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return the candidates for the override at the cursor of a shell, each with a description."""
+    """Return the candidates for the override at the shell's cursor, each with a description."""
     from megarl.config.references.completion import override_candidates
 
     return override_candidates(list(ctx.params.get("overrides") or ()), incomplete)
 
 
 def recipe_file(name_or_path: str | None) -> str | None:
-    """Return the recipe file for a command-line value: a path, or the name of a delivered recipe. Typer's callback."""
+    """Return the recipe file for a path or the name of a delivered recipe. Typer's callback."""
     from megarl.files import shipped
 
     return None if name_or_path is None else shipped.recipe_file(name_or_path)
@@ -49,10 +49,10 @@ Overrides = Annotated[
 
 
 class CommandGroup(TyperGroup):
-    """Group of commands. Its help lists the first sentence of each command in full."""
+    """Group of commands. Its help shows the whole first sentence of each command."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the section of commands. typer's own cuts each description to one line."""
+        """Write the section of commands. typer would cut each description to one line."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
             (name, command.get_short_help_str(sys.maxsize))
@@ -69,7 +69,7 @@ def command_group(name: str, help: str) -> typer.Typer:
 
 
 class RecipeCommand(TyperCommand):
-    """Command with a recipe and overrides. For an unknown option its error suggests a recipe field."""
+    """Command with a recipe and overrides. Its error for an unknown option suggests a recipe field."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raises ConfigError for unknown options, with the recipe field for each."""

@@ -1,4 +1,4 @@
-"""Checks of a recipe, made before a command starts or submits a run."""
+"""Checks of a recipe before a command starts or submits a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def checking(display: Display) -> Iterator[None]:
-    """Show on the terminal that a recipe is being checked, as long as the context manager is active."""
+    """Show on the terminal, within this context, that a recipe is being checked."""
     with display.phase("checking the recipe"), display.live():
         yield
 
@@ -27,15 +27,15 @@ def check_completely(
 ) -> tuple[ParallelConfig, dict[str, int], Dropped, RecordDigests]:
     """Check a recipe completely and print its warnings.
 
-    Returns four things: the parallel layout, the number of records per data source, of those left out as too long, and
-    the remaining training records. `is_start`: see `preflight.check`.
+    Returns the parallel layout, the number of records per data source, the number left out as too long, and the digests
+    of the remaining training records. `is_start`: see `preflight.check`.
     """
     from megarl.datasets.counts import count_records
     from megarl.datasets.reward_trials import check_rewards
     from megarl.preflight import check, resource_warnings
     from megarl.terminal import Terminal
 
-    # Before the checks: if one of them raises, the notices may explain its error.
+    # Printed before the checks: the notices may explain an error of a check.
     with_notices_shown(recipe)
     dropped: Dropped = Counter()
     digests: RecordDigests = {}
@@ -43,7 +43,7 @@ def check_completely(
         parallel = check(recipe, is_start=is_start)
         records = count_records(recipe, dropped, digests)
         check_rewards(recipe, is_start=is_start)
-    # On stderr, so that stdout stays the command's result. Texts of a recipe are not rich markup.
+    # Warnings go to stderr, so that stdout has only the command's result. A recipe's texts are not Rich markup.
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for text in resource_warnings(recipe, parallel):
         console.print(f"warning: {text}", style="yellow")
@@ -51,7 +51,7 @@ def check_completely(
 
 
 def with_notices_shown(recipe: Recipe) -> Recipe:
-    """Print the notices about ignored values of the recipe file. Returns the recipe unchanged."""
+    """Print the notices about ignored values of the recipe file, and return the recipe."""
     from megarl.terminal import Terminal
 
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)

@@ -56,7 +56,7 @@ def to_megatron(
 ) -> None:
     """Write a Hugging Face model folder as a Megatron checkpoint, with one chunk per shard of the given parallel sizes.
 
-    A trainer of any parallel sizes can load the checkpoint. With the given sizes it loads fastest.
+    A trainer of any parallel sizes can load the checkpoint, fastest with the given sizes.
     """
     import torch
 
@@ -111,8 +111,9 @@ def to_hf(
 
 
 def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return model folder and model.override_config from the run containing a checkpoint. None: it is in no run
-    folder."""
+    """Return model folder and model.override_config from the run that contains a checkpoint. None: no run folder
+    contains it.
+    """
     from megarl.config.recipe import load_of_run
     from megarl.tracking.run_record import RunRecord
 

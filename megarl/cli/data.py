@@ -86,8 +86,9 @@ def check_data(
         str | None, typer.Option(help="System message, as in data.system_prompt.", show_default=False)
     ] = None,
 ) -> None:
-    """Read a whole data source. Print its errors by line, lengths, duplicates, overlap with held-out data, and first
-    record."""
+    """Read a whole data source, then print its errors by line, lengths, duplicates, overlap with held-out data, and
+    first record.
+    """
     if recipe is not None:
         options = {
             "--model": model, "--kind": kind, "--format": data_format, "--fields": fields,
@@ -118,7 +119,7 @@ def check_data(
 
 
 def _names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
-    """Return the record field names given by options. Raises ConfigError for invalid ones."""
+    """Return the record field names in options. Raises ConfigError for invalid ones."""
     import yaml
     from pydantic import ValidationError
 
@@ -138,7 +139,7 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
         values = {"format": data_format, "fields": by_name, "answer_field": answer_field}
         config = DataSetConfig.model_validate({"path": "", **values})
     except ValidationError as error:
-        # The first fault is enough here, unlike in a recipe: there are only three options.
+        # For three options, unlike for a recipe, the first fault is enough.
         first = error.errors(include_url=False)[0]
         if not first["loc"]:
             raise ConfigError(f"--fields and --answer-field: {first['msg']}") from None
@@ -150,10 +151,10 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
 
 
 def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflicting: list[str]) -> None:
-    """Check the data sets of a recipe, and exit with an error if one of them has errors.
+    """Check the data sets of a recipe. If a data set has errors, exit with an error.
 
-    With `source`, check only this source, read like the recipe's training data, and compare its prompts with those of
-    `heldout`.
+    With `source`, check only this source as training data of the recipe, and compare its prompts with the `heldout`
+    sets.
     """
     from megarl.config.recipe import load
     from megarl.datasets.surveys import survey_as_training, surveys
@@ -184,7 +185,7 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflict
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:
-    """Return the tokenizer of the recipe's model. If the folder is missing, print a notice and return None."""
+    """Return the tokenizer of the recipe's model. For a missing folder, print a notice and return None."""
     from megarl.data.chat import tokenizer_of
 
     if Path(recipe.model.folder).is_dir():

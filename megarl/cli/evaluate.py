@@ -65,7 +65,6 @@ def evaluate(
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers in the option `--k`. Raises ConfigError if one is not a whole number."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

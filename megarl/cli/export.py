@@ -1,4 +1,4 @@
-"""`megarl export`: a model folder of a run, with a model card, and its upload to the Hugging Face Hub."""
+"""`megarl export`: a model folder made from a run, with a model card, and its upload to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def export(
         bool, typer.Option("--private", help="With --push-to-hub: make a new repository private.")
     ] = False,
 ) -> None:
-    """Make a model folder of a run's checkpoint, renew its model card, and upload it to the Hugging Face Hub.
+    """Make a model folder from a run's checkpoint, renew its model card, and upload it to the Hugging Face Hub.
 
-    The card has base model, data, recipe, versions, and results with 95 % intervals: those of the run, and those of
-    `megarl eval RUN`.
+    The card has base model, data, recipe, versions, and results with 95 % intervals: of the run, and of `megarl eval
+    RUN`.
     """
     if step is not None and best:
         raise ConfigError("--step and --best: give one of them; --step takes a checkpoint, --best takes RUN/hf_best")

@@ -54,13 +54,13 @@ StalenessOption = Annotated[
 ]
 """Options of `megarl plan --search`."""
 _SEARCH_OPTIONS = ("most", "lengths", "mean_tokens", "max_staleness")
-"""Parameters with these options."""
+"""Names of the parameters with these options."""
 
 
 def refuse_search_options(context: typer.Context) -> None:
-    """Raise ConfigError if the command line has an option of --search, which it lacks itself."""
+    """Raise ConfigError if the command line has an option of --search but not --search."""
     sources = {name: context.get_parameter_source(name) for name in _SEARCH_OPTIONS}
-    # typer has its own copy of click, so compare the kind of source by name.
+    # typer has its own copy of click, so the kind of source is compared by name.
     names = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     options = [f"--{name.replace('_', '-')}" for name in names]
     if options:
@@ -77,10 +77,10 @@ def search_layouts(
     max_staleness: int | None,
     as_json: bool,
 ) -> None:
-    """Search the layouts of a recipe and print them. `file` is where the recipe was read from.
+    """Search the layouts of a recipe and print them. `file` is the recipe's file, on which overrides are tried.
 
     `run` is the folder of a run whose samples/ give the lengths of completions. Otherwise `mean_tokens` is their mean.
-    `max_staleness`: limit for separate engines; default: the recipe's. Raises ConfigError if the recipe is not
+    `max_staleness` is the limit for separate engines; default: the recipe's. Raises ConfigError if the recipe is not
     searchable, or its GPUs are unknown.
     """
     from megarl.console.predictions import print_layouts
@@ -96,7 +96,7 @@ def search_layouts(
 
 
 def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengths:
-    """Return the distribution of completion lengths. Raises ConfigError if it is given twice or is too long."""
+    """Return the distribution of completion lengths. Raises ConfigError if it is set twice or too long."""
     from megarl.planner.seconds.lengths import assumed_lengths, assumed_prompt_tokens, lengths_of_run, log_normal
 
     limit, max_prompt_tokens = recipe.rollout.sampling.max_new_tokens, recipe.data.max_prompt_tokens

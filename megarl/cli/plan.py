@@ -1,4 +1,4 @@
-"""`megarl plan`: predicts the memory and the reshards of a recipe, or searches its layouts."""
+"""`megarl plan`: predicts memory and reshards of a recipe, or searches its layouts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(
 ) -> None:
     """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
-    Exit code 2: it does not fit, or no layout of --search does. Models named by recipes in launch/recipes need no
+    Exit code 2: it does not fit, or --search finds no layout that fits. Models of the recipes in launch/recipes need no
     download.
     """
     if before is not None and after is None:

@@ -28,13 +28,13 @@ MAKERS = {
     "tools": ("make_tool_data.py", "products that need the calculator, for tiny_tools_sft and tiny_tools"),
     "plays": ("make_play_data.py", "games and searches of a weak player"),
 }
-"""Delivered programs by name: the file in `tools/`, and what it makes."""
+"""Delivered programs by name: the file in `tools/`, and its product."""
 _INPUT = "runs/quickstart_input"
 _RUNS = ("quickstart_sft", "quickstart")
 
 
 class MakeCommand(TyperCommand):
-    """The command `make`, which passes all options after NAME on to the program, `--help` too."""
+    """The command `make`. It passes all options after NAME on to the program, even `--help`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_for_program = bool(args) and not args[0].startswith("-")
@@ -49,7 +49,7 @@ def make(
         typer.Argument(metavar="[OPTIONS]", help="Options of NAME; `megarl make NAME --help` lists them."),
     ] = None,
 ) -> None:
-    """Make a tiny model or small data, as the tiny recipes need them."""
+    """Make a tiny model or small data for the tiny recipes."""
     if name not in MAKERS:
         raise ConfigError(f"megarl make {name}: no such maker; choose one of {', '.join(MAKERS)}")
     sys.argv = [f"megarl make {name}", *(options or ())]
@@ -59,7 +59,7 @@ def make(
 def quickstart(overrides: Overrides = None) -> None:
     """Make a tiny model and arithmetic problems, train by SFT, then by GRPO, and show the result.
 
-    Takes two to four minutes on two CPU cores and writes to runs/ of the current folder. Overrides hold for both runs.
+    Takes two to four minutes on two CPU cores, and writes to runs/ of the current folder. Overrides apply to both runs.
     """
     if find_spec("reasoning_gym") is None:
         remedy = "launch/setup.sh reasoning-gym" if shipped.is_clone() else "pip install 'megarl[reasoning-gym]'"

@@ -1,4 +1,4 @@
-"""Commands that read runs and show them: `megarl report`, `watch`, `metrics` and `samples`."""
+"""Commands that read runs: `megarl report`, `watch`, `metrics` and `samples`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report(
 ) -> None:
     """Write one HTML page about a run, or several side by side: curves, times, samples, errors. Needs no network.
 
-    For evaluations: accuracies, differences from the first one with confidence intervals, changed answers.
+    For evaluations: accuracies, differences from the first evaluation with confidence intervals, changed answers.
     """
     from megarl.console.results import print_report
     from megarl.report.page import write_report
@@ -44,13 +44,13 @@ def watch(
 ) -> None:
     """Show a running run: progress, curves, times, warnings, samples. Ends with the run, and with its exit code.
 
-    Only files of the run's folder are read. If the output is not a terminal, each step gets a line.
+    Reads only files of the run's folder. If the output is not a terminal, each step gets a line.
     """
     from megarl.report.watch import watch
 
     try:
         code = watch(run, Terminal(highlight=False), interval_seconds=interval, is_once=once)
-    # Ctrl-C ends the command and not the run, so its code is not the run's.
+    # Ctrl-C ends this command, not the run.
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)
@@ -142,7 +142,7 @@ def samples(
         return
     from megarl.report.browse import Selection, browse
 
-    # Browsing asks for keys, so both ends must be a terminal. Piped output is printed up to the limit.
+    # Browsing reads keys, so input and output must be a terminal. Piped output is printed up to the limit.
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     console = Terminal(highlight=False, soft_wrap=True, markup=False)
     browse(run, Selection(step, order, of_set, search), console, limit=limit, ask=input if is_terminal else None)

@@ -22,7 +22,7 @@ def recipes(
     ] = None,
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder for the copies.")] = Path(),
 ) -> None:
-    """List the delivered recipes, each with its purpose, or copy those named.
+    """List the delivered recipes with their purpose, or copy the named ones.
 
     Existing files are never overwritten: the command then copies nothing.
     """
@@ -44,8 +44,9 @@ def _purpose(recipe: Path) -> str:
 
 
 def _copy_recipes(delivered: Mapping[str, Path], names: Sequence[str], folder: Path) -> list[Path]:
-    """Copy recipes into a folder and return the new files. Raises ConfigError for an unknown name or an existing file,
-    before the first copy.
+    """Copy recipes into a folder and return the new files.
+
+    Raises ConfigError for an unknown name or an existing file, before the first copy.
     """
     stems = [name.removesuffix(".yaml") for name in names]
     for name in stems:
@@ -57,7 +58,7 @@ def _copy_recipes(delivered: Mapping[str, Path], names: Sequence[str], folder: P
         if copy.exists():
             raise ConfigError(f"{copy}: exists already; name another folder with --to, or remove the file")
     folder.mkdir(parents=True, exist_ok=True)
-    # The recipes' first line names the schema for editors, in their own folder.
+    # The first line of each recipe names the schema for editors, in the recipe's folder.
     schema = folder / shipped.SCHEMA
     for copy, original in (copies if schema.exists() else {**copies, schema: shipped.schema()}).items():
         copy.write_bytes(original.read_bytes())

@@ -1,4 +1,4 @@
-"""Commands of earlier versions of megarl that were removed. Each is an error that names its replacement."""
+"""Removed commands of earlier versions. Each is an error that names its replacement."""
 
 from __future__ import annotations
 

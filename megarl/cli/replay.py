@@ -1,4 +1,4 @@
-"""The command `megarl replay`: execute a recorded step again, or find the first difference of two runs."""
+"""`megarl replay`: executes a recorded step again, or finds the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def replay(
 ) -> None:
     """Execute a recorded step again and compare it with its record: log-probs, advantages, loss, gradients, weights.
 
-    The run must have been made with train.record; train.record=all adds the optimizer's state. Nothing is sampled. The
-    trainer starts from the newest checkpoint before the step and uses the recorded trajectories. In the run's parallel
-    layout all values must be bit-equal. Runs in float32 can be replayed in another layout, for example with
-    trainer.tp=2. Values may then differ by 1e-5, relative to the larger of 1 and the value, and weights by 1e-4 of
-    their norm. Exit code 70: there is a larger difference.
+    Needs a run with train.record; train.record=all adds the optimizer's state. Nothing is sampled: the trainer starts
+    from the newest checkpoint before the step and uses the recorded trajectories. In the run's parallel layout all
+    values must be bit-equal. Runs in float32 can be replayed in another layout, for example with trainer.tp=2: values
+    may then differ by 1e-5, relative to the larger of 1 and the value, and weights by 1e-4 of their norm. Exit code 70:
+    a difference is larger.
     """
     if second_run is not None:
-        # Only the search is imported: it starts no ranks.
+        # The search starts no ranks, so only its module is imported.
         from megarl.loops.commands import bisection
 
         if step is not None or changes or overrides or html:

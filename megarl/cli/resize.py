@@ -1,4 +1,4 @@
-"""The command `megarl resize`, which changes the parallel sizes of a running run, and the bytes that it would move."""
+"""`megarl resize`: changes the parallel sizes of a running run. `megarl plan --to`: the bytes that this would move."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resize(
     """Change the number of ranks and the parallel sizes of a run while it runs, after its current step.
 
     Overrides give the new sizes, for example cluster.ranks_per_node=4 trainer.tp=2. Weights and optimizer state move in
-    memory; processes that the new sizes need are kept. The command returns at once. The run prints a warning when it
+    memory; processes needed by the new sizes stay. The command returns at once. The run prints a warning when it
     changes, or why it cannot; then it continues unchanged.
     """
     from megarl.config.recipe import load_of_run
@@ -57,7 +57,7 @@ def resize(
         raise ConfigError(f"{run}: the run is not running (status.json: {state}); start it with megarl train")
     before = load_of_run(run)
     values = _sizes(run / "config.yaml", (), overrides, is_of_run=True)
-    # Only the run knows its present sizes: after the loss of ranks they are not those of config.yaml.
+    # Checks the sizes against config.yaml. The run checks them again: after a loss of ranks its sizes differ.
     parallel = change_sizes(before, values).parallel
     request(run, values)
     print_lines([f"{run}: changes to {parallel} after its current step"])
@@ -66,9 +66,9 @@ def resize(
 def _sizes(
     recipe: Path | str, before: Sequence[str], overrides: Sequence[str], *, is_of_run: bool = False
 ) -> dict[str, Any]:
-    """Return the sizes that overrides give, by field. Raises ConfigError for fields that a resize cannot change.
+    """Return the sizes in overrides, by field. Raises ConfigError for fields that a resize cannot change.
 
-    `is_of_run`: `recipe` is the config.yaml of a run, which an earlier version may have written.
+    `is_of_run`: `recipe` is the config.yaml of a run, perhaps written by an earlier version.
     """
     from megarl.config.recipe import load
     from megarl.loops.ranks.resizing import refuse_other_fields

@@ -24,7 +24,7 @@ def check_sandbox(
 ) -> None:
     """Show which isolation layers this machine supports, and how to get missing ones.
 
-    Exit code 0: all layers are supported, 2: some are missing.
+    Exit code 0: all layers are supported, 2: a layer is missing.
     """
     from megarl.console.surveys import print_layers
     from megarl.sandbox.check import examine

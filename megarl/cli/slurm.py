@@ -43,9 +43,9 @@ def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
     from megarl.tracking.display import Display
 
     override_texts = list(overrides or ())
-    # Loaded twice: first to learn the launcher, then with the launcher set by the batch script.
+    # Load twice: first to read the launcher, then with the launcher set by the batch script.
     loaded = load(recipe, override_texts, is_start=False)
-    # The batch script sets the launcher to slurm, unless the recipe uses ray. The checks must see the same.
+    # The batch script sets the launcher to slurm, unless the recipe uses ray. The checks need the same launcher.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
     check_completely(
         with_memory_defaults(with_steps(load(recipe, [*override_texts, *by_slurm]))), Display(), is_start=False
