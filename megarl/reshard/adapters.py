@@ -53,7 +53,7 @@ class AdapterReshard:
         difference.
         """
         base_copies = self._base.self_test()
-        # Free it first: together with the adapter's staging memory, it could exceed the device's memory.
+        # Free the base weights' staging memory first: together with the adapter's it could exceed the device's memory.
         self._base.release()
         self._adapter = self._plan_adapter()
         return base_copies + self._adapter.self_test()

@@ -70,8 +70,8 @@ def build_optimizer(
     overrides: Any = rule.param_group_overrides(settings) if rule else None
     optimizer = get_megatron_optimizer(settings, list(models), overrides, use_gloo_process_groups=False)
     if host_fraction:
-        # Megatron-Core 0.16.1 first builds an optimizer of whole parameters: gigabytes of both memories, in reference
-        # cycles.
+        # Megatron-Core 0.16.1 first builds an optimizer of whole parameters. It takes gigabytes of device and host
+        # memory, and reference cycles keep it alive until a collection.
         gc.collect()
         torch.cuda.empty_cache()
     chained = optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])

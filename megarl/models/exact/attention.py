@@ -47,7 +47,7 @@ class ExactAttention(PackedAttention):
 class _TwoKernels(torch.autograd.Function):
     """Attention with the engine's kernel in the forward pass, and the gradient of the trainer's kernel.
 
-    The engine's kernel has no backward pass, so the backward pass computes attention again with the trainer's.
+    The engine's kernel has no backward pass. So the trainer's kernel computes attention again in the backward pass.
     """
 
     @staticmethod

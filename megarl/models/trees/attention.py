@@ -90,7 +90,7 @@ class TokenTree:
         return tuple(calls)
 
     def windowed_parts(self, window: int) -> tuple[TreePart, ...]:
-        """Return one call with a mask, for layers in which a query attends to the last `window` keys up to its own
+        """Return a single part with a mask: in these layers, a query attends to the last `window` keys up to its own
         token.
         """
         if window not in self._window_calls:

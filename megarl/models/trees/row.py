@@ -17,10 +17,8 @@ from megarl.models.trees.attention import TokenTree, gather
 
 @dataclass
 class TreeRow(PackedRow):
-    """The row of sequences stored as a tree of prefixes.
-
-    The model's layers compute stored tokens only; `positions` has an entry for each stored token of this rank. The
-    model's outputs, `local` and `place` have an entry for each token of the sequences.
+    """The layers compute stored tokens only; `positions` has an entry for each stored token of this rank. The model's
+    outputs, `local` and `place` have an entry for each token of the sequences.
     """
 
     tree: TokenTree = field(kw_only=True)

@@ -31,10 +31,7 @@ class Row(NamedTuple):
 
 @dataclass(kw_only=True)
 class Combinations:
-    """All combinations of trainers, engines and offloads for one placement of the engines.
-
-    Axes of the arrays: [rows], [engines], [offloads]. A row is a trainer's layout (`Row`).
-    """
+    """Axes of the arrays: [rows], [engines], [offloads]. A row is a trainer's layout (`Row`)."""
 
     placement: Placement
     placement_values: Mapping[str, Any]

@@ -50,8 +50,6 @@ MOST_CHECKED = 400
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSearch:
-    """Searches the layouts of a recipe."""
-
     costs: LayoutCosts
     gpus: GpuMemory
     refusal: Callable[[Sequence[str]], str | None] | None = None

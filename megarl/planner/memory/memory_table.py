@@ -66,9 +66,7 @@ class CacheCapacity:
 
     @property
     def mean_requests(self) -> int:
-        """Return how many requests fit at half of the longest length. While requests are decoded, that is their mean
-        length.
-        """
+        """Requests that fit at half of the longest length: the mean length of requests during decoding."""
         return 2 * self.tokens // self.longest
 
     @property

@@ -9,8 +9,6 @@ from megarl.planner.memory.memory_table import MemoryTable
 
 
 class Term(NamedTuple):
-    """Formula of a use of memory in words, and the source of its numbers."""
-
     formula: str
     source: str
 

@@ -38,8 +38,6 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStates:
-    """Bytes of a trained model on one rank: parameters, gradients, optimizer states."""
-
     parameters: int = 0
     gradients: int = 0
     main_weights: int = 0

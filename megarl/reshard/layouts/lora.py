@@ -15,7 +15,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts
 
 @dataclass(frozen=True)
 class AdapterLayouts(MegatronLayouts):
-    """Layouts of the LoRA adapters on all trainer ranks. `rank` is the LoRA rank."""
+    """Layouts of the adapters on all trainer ranks. `rank` is the LoRA rank."""
 
     targets: tuple[str, ...] = ()
     rank: int = 0

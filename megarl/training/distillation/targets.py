@@ -36,7 +36,6 @@ class StoredTargets:
         return list(self._rows)
 
     def store(self, number: int, rows: NDArray[np.uint8]) -> None:
-        """Store a sequence's targets: `rows` [trained tokens, bytes], in order."""
         self._rows[number] = rows
 
     def read_span(self, number: int, first: int, end: int) -> NDArray[np.uint8]:

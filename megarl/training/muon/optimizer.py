@@ -44,7 +44,7 @@ _Ranges = Mapping[str, tuple[int, int]]
 
 
 class MuonWithAdam(torch.optim.Optimizer):
-    """Optimizer with Muon for the groups of matrices and `adam` for the other groups.
+    """Muon for the groups of matrices, `adam` for all other groups.
 
     `run_exchange` replaces the matrices in all ranks' gradients by their orthogonal updates.
     """
