@@ -119,12 +119,12 @@ class SharedSlots:
 
         `files` are pairs of process id and file descriptor.
         """
-        watched: list[int] = []
-        weakref.finalize(self, _close_all, watched)
+        process_files: list[int] = []
+        weakref.finalize(self, _close_all, process_files)
         try:
             for process, _ in files:
-                watched.append(os.pidfd_open(process))
-                self._ended.register(watched[-1], select.POLLIN)
+                process_files.append(os.pidfd_open(process))
+                self._ended.register(process_files[-1], select.POLLIN)
             return [_map_file(Path(f"/proc/{process}/fd/{number}")) for process, number in files]
         except (FileNotFoundError, ProcessLookupError) as error:
             raise PeerGoneError(f"a rank taking part in the reshard has ended or left: {error}") from error

@@ -238,7 +238,8 @@ def count_by_expert(
     for row, counts in zip(routes, sent, strict=True):
         flat_experts = (row + first_of_layer).ravel()
         counts.copy_(torch.bincount(flat_experts, minlength=num_layers * num_experts).view_as(counts))
-    # Megatron orders these ranks by ep, then etp. Ranks that split experts own the same experts.
+    # Megatron orders these ranks by ep, then etp. Ranks that split experts own the same experts. So the counts have the
+    # axes [rows, layers, ep, etp, experts of a rank].
     size = group.size()
     by_owner = sent.view(num_rows, num_layers, ep, 1, num_experts // ep).expand(-1, -1, -1, size // ep, -1)
     outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous()

@@ -64,8 +64,8 @@ class ExactExperts(SequentialMLP):
         outputs = []
         parts = permuted_local_hidden_states.split(tokens_per_expert.tolist())
         for expert, rows in zip(self.local_experts, parts, strict=True):
-            padded, _ = expert(F.pad(rows, (0, 0, 0, -len(rows) % EXACT_ROWS)))
-            outputs.append(padded[: len(rows)])
+            padded_output, _ = expert(F.pad(rows, (0, 0, 0, -len(rows) % EXACT_ROWS)))
+            outputs.append(padded_output[: len(rows)])
         return torch.cat(outputs), None
 
 

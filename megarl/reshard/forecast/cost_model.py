@@ -301,20 +301,21 @@ class _Turn:
 
 
 def _count_turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
-    num = plan.num_ranks
-    received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
+    num_ranks = plan.num_ranks
+    received, sent = np.zeros((2, 3, num_ranks), np.int64)
+    copies = np.zeros(num_ranks, np.int64)
     pairs = []
     for index, flow in enumerate(overlap.flows):
         takers, source = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
         numel = sum(region.numel for region in flow.regions)
         # 0, 1 and 2 are the indices of TIERS: local, same_node, other_node.
-        kind = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
+        tier = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
         copy_templates = sum(map(len, flow.copy_templates(int(source[0]), num_slices)))
-        np.add.at(received, (kind, takers), numel)
-        np.add.at(sent, (kind, source), numel)
+        np.add.at(received, (tier, takers), numel)
+        np.add.at(sent, (tier, source), numel)
         np.add.at(copies, takers, copy_templates)
-        np.add.at(copies, source[kind > 0], copy_templates)
-        pairs.append((source * num + takers)[kind > 0])
+        np.add.at(copies, source[tier > 0], copy_templates)
+        pairs.append((source * num_ranks + takers)[tier > 0])
     return _Turn(received=received, sent=sent, copies=copies, pairs=np.concatenate(pairs))
 
 

@@ -98,18 +98,18 @@ def _boxes_of_range(
         low, high = max(start, first), min(stop, first + part.data.numel())
         if low >= high:
             continue
-        depth, position = part.prepend_axis_num, low - start
+        num_prepended, position = part.prepend_axis_num, low - start
         for offset, shape in flat_boxes(part.local_shape, low - first, high - first):
             count = prod(shape)
-            box = (1,) * depth + shape
-            inner = (0,) * depth + offset
+            box = (1,) * num_prepended + shape
+            offset_in_part = (0,) * num_prepended + offset
             yield ShardedTensor(
                 key=f"optimizer.state.{name}.{part.key}",
                 data=values.detach().view(-1)[position : position + count].view(box),
                 dtype=values.dtype,
                 local_shape=box,
                 global_shape=part.global_shape,
-                global_offset=tuple(a + b for a, b in zip(part.global_offset, inner, strict=True)),
+                global_offset=tuple(a + b for a, b in zip(part.global_offset, offset_in_part, strict=True)),
                 axis_fragmentations=None,
                 # Data-parallel ranks hold different ranges, so no box is a replica.
                 replica_id=(*part.replica_id[:2], 0),
