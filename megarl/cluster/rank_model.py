@@ -202,7 +202,6 @@ class RankModel:
     def _row(
         self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int, capacity: int
     ) -> TokenBatch:
-        """Return the row of these sequences, of at most `capacity` tokens, and count its work."""
         row = batch.select(sequences)
         savings = self.packing.arrange(
             row,

@@ -1,4 +1,4 @@
-"""A started run, made of its parts."""
+"""A started training run, as its loop sees it."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class RankProcesses:
             raise cause
         lost = [] if isinstance(cause, ResizeAskedError) else self._lost_ranks(cause)
         stop.refuse_recovery(cause, folder.path)
-        # A second loss during a recovery counts from the first one.
+        # If another rank is lost during the recovery, keep the time of the first loss.
         self._lost_at = self._lost_at or time.monotonic()
         self._stop_search()
         if self._ranks is not None:

@@ -321,25 +321,25 @@ def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
     The checkpoint's adapters of a layer no longer named would be lost.
     """
-    now, before = recipe.lora, _adapters(earlier["recipe"])
+    lora, lora_before = recipe.lora, _adapters(earlier["recipe"])
     remedy = f"or {_NEW_RUN}"
-    if now.rank != before.rank:
-        contents = f"adapters of rank {before.rank}" if before.rank else "all weights and no adapters"
+    if lora.rank != lora_before.rank:
+        contents = f"adapters of rank {lora_before.rank}" if lora_before.rank else "all weights and no adapters"
         raise ConfigError(
-            f"lora.rank = {now.rank}: the checkpoint has {contents}; set lora.rank={before.rank}, {remedy}"
+            f"lora.rank = {lora.rank}: the checkpoint has {contents}; set lora.rank={lora_before.rank}, {remedy}"
         )
-    if now.rank and set(now.targets) != set(before.targets):
+    if lora.rank and set(lora.targets) != set(lora_before.targets):
         raise ConfigError(
-            f"lora.targets = [{', '.join(now.targets)}]: the checkpoint has adapters of {', '.join(before.targets)}; "
-            f"set lora.targets=[{','.join(before.targets)}], {remedy}"
+            f"lora.targets = [{', '.join(lora.targets)}]: the checkpoint has adapters of "
+            f"{', '.join(lora_before.targets)}; set lora.targets=[{','.join(lora_before.targets)}], {remedy}"
         )
-    if now.rank and _adapter_scale(now) != _adapter_scale(before):
-        name = "alpha" if now.alpha != before.alpha else "rank_stabilised"
-        now_value, value = _plain(getattr(now, name)), _plain(getattr(before, name))
+    if lora.rank and _adapter_scale(lora) != _adapter_scale(lora_before):
+        name = "alpha" if lora.alpha != lora_before.alpha else "rank_stabilised"
+        value, value_before = _plain(getattr(lora, name)), _plain(getattr(lora_before, name))
         raise ConfigError(
-            f"lora.{name} = {now_value}: the checkpoint's adapters were trained with the scale "
-            f"{_adapter_scale(before):g}, and with {_adapter_scale(now):g} they would be another model; set "
-            f"lora.{name}={value}, {remedy}"
+            f"lora.{name} = {value}: the checkpoint's adapters were trained with the scale "
+            f"{_adapter_scale(lora_before):g}, and with {_adapter_scale(lora):g} they would be another model; set "
+            f"lora.{name}={value_before}, {remedy}"
         )
 
 
@@ -416,26 +416,32 @@ def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         fields["critic.optimizer"] = ("critic.updates_per_step",)
     for section, names in fields.items():
         schedule = value_at(recipe, f"{section}.schedule")
-        now = {name: value_at(recipe, name) for name in names}
+        counts = {name: value_at(recipe, name) for name in names}
         # Idle fields are not written; 1 is the default of all.
-        before = {name: _value_at(earlier["recipe"], name) or 1 for name in names}
-        if schedule == "constant" or prod(now.values()) == prod(before.values()):
+        counts_before = {name: _value_at(earlier["recipe"], name) or 1 for name in names}
+        if schedule == "constant" or prod(counts.values()) == prod(counts_before.values()):
             continue
-        name = next(name for name in names if now[name] != before[name])
+        name = next(name for name in names if counts[name] != counts_before[name])
         raise ConfigError(
-            f"{name} = {now[name]}: {section}.schedule = {schedule} decays over all updates of the run, and a step had "
-            f"{prod(before.values())} until now; set {name}={before[name]} or {section}.schedule=constant, or begin a "
-            "new run with model.path set to an export of this one"
+            f"{name} = {counts[name]}: {section}.schedule = {schedule} decays over all updates of the run, and a step "
+            f"had {prod(counts_before.values())} until now; set {name}={counts_before[name]} or "
+            f"{section}.schedule=constant, or begin a new run with model.path set to an export of this one"
         )
 
 
 def _refuse_other_kl(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError for another algorithm.kl_coefficient under a target: the checkpoint's adapted one continues."""
-    now, before = recipe.algorithm.kl_coefficient, _value_at(earlier["recipe"], "algorithm.kl_coefficient")
-    if recipe.has_kl_penalty and recipe.algorithm.kl_target is not None and before not in (None, now):
+    coefficient = recipe.algorithm.kl_coefficient
+    coefficient_before = _value_at(earlier["recipe"], "algorithm.kl_coefficient")
+    if (
+        recipe.has_kl_penalty
+        and recipe.algorithm.kl_target is not None
+        and coefficient_before not in (None, coefficient)
+    ):
         raise ConfigError(
-            f"algorithm.kl_coefficient = {now:g}: with algorithm.kl_target the run continues with the coefficient that "
-            f"it has adapted until now; set algorithm.kl_coefficient={before:g}, or leave out algorithm.kl_target"
+            f"algorithm.kl_coefficient = {coefficient:g}: with algorithm.kl_target the run continues with the "
+            f"coefficient that it has adapted until now; set algorithm.kl_coefficient={coefficient_before:g}, or leave "
+            "out algorithm.kl_target"
         )
 
 
@@ -481,16 +487,21 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     A run whose groups continue over several steps draws single prompts, other runs draw batches. Their positions in the
     data cannot be converted.
     """
-    before = _draw_settings(earlier["recipe"])
-    if recipe.loop != "rl" or before.carries_groups == recipe.rollout.carries_groups:
+    rollout_before = _draw_settings(earlier["recipe"])
+    if recipe.loop != "rl" or rollout_before.carries_groups == recipe.rollout.carries_groups:
         return
-    then, now = (rollout.model_dump(include=set(_DRAW_FIELDS)) for rollout in (before, recipe.rollout))
-    changed_fields = [name for name in _DRAW_FIELDS if now[name] != then[name]]
-    fields = ", ".join(f"rollout.{name} = {now[name]}" for name in changed_fields)
-    back = " ".join(f"rollout.{name}={'null' if then[name] is None else then[name]}" for name in changed_fields)
+    settings_before, settings = (
+        rollout.model_dump(include=set(_DRAW_FIELDS)) for rollout in (rollout_before, recipe.rollout)
+    )
+    changed_fields = [name for name in _DRAW_FIELDS if settings[name] != settings_before[name]]
+    fields = ", ".join(f"rollout.{name} = {settings[name]}" for name in changed_fields)
+    earlier_values = " ".join(
+        f"rollout.{name}={'null' if settings_before[name] is None else settings_before[name]}"
+        for name in changed_fields
+    )
     raise ConfigError(
-        f"{fields}: the run began with {back} and cannot continue, because it counts its position in the data "
-        f"differently; set {back}, choose another name=NAME, or start over with --restart"
+        f"{fields}: the run began with {earlier_values} and cannot continue, because it counts its position in the "
+        f"data differently; set {earlier_values}, choose another name=NAME, or start over with --restart"
     )
 
 
@@ -511,18 +522,21 @@ def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     for source in recipe.sources if recipe.mixture else ():
         # A new source has no position yet.
         if source.name in (before.get("mixture") or {}):
-            of_source = _value_at(before, f"mixture.{source.name}.data.shuffle")
+            source_shuffle_before = _value_at(before, f"mixture.{source.name}.data.shuffle")
             now = source.recipe.data.shuffle
-            values[source.place("data.shuffle")] = shuffled if of_source is None else of_source, now
-    wrong = [
+            values[source.place("data.shuffle")] = (
+                shuffled if source_shuffle_before is None else source_shuffle_before,
+                now,
+            )
+    errors = [
         f"{field} = {_plain(now)}: the run began with {_plain(then)}. Another value gives the data another order, so "
         f"records would be skipped or repeated. Set {field}={_plain(then)}, choose another name=NAME, or start over "
         "with --restart"
         for field, (then, now) in values.items()
         if then != now
     ]
-    if wrong:
-        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+    if errors:
+        raise ConfigError(error_page(f"recipe {recipe.name}", errors))
 
 
 def _refuse_other_buckets(earlier: Mapping[str, Any], recipe: Recipe) -> None:
@@ -549,28 +563,29 @@ def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position
 
     `train.steps` was computed as if each earlier step drew train.prompts_per_step records.
     """
-    now, epochs = recipe.train.prompts_per_step, recipe.train.epochs
+    num_prompts, epochs = recipe.train.prompts_per_step, recipe.train.epochs
     if epochs is None:
         return
-    then = _value_at(earlier["recipe"], "train.prompts_per_step")
-    num_drawn = position.drawn.get("data.train", position.step * (then or now))
-    if num_drawn == position.step * now:
+    num_prompts_before = _value_at(earlier["recipe"], "train.prompts_per_step")
+    num_drawn = position.drawn.get("data.train", position.step * (num_prompts_before or num_prompts))
+    if num_drawn == position.step * num_prompts:
         return
     raise ConfigError(
-        f"train.prompts_per_step = {now}: the run drew {num_drawn} records in its first {position.step} steps, so "
-        f"train.epochs = {epochs:g} cannot be converted into steps. Give train.steps=N instead (train.epochs=null), or "
-        f"set train.prompts_per_step={then or num_drawn // max(position.step, 1)} again"
+        f"train.prompts_per_step = {num_prompts}: the run drew {num_drawn} records in its first {position.step} steps, "
+        f"so train.epochs = {epochs:g} cannot be converted into steps. Give train.steps=N instead "
+        "(train.epochs=null), or set "
+        f"train.prompts_per_step={num_prompts_before or num_drawn // max(position.step, 1)} again"
     )
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
     """Return a warning per changed validation file. Raises DataError for a changed training file."""
-    before, paths = earlier.get("data", {}), data_paths(recipe)
+    digests_before, paths = earlier.get("data", {}), data_paths(recipe)
     changes = {
         field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
-        f"{before[field]}"
+        f"{digests_before[field]}"
         for field, sha256 in inputs.data.items()
-        if before.get(field, sha256) != sha256
+        if digests_before.get(field, sha256) != sha256
     }
     errors = [
         f"{text}. Restore the file, choose another name=NAME, or start over with --restart"

@@ -9,9 +9,9 @@ began --> sampled (one record per answer) --> ended --> step: trained with a ste
 |          +--> reopened: its program outlived the driver, and goes on
 +----------+--> a later try began: its answers are repeated there while the prompts are equal; the rest are lost
 
-An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost`. So are those
-that an engine had reported for a call when it was lost. Further tokens of its calls are unknown, and so are those of
-calls without an answer when a driver was killed: `TokenAccount.unreported_calls`.
+An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost`. When an engine
+is lost, the tokens that it had reported for its calls are counted in the same way. It may have sampled further tokens,
+as may calls without an answer when a driver is killed. Such calls are counted as `TokenAccount.unreported_calls`.
 
 A run reads the journal when it starts from a checkpoint. It uses ended attempts as they are. An unfinished attempt
 begins a new try, unless its program still runs (rollout.agent.outlive_seconds). For these programs the journal has
@@ -204,7 +204,7 @@ class AttemptJournal:
             self._note({"kind": "called", "id": identity})
 
     def note_loss(self, name: str, num_tokens: int, *, is_all: bool) -> None:
-        """Record the tokens that a lost engine had reported for a call; `is_all`: it had sampled no others. Never
+        """Record the tokens that a lost engine had reported for a call. `is_all`: it had sampled no others. Never
         raises.
         """
         if not self._is_closed and (num_tokens or not is_all):
@@ -233,7 +233,6 @@ class AttemptJournal:
             self.check_storage()
 
     def _trajectory(self, agent_try: JournaledTry) -> Trajectory | None:
-        """Return the trajectory of an ended try; None: the try has no usable trajectory."""
         if not agent_try.ended or agent_try.ended["trajectory"] is None:
             return None
         try:
@@ -319,7 +318,7 @@ class AttemptLog:
                     self.calls.append(answer.call)
 
     def begin_again(self) -> None:
-        """Begin another try of this attempt. It may repeat the answers of the current try."""
+        """Begin another try, which may repeat the answers of the current try."""
         if self._is_dropped:
             raise asyncio.CancelledError
         earlier, self.reopened = self._try, None

@@ -218,8 +218,8 @@ class TokenAccount:
     tokens belong to attempts without a step, `lost` tokens to replaced tries. `waiting` tokens are in flight, or wait
     for a step. An aborted call's tokens count with its try. `faults` are contradictions in the journal, a line each.
 
-    `unreported_calls` counts calls with tokens that nobody knows, and that no other number includes. They are under
-    way, or were when their driver was killed or their engine was lost.
+    `unreported_calls` counts calls with an unknown number of tokens, missing in all other numbers. They are in
+    progress, or were when their driver was killed or their engine was lost.
     """
 
     sampled: int = 0
