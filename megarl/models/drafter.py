@@ -281,9 +281,6 @@ class DrafterHead:
         return parts.index_select(0, row.place)
 
     def _embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return the embeddings [tokens, hidden_size] of `tokens`, without gradient. Tensor-parallel ranks split the
-        table.
-        """
         return embed_tokens(tokens, None, table, self._model.first_token_id, self._model.pg_collection.tp)[:, 0]
 
 

@@ -85,7 +85,6 @@ class RowRotary(nn.Module):
         return cosines[:length], sines[:length]
 
     def _table(self, length: int) -> Tensor:
-        """Return the angles of the first positions of a sequence: float32 [length, 1, 1, channels]."""
         return self._angles(torch.arange(length, device=self.frequencies.device))[:, None, None]
 
     def _angles(self, positions: Tensor) -> Tensor:

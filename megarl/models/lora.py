@@ -78,7 +78,6 @@ class Adapter(nn.Module):
             self.b.zero_()
 
     def _draw(self, seed: int, shape: tuple[int, int]) -> Tensor:
-        """Return this rank's part of a new matrix A, [rank, local in]."""
         # Each rank draws the full matrix and cuts its part, so that the values do not depend on the parallel sizes.
         rank, columns = shape
         splits = 1 if self.is_column else self.group.size()

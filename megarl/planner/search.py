@@ -45,7 +45,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One alternative each of some moves."""
+    """A combination of moves, with one alternative of each."""
 
     values: Mapping[str, Any]
     cost: float = 0.0

@@ -132,7 +132,6 @@ def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdi
 
 
 def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
-    """Return the available GPU memory in words, with its source: recipe fields, or this machine."""
     named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
     text = f"cluster.gpu_memory_gib = {named if named is not None else f'{judge.gpus.trainer:.1f} (of this machine)'}"
     if engines is not None and engines.gpu_memory_gib is not None:
@@ -141,7 +140,6 @@ def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
 
 
 def _name_excess(judge: MemoryJudge, over: Sequence[Phase]) -> str:
-    """Return the phases above the limit in words, largest first, each with its excess and its largest uses."""
     return "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
         f"{phase.device_bytes / _GIB - judge.gpus.gib_for(phase):.1f} too much ({_largest(phase)})"

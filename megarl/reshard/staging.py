@@ -69,7 +69,6 @@ class PrivateSlots:
         """Do nothing: no peer reads a private slot."""
 
     def _parts(self, exchange: int) -> tuple[Tensor, Tensor]:
-        """Return the parts of a slot: elements [sent], then elements [received]."""
         sent, received = map(sum, self._splits[exchange])
         slot = self._slots[exchange % 2]
         return slot.narrow(0, 0, sent), slot.narrow(0, sent, received)

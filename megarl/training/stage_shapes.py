@@ -62,7 +62,6 @@ class StageCommunicator(P2PCommunicator):
 
 
 def _message_shape(shape: Shape, num_carried: int) -> tuple[int, ...]:
-    """Return the shape of hidden states with `num_carried` states stacked on them."""
     return (1 + num_carried, *shape) if num_carried else shape
 
 

@@ -121,7 +121,6 @@ class DeltaNet(GatedDeltaNet):
         return (self.out_norm(out) * F.silu(gate)).to(out.dtype).flatten(1)
 
     def _convolution_parts(self) -> Sequence[Tensor]:
-        """Return the convolution's weights for queries, keys and values, [channels, width] each."""
         return self.conv1d.weight.squeeze(1).split(self._widths[:3])
 
     def _own_heads(self, weight: Tensor) -> Tensor:

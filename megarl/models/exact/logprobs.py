@@ -60,10 +60,7 @@ class ExactLogprobs(VocabParallelLogprobs):
 
 
 def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, room: Tensor) -> Tensor:
-    """Return the logits of a block of this rank's vocabulary, float32 [tokens, block].
-
-    Shapes: hidden [tokens, hidden_size], weight [local_vocabulary, hidden_size]. `room` has no effect.
-    """
+    """Return the logits of a block of this rank's vocabulary, float32 [tokens, block]. `room` has no effect."""
     # Round before dividing by the temperature, as in `forward`: otherwise probabilities near 1 would exceed 1.
     logits = row_product(hidden, weight[block.start : block.stop]).float()
     return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)

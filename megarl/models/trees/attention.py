@@ -199,12 +199,10 @@ class TreePart:
 
     @property
     def query_tokens(self) -> slice | Tensor:
-        """Own tokens of the queries: [queries], or a slice."""
         return self.queries if isinstance(self.queries, slice) else self.queries[1]
 
     @property
     def key_tokens(self) -> slice | Tensor:
-        """Stored tokens of the keys: [keys], or a slice."""
         return self.keys if isinstance(self.keys, slice) else self.keys[1]
 
     def padded_queries(self, x: Tensor) -> Tensor:
@@ -262,10 +260,7 @@ def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 def merged_attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Compute `attend` by torch's flash kernel for CPUs, merged from parts.
-
-    q and the result are [own tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
-    """
+    """Compute `attend` [own tokens, heads, head_dim] by torch's flash kernel for CPUs, merged from parts."""
     parts = tree.windowed_parts(window) if window else tree.parts
     return _MergedAttention.apply(q, k, v, sinks, parts, scale)
 
@@ -273,10 +268,7 @@ def merged_attend(
 def flex_attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Compute `attend` by FlexAttention, compiled on a GPU.
-
-    q and the result are [own tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
-    """
+    """Compute `attend` [own tokens, heads, head_dim] by FlexAttention, compiled on a GPU."""
     kernel: Any = _compiled_flex() if q.is_cuda else flex_attention
     inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.size(1) != k.size(1)

@@ -37,7 +37,7 @@ class TreeRow(PackedRow):
             places, longest_part = places_by_rank(holders)
             place = torch.from_numpy(places).to(device)
         return cls(
-            # Rotary angles follow `positions`: kernels for packed sequences count them from each sequence's start.
+            # Rotary angles follow `positions`. Kernels for packed rows would count from each sequence's start instead.
             qkv_format="packed",
             cu_seqlens_q=lengths,
             cu_seqlens_kv=lengths,

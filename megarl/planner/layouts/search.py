@@ -169,7 +169,6 @@ class LayoutSearch:
         return state_bytes["weights"] + state_bytes["gradients"] + on_gpu * state_bytes["optimizer"]
 
     def _is_row_overfull(self, group: Combinations, number: int) -> bool:
-        """Return whether an update with row `number` exceeds the GPU, whatever the engines are."""
         if number not in group.overfull and number not in group.examined:
             self._examine(group, number)
         return number in group.overfull

@@ -49,9 +49,9 @@ class TrainerStates:
     on_host: int = 0
     """Host bytes of an optimizer on the host: main weights, moments, gradients, pinned copies."""
     built: int = 0
-    """Temporary device bytes while an optimizer partly on the host is built."""
+    """Temporary device bytes during the construction of an optimizer that is partly on the host."""
     built_on_host: int = 0
-    """Temporary host bytes while an optimizer partly on the host is built."""
+    """The same for host bytes."""
 
     @property
     def optimizer(self) -> int:

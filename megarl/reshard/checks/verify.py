@@ -103,7 +103,6 @@ class LedgerComparison:
                 )
 
     def _stack(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Return checksums in one tensor, int64 [pieces], in the order of the layout."""
         ordered = [values[number] for number in range(len(values))]
         return (
             torch.stack(ordered).to(self._device) if ordered else torch.zeros(0, dtype=torch.int64, device=self._device)

@@ -199,7 +199,6 @@ class MuonRule:
         )
 
     def _cut_pieces(self, rank: int, ranges: _Ranges) -> Iterable[Any]:
-        """Yield the parts of a rank's pieces within the flat ranges that its optimizer updates."""
         for piece in self._pieces(rank):
             if piece.storage in ranges:
                 yield from cut_piece(piece, *ranges[piece.storage])

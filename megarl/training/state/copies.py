@@ -328,7 +328,6 @@ def _refuse_changed(copy: StateCopy, dtype: str, expected: int) -> None:
 
 
 def _sign(value: Any) -> bytes:
-    """Return a value as bytes: a signature with the run's key, then a pickle."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return _signature(data) + data
 
