@@ -1,4 +1,4 @@
-"""Choice of tokens by the covariance of log-prob and advantage. High ones lower the policy's entropy most.
+"""Choice of tokens by the covariance of log-prob and advantage. Tokens with a high one lower the policy's entropy most.
 
 All functions take the tokens of a whole step, so the choice does not depend on its split into microbatches. Source: Cui
 et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617).

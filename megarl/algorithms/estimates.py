@@ -117,9 +117,10 @@ def _check_k(num_attempts: int, k: int) -> None:
 def mean_with_interval(values: Sequence[float]) -> Measure:
     """Return the mean of one number per problem, each between 0 and 1, with a 95 % interval.
 
-    If each number is 0 or 1, or all are equal (then too wide), it is Wilson's score interval. Otherwise it is the
-    percentile bootstrap over problems, with `NUM_RESAMPLES` resamples and a fixed seed. Both treat the problems as a
-    sample of all similar problems. Raises ValueError without problems. Source: Wilson 1927; Efron 1979.
+    It is Wilson's score interval if each number is 0 or 1, or if all numbers are equal; the latter is too wide.
+    Otherwise it is the percentile bootstrap over problems, with `NUM_RESAMPLES` resamples and a fixed seed. Both treat
+    the problems as a sample of all similar problems. Raises ValueError without problems. Source: Wilson 1927; Efron
+    1979.
     """
     if not len(values):
         raise ValueError("the mean over problems cannot be computed: there are no problems")

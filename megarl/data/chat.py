@@ -250,7 +250,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @contextmanager
 def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
-    """Raise DataError for a panic of the tokenizers library: the Rust library's panic is not an Exception.
+    """Raise DataError for a panic of the tokenizers library. A panic is not an Exception.
 
     An example is a regular expression that backtracks too long.
     """

@@ -60,7 +60,7 @@ class RecordFormat:
         return replace(self, **self._select_usual_fields(user_names), **user_names)
 
     def _select_usual_fields(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """Return the field names of the roles that the user did not name, without the user's fields."""
+        """Return the usual fields of each role that the user did not name, without fields that the user named."""
         named = {name for names in user_names.values() for name in names}
         # An answer may also be the response (`output` of alpaca): no training reads both.
         named_in_prompt = {name for role, names in user_names.items() if role in _PROMPT_ROLES for name in names}

@@ -253,7 +253,7 @@ def _exchange_one(
         & (moved_tokens <= free_tokens[partner_bins])
         & (moved_tokens >= -free_tokens[costliest_bin])
     )
-    # Within the row the costlier of the two bins counts. In another row, going below this row's mean gains little.
+    # Within the row, the costlier of both bins counts. With another row, relief below this row's mean gains little.
     loads_after = np.maximum(max_load - moved_cost, mean_load) + 1e-3 * moved_cost
     is_same_row = partner_bins // num_ranks == row
     loads_after[:, is_same_row] = np.maximum(

@@ -144,7 +144,7 @@ class TokenBatch:
         first_segments = np.cumsum(counts) - counts
         selection = np.asarray(samples, np.int64)
         selected = self.select(ranges(first_segments[selection], counts[selection]))
-        # Renumber: in another order the old numbers could decrease, and adjacent equal numbers mark a sample.
+        # Renumber: the order may have changed, but sample numbers must be ascending.
         selected.samples = np.repeat(np.arange(len(selection)), counts[selection])
         return selected
 
@@ -158,7 +158,7 @@ class TokenBatch:
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Return one batch of all sequences, with the samples renumbered. The per-token arrays must be the same."""
+    """Return one batch of all sequences, with the samples renumbered. All must have the same per-token arrays."""
     samples, starts, num_samples, num_tokens = [], [np.zeros(1, np.int64)], 0, 0
     for batch in batches:
         # Sample numbers may have holes after `select`, so count their changes instead of using the numbers.

@@ -62,7 +62,7 @@ class SetDifference:
 
     name: str
     measure: Literal["accuracy", "reward/mean"]
-    """The reward if some attempt has no verdict."""
+    """Compared measure: the reward if some attempt has no verdict, else the accuracy."""
     problems: int
     left_out: int
     """Number of problems in only one evaluation, or with a changed prompt or gold answer."""
@@ -70,7 +70,7 @@ class SetDifference:
     lost: int
     """Number of problems with a better or a worse measure."""
     difference: Measure | None
-    """None: no problem was measured in both."""
+    """Mean difference. None: no problem was measured in both evaluations."""
 
 
 def is_evaluation(path: Path) -> bool:

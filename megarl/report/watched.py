@@ -23,7 +23,7 @@ from megarl.tracking.run_record import attempt_folders, refuse_other_folders, ru
 from megarl.tracking.step_lines import StepLine
 
 ACTIVE = ("starting", "running")
-"""States in status.json while a run lasts."""
+"""States in status.json before a run's end."""
 _MOST_ROWS = 400
 """Number of newest steps in memory. A dashboard shows fewer, and a run may have a million."""
 _PACE_STEPS = 20

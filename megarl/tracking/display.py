@@ -190,7 +190,7 @@ class Display:
 
     def _append(self, line: str) -> None:
         if self._log is not None:
-            # The next line of metrics.jsonl reports a full disk, and ends the run.
+            # Ignore a full disk here: the next line of metrics.jsonl reports it, and ends the run.
             with suppress(OSError):
                 append_whole(self._log, f"{printable(line)}\n".encode(errors="replace"))
 

@@ -137,7 +137,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """Return the state in status.json, or `ended unseen` for a running state without a process."""
+        """Return the state in status.json. `ended unseen`: the file says running, but the process is gone."""
         return run_state(self.path, self.status)
 
     @property

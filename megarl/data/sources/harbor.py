@@ -86,7 +86,8 @@ def read_task(path: Path) -> dict[str, Any]:
 def task_image(task: Mapping[str, Any], image: str | None, *, is_file: bool) -> str | None:
     """Return the image of a task's container: `image` with the task's name for {task}, else the task's image.
 
-    `is_file`: images are files or folders, so a registry's image name is useless.
+    `is_file`: the environment needs image files or folders. The task's image is then None, because it is a registry's
+    name.
     """
     if image is not None:
         return image.replace("{task}", Path(task["folder"]).name)

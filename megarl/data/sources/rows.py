@@ -285,7 +285,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON list, or of JSON lines under the extension of JSON."""
+    """Yield the objects of a JSON list, or of JSON lines in a file named `.json`."""
     # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
     is_list = first_bytes(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_list:

@@ -53,8 +53,8 @@ _WORD = re.compile(r"\w{2,20}")
 def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
     """Raise DataError if the rules of a tokenizer.json fail on probe texts, or exceed the child's limits.
 
-    The rules are tried without the vocabulary, to save time, and before loading, because it applies them to added
-    tokens.
+    The rules are tried without the vocabulary, to save time. Loading already applies them, to added tokens, so they are
+    tried before.
     """
     from tokenizers import Tokenizer as Backend
 

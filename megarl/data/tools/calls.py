@@ -147,7 +147,7 @@ def _json_fault(arguments: Mapping[str, Any]) -> str | None:
     try:
         # The decoder makes an infinity of a number that is too large.
         text = json.dumps(arguments, allow_nan=False)
-        # Only an escape holds half of a surrogate pair, and most arguments have none.
+        # Half of a surrogate pair can only come from an escape. Most arguments have no escape.
         if "\\ud" in text:
             refuse_surrogates(arguments)
     except ValueError as error:

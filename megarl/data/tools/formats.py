@@ -37,7 +37,7 @@ class _CutOffError(ValueError):
 
 
 def no_constant(name: str) -> Any:
-    """Reject NaN and infinities, as `parse_constant` of Python's `json`. Raises ValueError."""
+    """Reject NaN and infinities: a `parse_constant` for Python's `json`. Raises ValueError."""
     raise ValueError(f"{name} is not valid JSON")
 
 

@@ -83,7 +83,7 @@ def code(
         if ran.outcome == "ok":
             try:
                 outcome = "passed" if trial.passes(ran.stdout) else "wrong"
-            except Exception:  # Output must not escape the verdict by breaking the comparison.
+            except Exception:  # An output that breaks the comparison counts as wrong.
                 outcome = "wrong"
                 judge_errors += 1
         else:

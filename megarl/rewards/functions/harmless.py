@@ -36,7 +36,7 @@ def score_safely(task: str, dataset: Any, answer: str | None, entry: Mapping[str
     """Return the score of an answer by reasoning-gym's scorer of `task`.
 
     `dataset` has the scorer; `entry` is the problem. `answer` None: the completion has no answer. The score is 0 if the
-    scorer raises an error on the answer. An error on the gold answer too is raised.
+    scorer raises an error on the answer. If the scorer also fails on the gold answer, its error is raised.
     """
     if task == "game_of_life_halting":
         # reasoning-gym's scorer takes any text for True.

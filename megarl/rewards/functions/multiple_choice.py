@@ -87,7 +87,7 @@ _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?[(\[{]?"
 _JOINED = r"(?i:or|and|/|&|as\s+well\s+as|plus|alternatively|then|maybe|perhaps|possibly|also|else)"
 """Matches a word joining a second choice to the first."""
 _CONTRASTED = r"(?i:(?:al)?though|but|while|however|yet)[\s,]*"
-"""Matches a word before another choice, which is called right too, or wrong, or is described."""
+"""Matches a word of contrast before another choice: `but C is right too`, `but C is wrong`."""
 _TOO = r"[^.,;:\n]*\b(?i:also|too|equally|as\s+well)\b"
 _SECOND = re.compile(
     rf"[\s*_.():,;\[\]{{}}]*+(?:(?:{_JOINED}[\s,]*)+{_NAMED}(?!I\s+[a-z])[A-Z]\b(?!{_WRONG})"
@@ -115,7 +115,7 @@ _EXAMINED = re.compile(
     r"\b(?i:(?:check|verify|test|try|consider|compare|exclude)(?:ing)?|with|about|at)\s+(?i:with\s+)?"
     r"(?i:(?:option|choice)\s+)?\(?[A-Z]\b\)?"
 )
-"""Matches a choice that is looked at, and not named as the answer: `let me check B`."""
+"""Matches a choice that is only examined: `let me check B`."""
 
 
 @dataclass(frozen=True, slots=True)

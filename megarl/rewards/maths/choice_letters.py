@@ -12,7 +12,7 @@ _LABEL = re.compile(
     r"^(?i:(?:the\s+)?(?:(?:correct|final)\s+)?(?:option|choice|answer)(?:\s+is\b)?)\s*:?\s*(?=[(\[{]?[A-Z]\b)"
 )
 _BRACKETED = re.compile(r"(?<![\w\\^)}\]])(?:\[\s*([A-Z])\s*\]|\{\s*([A-Z])\s*\})(?![\w(\[{])")
-"""Regular expression of a capital letter in square or curly brackets, which mean what round ones mean."""
+"""Matches a capital letter in square or curly brackets. They mean the same as round brackets."""
 _ALONE = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*\)?)[.:]?")
 _BLANK = r"(?:\s|\\,|\\ |~)"
 _WITH_TEXT = re.compile(

@@ -32,7 +32,7 @@ _SLASH = re.compile(r"\s*/\s*")
 _SPACES_OF_MIXED_NUMBER = re.compile(r"\s*(?=\\frac)|\s+")
 _SIGN = re.compile(r"\s*([+-]?)\s*")
 _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|\\cdots|\\dots|$)")
-"""Matches text after a number, in a formula."""
+"""Matches a text after a number that cannot be its unit: digits, operators, brackets, or the end."""
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
 _FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
 _CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"), ("¥", "yen"), ("₹", "rupee"))
@@ -246,7 +246,7 @@ def _read_unsigned_number(text: str, start: int) -> tuple[Fraction, int] | None:
 
 
 def _read_mixed_number(text: str, position: int) -> tuple[Fraction, int] | None:
-    """Return the fraction of a mixed number like `3 1/2`, or None. Its whole part ends at `position`."""
+    """Return the fraction after a whole part that ends at `position`, as in `3 1/2`, or None."""
     spaces = _SPACES_OF_MIXED_NUMBER.match(text, position)
     if spaces is None:
         return None

@@ -198,7 +198,7 @@ def _without_announcement(text: str) -> str:
         return _NAMED_VALUE.sub(r"\\text{\1}=", text, count=1) if text[:1] in ("\\", "T", "t") else text
     command, brace = announcement.groups()
     answer = text[announcement.end() :]
-    # The brace closes the text of the announcement alone, or it must be one with the answer in it.
+    # The announcement has a \text{} of its own, or the answer must be in the same \text{}.
     if (brace is not None) != (command is not None):
         answer = f"{command}{answer}" if command is not None else text
     return _without_wrapping(answer) or text

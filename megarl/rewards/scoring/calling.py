@@ -102,7 +102,7 @@ class BoundFunction:
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """Names of the sample's values in a call; keys of `PARAMETERS`."""
+    """Names of the sample's values that a call needs; keys of `PARAMETERS`."""
     positional: Mapping[str, Any]
     """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]

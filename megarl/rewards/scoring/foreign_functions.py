@@ -49,9 +49,9 @@ class ForeignFunction(Protocol):
     """A reward function of another program, called with the sample's values in `needs` and the recipe's kwargs."""
 
     needs: ClassVar[frozenset[str]]
-    """Names of the sample's values in a call; keys of `calling.PARAMETERS`."""
+    """Names of the sample's values that a call needs; keys of `calling.PARAMETERS`."""
     reserved: ClassVar[frozenset[str]]
-    """Parameters with a value of the sample: the recipe's kwargs must not set them."""
+    """Parameters that get a value of the sample. The recipe's kwargs must not set them."""
 
     def unknown(self, kwargs: Collection[str]) -> list[str]:
         """Return the required parameters without a value from a sample or from `kwargs`."""

@@ -45,7 +45,7 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
             values = [value[name] for name in names if name in value]
             # A score is never guessed from two.
             value = values[0] if values and values.count(values[0]) == len(values) else None
-        # Unwrap lists of one. Of vLLM's token-wise rewards take the last token's.
+        # Unwrap lists of one. vLLM may return a reward per token: take the last token's.
         while isinstance(value, list | dict) and value:
             if isinstance(value, list) and len(value) > 1 and self.config.protocol != "vllm":
                 break

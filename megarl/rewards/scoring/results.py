@@ -227,8 +227,7 @@ def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
 
 
 def _is_number(value: Any) -> bool:
-    # numpy's bool is not a Real. Its class goes by its name: an import of numpy would take half of the time in which a
-    # reward process starts.
+    # numpy's bool is not a Real. Compare its class by name: importing numpy would take half of the process's start.
     kind = type(value)
     return isinstance(value, Real) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 

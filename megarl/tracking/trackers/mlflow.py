@@ -26,9 +26,9 @@ _CLIENT_SETTINGS = {
 }
 """Environment variables of MLflow's client, unless the user sets them."""
 _METRICS_PER_CALL = 1000
-"""Limit of MLflow's log-batch call."""
+"""Maximum number of metrics in MLflow's log-batch call."""
 _PARAMETERS_PER_CALL = 100
-"""Limit of MLflow's log-batch call."""
+"""Maximum number of parameters in MLflow's log-batch call."""
 _PARAMETER_CHARACTERS = 500
 """Longest parameter value accepted by every MLflow server."""
 
@@ -79,7 +79,7 @@ class MLflow:
                 self._client.log_batch(self.run_id, metrics=batch)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: MLflow has no samples. They are files in the run folder."""
+        """Do nothing: samples are files in the run folder, and not sent to MLflow."""
 
     def sync(self) -> None:
         """Do nothing: `log` has sent everything."""

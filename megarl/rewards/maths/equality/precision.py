@@ -27,7 +27,7 @@ _TOLERANCE = CONTEXT.mpf(10) ** (_GUARD_DIGITS - DIGITS)
 
 def count_digits(bits: int) -> int:
     """Return the digits needed for sums of terms whose binary exponents differ by `bits`."""
-    # 3 digits for each lost one: a root of a sum, and the square of a root, lose more than the sum itself.
+    # 3 digits for each lost digit: a root of a sum, and a root's square, lose more digits than the sum.
     return DIGITS if bits <= _SAFE_BITS else DIGITS + bits * 3 * 302 // 1000
 
 

@@ -184,7 +184,7 @@ class _Parser(DigitGroups):
             return self.term()
         sign = self.token.text
         self.advance()
-        # +-5 and --5 have a sign of their own after the operator.
+        # In +-5 and --5, a sign follows the operator.
         if not is_first and self.token.text in ("+", "-"):
             return self._with_sign(sign, self._parse_signed_term(is_first=True))
         return self._with_sign(sign, self.term())
