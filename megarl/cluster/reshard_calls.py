@@ -30,8 +30,8 @@ _LOOK_SECONDS = 2.0
 """Seconds between searches for groups that exceed the time limit."""
 _BLAME_SECONDS = 60.0
 """Seconds after the time limit until a group ends although its ranks wait in a collective. The group at fault ends
-earlier: 2 s until the search, 10 s for all stacks, 5 s for its agents, 26 s for the report, 10 s for the end, 5 s until
-the others have left.
+earlier, after at most 58 s: 2 s until the search, 10 s for all stacks, 5 s for its agents, 26 s for the report. Its end
+takes 10 s, and the others leave within 5 s.
 """
 _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the first. Then they count as missing."""
@@ -72,8 +72,8 @@ class ReshardCalls:
     async def run(self, verify: bool, version: int) -> Reports:
         """Send the trainers' weights, of this version, to all engines. Return the ranks' reports.
 
-        If replicas were lost or restarted, the ranks first create a new cross-world process group, then send and verify
-        all weights. Raises PeerLostError if no replica is left, or every attempt is cancelled.
+        If replicas were lost or restarted, the ranks first create a new cross-world process group. Then they verify all
+        weights. Raises PeerLostError if no replica is left, or every attempt is cancelled.
         """
         if not self._ranks.is_separate:
             return await self._ranks.trainers.call("reshard", verify, version)
@@ -210,9 +210,9 @@ class ReshardCalls:
     async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
         """Context that ends the groups at fault for a call that takes too long.
 
-        A running rank leaves the process group within 5 s of its cancellation. A rank still in it is stopped, so its
-        group ends. Without a cancellation, a hanging rank makes the calls of all groups late. Only its own group has
-        ranks outside of a collective.
+        A running rank leaves a cancelled process group within 5 s. A rank still in it is stopped, so its group ends.
+        Without a cancellation, a hanging rank makes the calls of all groups late. Only its own group has ranks outside
+        of a collective.
         """
 
         field = self._ranks.trainers.deadlines.limit_for(method).field

@@ -93,7 +93,7 @@ async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
 
 
 async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequence[RankPlace]) -> list[Files]:
-    """Return, for each rank at `places`, the files that it reads in a restore: all copies of a step on its node.
+    """Return, for each rank at `places`, the files to read in a restore: all copies of a step on its node.
 
     A copy held on none of these nodes is first sent to one. Raises PeerLostError if an agent is lost meanwhile.
     """

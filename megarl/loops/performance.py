@@ -326,7 +326,7 @@ def mean_busy(activities: Sequence[Activity]) -> float:
 
 def idle_share(busy_seconds: float, seconds: float) -> float:
     """Return the share of `seconds` outside of calls, from 0 to 1."""
-    # Calls are timed on the ranks and the step on the driver, so the share can be slightly outside [0, 1].
+    # Ranks time the calls, and the driver times the step. So the share can be slightly outside [0, 1].
     return min(1.0, max(0.0, 1 - busy_seconds / seconds))
 
 

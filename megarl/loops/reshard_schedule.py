@@ -129,7 +129,7 @@ class ReshardSchedule:
     async def begin(self, step: int) -> dict[str, float]:
         """Start a background reshard if the recipe allows it at this step, else reshard and wait.
 
-        On return, the trainers have copies of their weights and the engines have paused, so all tokens sampled so far
+        On return, the trainers have copies of their weights. The engines have paused, so all tokens sampled so far
         count in this step. `finish` waits until the engines have the weights. Returns the metrics of the previous
         background reshard, or those of `run`.
         """

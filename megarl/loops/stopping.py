@@ -18,7 +18,7 @@ from megarl.loops.task_stacks import task_stacks
 from megarl.types import EndedError, PeerLostError, StoppedError
 
 DRIVER_LOG = "driver.log"
-"""File in a start's log folder with the screen's lines, from the opening of the run folder to the summary, and the
+"""File in a start's log folder: the screen's lines from the opening of the run folder to the summary. It also has the
 stacks written on SIGQUIT. A failed run's error is in status.json.
 """
 
@@ -74,7 +74,7 @@ class StopRequest:
     def __init__(self, *, has_progress: bool = False) -> None:
         self.by: str | None = None
         self.end_ranks: Callable[[], object] = lambda: None
-        """Called at the second signal: ends the ranks, so that a call to a hanging rank does not delay the
+        """Called at the second signal. Ends the ranks, so that a call to a hanging rank does not delay the
         run's end.
         """
         self._has_steps, self._is_urgent = has_progress, False

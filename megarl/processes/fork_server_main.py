@@ -109,7 +109,7 @@ class _Server:
                 if key.fileobj is self.requests:
                     forked = self._fork()
                     if isinstance(forked, _Request):
-                        # The fork must hold no socket of the server: with an open copy, the driver would not see the
+                        # The fork must hold no socket of the server. With an open copy, the driver would not see the
                         # server's end.
                         signal.set_wakeup_fd(-1)
                         for inherited in (

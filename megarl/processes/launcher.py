@@ -1,7 +1,7 @@
 """Start of programs. Each leads a separate session, so no signal of a terminal reaches it.
 
-A program ends with its parent in one of three ways: by `process_tree.die_with`, by a supervisor process, or when its
-connection to the parent closes.
+A program ends with its parent in one of three ways. The kernel kills it (`process_tree.die_with`), a supervisor process
+does, or its connection to the parent closes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def python_call(
 ) -> list[str]:
     """Return the command of an interpreter calling `function` (`package.module:name`) with `arguments`.
 
-    If the function returns another function, that one is called next: a forked process then has no frames of its server
+    If the function returns another function, that one is called next. So a forked process has no frames of its server
     on the stack. `path` is the module search path; None: that of this process.
     """
     search_path = json.dumps(list(sys.path if path is None else path))

@@ -150,8 +150,7 @@ class ServerProcess:
         violation: the process broke the protocol
         lost: the process's node is lost
 
-        The last three texts continue a sentence about the process. After any key except `invalid` a new process is
-        needed.
+        The last three texts are verb phrases about the process. After any key except `invalid` a new process is needed.
         """
         self._num_requests += 1
         clock = _Clock(self._process.pid, limits)

@@ -175,9 +175,9 @@ async def attempt(
 ) -> Trajectory:
     """Run one attempt and return its trajectory.
 
-    Resets the environment, then alternates completions and environment steps until the environment is done or a limit
-    of `budget` is reached. Then scores the trajectory. The time limit holds even if the environment ignores its
-    cancellation.
+    Resets the environment, then alternates completions and environment steps. At the end scores the trajectory. The
+    attempt ends when the environment is done or a limit of `budget` is reached. The time limit holds even if the
+    environment ignores its cancellation.
 
     Errors and hangs of the environment, its invalid data and requests refused by the engine end the attempt with
     `error`. Then the trajectory has the tokens so far, no reward, and the reason in `failure`.

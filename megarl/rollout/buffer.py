@@ -197,8 +197,8 @@ class GroupBuffer:
     async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:
         """Return the groups with the trainer's `old_logprobs` where needed. Call this before the step's update.
 
-        In synchronous training, groups waiting for a later step get log-probs too, while the trainer still has the
-        weights that sampled them. In other modes a group gets them just before its own update.
+        In synchronous training, groups waiting for a later step get log-probs too: the trainer still has the weights
+        that sampled them. In other modes a group gets them just before its own update.
         """
         if self.policy.is_synchronous:
             completed, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)

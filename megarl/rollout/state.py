@@ -97,7 +97,9 @@ class RLState:
             self.draws.add("used", group[0].problem.source, group[0].problem.index)
 
     def forget_step(self) -> None:
-        """Undo the current step: restore the state before its draws, or only return its groups to the waiting ones."""
+        """Undo the current step: restore the state before its draws. If draws are not repeated, only let its groups
+        wait again.
+        """
         self.role_baselines = dict(self._baselines_before_step)
         if self._before_step is not None:
             self.drawn, self.used, self.num_dropped, self.waiting, self.positions = self._before_step

@@ -1,4 +1,6 @@
-"""Worker class of a rank that only samples: a shard of one engine replica, in a torch world of the replica's ranks."""
+"""Worker class of a rank that only samples. It has a shard of one engine replica, in a torch world of the replica's
+ranks.
+"""
 
 from __future__ import annotations
 

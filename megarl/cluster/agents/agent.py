@@ -350,7 +350,7 @@ async def _serve(driver: socket.socket, environment: Environment, imports: Seque
 def main(descriptor: str, parent: str, settings: str) -> NoReturn:
     """Run the agent of the driver's own machine.
 
-    `descriptor` is the agent's end of a socket pair, `parent` the driver's process id, `settings` the arguments of
+    `descriptor` is the agent's end of a socket pair, `parent` the driver's process id. `settings` are the arguments of
     `serve` in JSON.
     """
     die_with(int(parent))

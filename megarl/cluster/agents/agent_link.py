@@ -234,7 +234,7 @@ class AgentLink(asyncio.Protocol):
         self._take_answers()
 
     def _take_answers(self) -> None:
-        # Local variables, for speed: in a short call of a thousand ranks the driver spends most of its time in this
+        # Local variables, for speed. In a short call of a thousand ranks the driver spends most of its time in this
         # loop.
         handles, batches = self._handles, self._batches
         unpack, head_bytes = ANSWER.unpack_from, ANSWER.size

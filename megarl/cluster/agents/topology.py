@@ -70,7 +70,7 @@ def own_interface(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                # struct ifreq has 16 bytes for the name, with a final zero, then a sockaddr_in: bytes 20 to 23 are the
+                # struct ifreq has 16 bytes for the name, with a final zero, then a sockaddr_in. Bytes 20 to 23 are the
                 # address.
                 request = struct.pack("256s", name.encode()[:15])
                 if socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24]) == address:

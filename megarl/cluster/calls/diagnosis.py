@@ -149,7 +149,7 @@ class Diagnosis:
                     await self._end.kill()
                     return error
                 failures.append((error, pending))
-        # Consequences come last. Ranks cut off with their agent count as consequences: a lost node may end another
+        # Consequences come last. Ranks cut off with their agent count as consequences. A lost node may end another
         # node's agent before a rank's own end is reported.
         first, failed = min(
             failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].epoch_seconds)
@@ -218,8 +218,8 @@ class Diagnosis:
     async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
         """Return the ranks that cannot run, each with its obstacle: empty for a stopped process.
 
-        An agent without an answer within `patience_seconds` (limited to a few seconds up to a minute) counts for all
-        its ranks.
+        An agent without an answer within `patience_seconds` counts for all its ranks. The time is limited to a few
+        seconds up to a minute.
         """
         patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
         answers = await self._ranks.request("stopped", handles, patience)
@@ -267,8 +267,8 @@ def _remedy(limit: Limit) -> str:
 class HangReport:
     """Writes `hang_1.txt`, `hang_2.txt` and so on into the log folder of a start.
 
-    A file has Python stacks and kernel states of every rank of the run, and native stacks (py-spy or gdb) of up to
-    `most_native` ranks of the ending group, silent ones first. `groups()` returns the diagnoses of all groups.
+    A file has Python stacks and kernel states of every rank of the run. Of the ending group it also has native stacks
+    (py-spy or gdb): of up to `most_native` ranks, silent ones first. `groups()` returns the diagnoses of all groups.
     """
 
     def __init__(

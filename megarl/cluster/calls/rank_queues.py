@@ -33,7 +33,7 @@ class RankQueues:
     a call waits for rank 0, a later call could lock rank 1 first.
     - No deadlock: the earliest unfinished call is first in all its queues.
     - No starvation: only earlier calls, a finite number, precede a call.
-    - Independence: calls to disjoint ranks do not wait for each other, unless a call to ranks of both waits between
+    - Independence: calls to disjoint ranks do not wait for each other. They do if a call to ranks of both waits between
     them.
     """
 

@@ -81,7 +81,7 @@ class RunNodes:
         """Create the nodes without agents. Ray avoids `avoided_nodes`; other launchers cannot choose."""
         self._cluster = cluster
         num_ranks, engines = cluster.nodes * cluster.ranks_per_node, cluster.groups.engines
-        # With engines on nodes of another kind, a Slurm job is heterogeneous: component 0 has the trainers' nodes,
+        # With engines on nodes of another kind, a Slurm job is heterogeneous. Component 0 has the trainers' nodes,
         # component 1 the engines'.
         kind = NodeKind(0, cluster.nodes, cluster.ranks_per_node, component=None if engines is None else 0)
         self.trainer_nodes = _make_nodes(cluster, kind, avoided_nodes)

@@ -25,7 +25,7 @@ _OPTIONS = ("cluster", "sbatch_options")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
 """Name or address of one host, without lists (a,b), ranges (n[1-9]), options (--x) and characters of a shell.
 
-A person who can write a run folder must not be able to write a line of a script that its owner starts.
+The owner of a run starts the script. Other people who can write the run folder must not be able to write its lines.
 """
 
 

@@ -26,7 +26,7 @@ _EXIT_SECONDS = 10.0
 class SrunNodes(ConnectedNodes):
     """Nodes of one kind in this job, spare nodes included. A heterogeneous job has a component for each kind.
 
-    `options` are further options of srun. srun forwards the secret key to every task over standard input: no other user
+    `options` are further options of srun. srun forwards the secret key to every task over standard input. No other user
     can read it, and no file holds it.
     """
 

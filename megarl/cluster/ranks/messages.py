@@ -1,7 +1,7 @@
 """Messages between the driver, its agents and the ranks.
 
-A rank executes commands in order and handles notices at once. A rank in a collective reads no command, so a thread
-reads all messages and queues the commands for the main thread.
+A rank executes commands in order and handles notices at once. A rank in a collective reads no command. So a thread
+reads all messages, and queues the commands for the main thread.
 
 The driver sends an agent batches. A batch is one call on one node; each of its parts is a message with its receiving
 processes. The agent returns all answers together, or those present a short time after the first. So a hanging rank does

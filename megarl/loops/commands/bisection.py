@@ -31,9 +31,9 @@ class Bisection:
 def bisect(first: Path, second: Path) -> Bisection:
     """Return the first recorded step in which two runs differ.
 
-    With equal parallel sizes, a binary search reads about log2(steps) records, because each record has a checksum of
-    all earlier ones (`StepRecord.chain`). Otherwise all records are compared. Raises ConfigError if the runs cannot be
-    compared, or DataError for a damaged record.
+    With equal parallel sizes, a binary search reads about log2(steps) records: each has a checksum of all earlier ones
+    (`StepRecord.chain`). Otherwise all records are compared. Raises ConfigError if the runs cannot be compared, or
+    DataError for a damaged record.
     """
     for run in (first, second):
         RunRecord.open_of_this_version(run)

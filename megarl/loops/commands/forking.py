@@ -29,7 +29,7 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
 
     The folder has the recipe with `overrides`, the checkpoint, the metrics up to its step, and parent.json. Its name is
     NAME_fork_STEP unless an override sets it. Raises ConfigError for an unknown step, an existing folder or a wrong
-    recipe, DataError for a damaged checkpoint or a run of a newer megarl. An error leaves nothing behind.
+    recipe. Raises DataError for a damaged checkpoint or a run of a newer megarl. An error leaves nothing behind.
     """
     earlier = RunRecord.open_of_this_version(run)
     checkpoint = earlier.checkpoint(step)

@@ -138,10 +138,11 @@ class Effect:
 def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequence[str] = ()) -> Replay:
     """Check the inputs of a replay. Starts no process.
 
-    A replay executes the steps after the newest checkpoint before `step` (without one, from step 1) up to `step`, with
-    the recipe recorded at `step`. `overrides` change the recipe for all these steps, usually its parallel sizes. With
-    `changes`, `step` is executed twice from the same state: as in the run, and with these fields changed. Raises
-    ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot change.
+    A replay executes the steps after the newest checkpoint before `step` up to `step`, with the recipe recorded at
+    `step`. Without such a checkpoint it begins with step 1. `overrides` change the recipe for all these steps, usually
+    its parallel sizes. With `changes`, `step` is executed twice from the same state: as in the run, and with these
+    fields changed. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot
+    change.
     """
     earlier = RunRecord.open_of_this_version(run)
     checkpoint, steps, recorded_layout = _executed_steps(earlier, step)

@@ -57,9 +57,9 @@ class Inputs:
     """Identity of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
     `template` is the sha256 of the chat template's text. `record_digests` has, by data file, number and digest of the
-    training records that are not too long. `drafter` has the sha256 of config.json and of each vocabulary map of a
-    drafter that is trained with the policy, by file and tensor. `frozen` identifies the weights missing in checkpoints,
-    because the run does not train them.
+    training records that are not too long. `drafter` describes a drafter that is trained with the policy. It has the
+    sha256 of config.json and of each vocabulary map, by file and tensor. `frozen` identifies the weights missing in
+    checkpoints, because the run does not train them.
     """
 
     models: Mapping[str, str]
@@ -113,7 +113,7 @@ class Origin:
 
     `position` is that in the data. `checksum` is the policy's; None if the saving run computed none
     (weights.check_every). `spikes` is the state of the spike detector, if any. With `copied_step`, the ranks have
-    copies of the state after this step in memory, and `checkpoint` is a folder with the driver's part alone.
+    copies of the state after this step in memory. Then `checkpoint` is a folder with the driver's part alone.
     """
 
     checkpoint: Path | None
@@ -195,8 +195,8 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     _refuse_changed_drafter(earlier, recipe, inputs)
     _warn(Console(highlight=False, soft_wrap=True, markup=False), _data_changes(earlier, recipe, inputs))
     folder.begin(origin.copied_step, recipe.cluster.max_restarts)
-    # A save that the lost rank interrupted is incomplete. Do not read the checkpoints: the ranks do not load them, and
-    # hashing took 80 % of the time of a recovery.
+    # A save that the lost rank interrupted is incomplete. Do not read the checkpoints: the ranks do not load them.
+    # Hashing them took 80 % of the time of a recovery.
     remove_incomplete_saves(folder.checkpoints_folder)
     return origin
 

@@ -192,8 +192,8 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
-    The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit: of a completion, for the
-    longest turn, and of an attempt, for the sum of all turns. The larger penalty counts.
+    The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit. One limit is of a
+    completion, for the longest turn. The other is of an attempt, for the sum of all turns. The larger penalty counts.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)

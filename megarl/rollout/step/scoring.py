@@ -161,9 +161,9 @@ def _needs_logprobs(recipe: Recipe) -> bool:
 def corrects_in_update(recipe: Recipe) -> bool:
     """Return whether updates compute the weights of algorithm.importance_sampling from their own forward pass.
 
-    This saves a pass. It is impossible if distillation, the entropy filter, the selection by covariance or metrics of
-    stale groups need weights or log-probs earlier. It is also impossible for a product over a trajectory's segments,
-    because they may be in different micro-batches.
+    This saves a pass. It is impossible if weights or log-probs are needed earlier: by distillation, the entropy filter,
+    the selection by covariance or metrics of stale groups. It is also impossible for a product over a trajectory's
+    segments, because they may be in different micro-batches.
     """
     algorithm = recipe.algorithm
     if recipe.loop != "rl" or (name := algorithm.importance_sampling) is None or algorithm.old_logprobs != "trainer":
