@@ -54,7 +54,27 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
     `reasoning_content`, and `weight` = 0. Keys with an empty value are removed: data sets in columns give every message
     the same keys.
     """
-    return [_standard_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)]
+    standard = [
+        _standard_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)
+    ]
+    _refuse_unknown_call_ids(standard, field)
+    return standard
+
+
+def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) -> None:
+    """Raise ValueError for a tool's result whose `tool_call_id` is that of no call before it.
+
+    Nothing is checked if calls have no ids, or are in another field.
+    """
+    ids: list[str | None] = []
+    for number, message in enumerate(messages):
+        ids += [call.get("id") for call in message.get("tool_calls", ())]
+        named = message.get("tool_call_id")
+        if named is not None and ids and all(ids) and named not in ids:
+            raise ValueError(
+                f"{field}[{number}] has tool_call_id {shown(named)}, which is the id of no call before it ("
+                f"{', '.join(map(shown, ids[-5:]))}); give the id of its call, or leave out all ids"
+            )
 
 
 def history_messages(value: Any, field: str) -> list[Mapping[str, Any]]:

@@ -33,6 +33,11 @@ _REMEDIES = {
         ("weight", "loss_weight", "sample_weight", "trainable"),
         "records have no weights of their own; remove the field, or the record for a weight of 0",
     ),
+    **dict.fromkeys(
+        ("ref_chosen_logps", "ref_rejected_logps", "reference_chosen_logps", "reference_rejected_logps",
+         "reference_logps", "reference_KL_logps"),
+        "the reference's log-probs are computed from model.path; remove the field",
+    ),
     "functions": "give the tools in the field tools",
 }  # fmt: skip
 """Remedies for a value in a field, keyed by the field's name in other programs."""

@@ -56,6 +56,11 @@ TRAINED = {
         turns(("human", "q"), ("function_call", f"[{SHAREGPT_CALL}]"), ("observation", "4"), ("gpt", "x")),
         CALLED + "x<|im_end|>",
     ),
+    "a good answer": ({"prompt": "q", "completion": "x", "label": True}, "x<|im_end|>"),
+    "a result of its call": (
+        {"messages": [Q, CALLING, {"role": "tool", "tool_call_id": "call00000", "content": "4"}, X]},
+        CALLED + "x<|im_end|>",
+    ),
     "messages as text": ({"messages": json.dumps([Q, X])}, "x<|im_end|>"),
     "the same in value and content": (
         {"conversations": [{"from": "human", "value": "q", "content": "q"}, {"from": "gpt", "value": "x"}]},
@@ -112,6 +117,15 @@ REFUSED = {
     "a call in sharegpt with a key twice": (
         turns(("human", "q"), ("function_call", '{"name": "add", "name": "sub", "arguments": {}}')),
         "function_call.*name",
+    ),
+    "a bad conversation": ({"messages": [Q, X], "kto_tag": False}, "'kto_tag' is false.*kto"),
+    "a result of no call": (
+        {"messages": [Q, CALLING, {"role": "tool", "tool_call_id": "another", "content": "4"}, X]},
+        r"messages\[2\] has tool_call_id \"another\".*call00000",
+    ),
+    "reference log-probs": (
+        {"prompt": "q", "chosen": "good", "rejected": "bad", "ref_chosen_logps": -1.5},
+        "model.path",
     ),
     "chatgpt": (turns(("user", "q"), ("chatgpt", "x")), "chatgpt"),
     "two prompts of a pair": ({"chosen": [Q, GOOD], "rejected": [R, BAD]}, '"q" and "r"'),
@@ -236,6 +250,16 @@ def test_a_conversation_kind_reads_mixed_formats(tmp_path) -> None:
     examples = read_examples(path, Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=100))
     trained = [tokenizer.decode(sequence.token_ids[sequence.loss_mask]) for [sequence] in examples]
     assert trained == ["x<|im_end|>", "y<|im_end|>", "z<|im_end|>"]
+
+
+def test_a_bad_answer_is_not_trained_as_a_good_one(tmp_path) -> None:
+    path = tmp_path / "judged.jsonl"
+    kind = Conversations(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=100)
+    path.write_text(json.dumps({"prompt": "q", "completion": "x", "label": True}))
+    assert len(read_examples(path, kind)) == 1
+    path.write_text(json.dumps({"prompt": "q", "completion": "x", "label": False}))
+    with pytest.raises(DataError, match="'label' is false"):
+        read_examples(path, kind)
 
 
 def problem_with(**fields):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
+_JUDGEMENTS = ("label", "kto_tag")
+"""Fields that say whether the answer is good, in TRL and LLaMA-Factory."""
 Conversation = tuple[TrainingSequence, ...]
 """A record's sequences: one, or several if the chat template rewrites earlier turns."""
 
@@ -96,11 +98,22 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
     """Return a record's conversation: its messages, or its prompt and its response. Raises DataError."""
     if not first_name_with_value(record.fields, record.format.prompt):
         record.require("prompt", "response")
+    _refuse_bad_answer(record)
     prompt = record.prompt(system_prompt)
     messages = (*prompt, *_response(record, prompt))
     record.refuse_other_prompts(messages, answers=True)
     record.refuse_reasoning_field(messages)
     return messages
+
+
+def _refuse_bad_answer(record: Record) -> None:
+    """Raise DataError for an answer that the record judges bad, as data sets for KTO have them."""
+    for name in _JUDGEMENTS:
+        if record.fields.get(name) is False and name not in record.names.fields.values():
+            raise record.error(
+                f"'{name}' is false, so the answer is a bad one, and supervised training would learn it; remove the "
+                "record, or train with loop=preference and preference.loss=kto"
+            )
 
 
 def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
