@@ -263,7 +263,7 @@ def _one_thread_per_operation() -> Iterator[None]:
 
 def _fill(source: Source, slab: _Slab) -> Tensor:
     """Read the elements of a slab from the source, in the slab's shape and dtype."""
-    # Vocabulary padding is covered by no piece, and must be zero.
+    # No piece covers the vocabulary padding. It must be zero.
     is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
     target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
     names = {piece.box.name for piece in slab.pieces}
@@ -356,7 +356,7 @@ def _write_files(
                 shape, dtype = forms[name]
                 for box in _slices(copies.get(name, name), shape, dtype):
                     pieces = _pieces(box, model)
-                    # A copy has its original's name, and the elements count only once.
+                    # Pieces name the original tensor. Its elements are counted there, not again in the copy.
                     counted = () if name in copies else pieces
                     # Write the copied tensors before this one with its first part: a file grows only at its end.
                     yield _Slab(pieces, box.shape, dtype, partial(write, file, copied, counted))

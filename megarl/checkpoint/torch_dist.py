@@ -73,7 +73,9 @@ class Parameter:
     layer: int = -1
     expert: int = -1
     block_key: str = ""
-    """Ending of the key of one block; empty: the checkpoint stores all blocks of the parameter under one key."""
+    """Suffix of the key of one block, if the checkpoint stores each block of a fused parameter under its own key; else
+    empty.
+    """
     layer_in_key: bool = False
     """Whether the key contains the layer's number, as in Megatron-Core if layers have different parameters."""
     is_latent: bool = False

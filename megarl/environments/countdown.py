@@ -32,7 +32,7 @@ class Countdown:
     """Game of reaching a target with given numbers, each used at most once.
 
     A record may give `numbers` and `target`. Otherwise the problem's index determines them. The guess is the last line
-    of a turn with an expression; `= TARGET` may follow. The reply to a wrong guess is its fault, for up to
+    of a turn with an expression; `= TARGET` may follow. The reply to a wrong guess says what is wrong, for up to
     `max_guesses` guesses. The reward is 1 if the target is reached, else 0.
     """
 

@@ -218,7 +218,7 @@ class FolderLock:
                 and owner.boot_id != boot_id()
                 and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
             )
-            # A touch in the future proves nothing, so the watch has the same limit.
+            # The last touch may lie in the future. So the watch ends after DEAD_SECONDS too.
             if is_of_earlier_boot or now - touched > DEAD_SECONDS or time.monotonic() - began > DEAD_SECONDS:
                 return _text(owner)
             if first is None:

@@ -20,7 +20,9 @@ INPUT_COMMANDS = {
     "--initializer-range 0.08 --tool-words",
     "runs/tiny_tools_input/data": "megarl make tools --out runs/tiny_tools_input/data",
 }
-"""Commands that make the inputs of the tiny recipes, by folder. The first folder that matches a path counts."""
+"""Commands that make the inputs of the tiny recipes, by folder. If several folders contain a path, the first one
+counts.
+"""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 

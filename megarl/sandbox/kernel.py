@@ -8,7 +8,8 @@ import os
 import platform
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# PyDLL keeps the interpreter's lock: the child of a raw clone continues at the same place, with the lock.
+# PyDLL does not release the interpreter's lock: the child of a raw clone continues at the same place, and needs the
+# lock.
 _HOLDING_LIBC = ctypes.PyDLL(None, use_errno=True)
 
 _NUMBERS = {

@@ -34,7 +34,9 @@ class Accounts:
 
 
 def read_accounts(file: Path | None, host: str) -> Accounts:
-    """Return the accounts of a file. Raises ConfigError for an invalid file, or an open address without a file."""
+    """Return the accounts of a file. Raises ConfigError for an invalid file, or if `host` is reachable from other
+    machines and there is no file.
+    """
     if file is None:
         if not _is_loopback(host):
             raise ConfigError(

@@ -1,5 +1,6 @@
-"""Admission of requests to a service by the waiting work: tokens and bytes of each account, and tokens of all
-accounts.
+"""Admission of requests to a service. A request is refused if too much work is waiting.
+
+Limits count the tokens and bytes of each account, and the tokens of all accounts.
 """
 
 from __future__ import annotations

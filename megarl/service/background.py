@@ -14,10 +14,10 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run_to_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await work that continues if its request is cancelled, for example by the end of a session.
+        """Await work. If the request is cancelled, for example by the end of a session, the work continues.
 
-        Ranks cannot leave a collective. If a folder vanished during their call, their error would end the whole
-        service.
+        Ranks cannot leave a collective. If their work's folder vanished, they would raise an error, which ends the
+        whole service.
         """
         return await asyncio.shield(self.start(work))
 

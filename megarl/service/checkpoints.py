@@ -139,9 +139,7 @@ class Checkpoints:
         return sorted(checkpoints, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
 
     def delete(self, path: str, owner: str) -> None:
-        """Delete an owner's checkpoint. Raises NotFoundError. Raises UserError if it is being read or the disk
-        fails.
-        """
+        """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read or the disk fails."""
         folder, _ = self.find(path, owner)
         self._refuse_if_read(folder)
         if not self._remove(folder):

@@ -83,11 +83,10 @@ def prepare(
 ) -> Service:
     """Check everything before a process starts. Raises ConfigError or DataError listing all errors of the recipe.
 
-    `served_name` is the base model's name for clients (default: model.path), `tokenizer` where they find its tokenizer.
-    A model without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` limits the checkpoints of each
-    account. `most_host_bytes` limits models and copies of weights in the memory of each host (default: a share of it).
-    An engine samples from `engine_slots` adapters at once (default: `ENGINE_SLOTS`). `limits` are those of waiting
-    tokens.
+    Clients call the base model `served_name` (default: model.path), and load its tokenizer from `tokenizer`. A model
+    without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` limits the checkpoints of each account.
+    `most_host_bytes` limits models and copies of weights in the memory of each host (default: a share of it). An engine
+    samples from `engine_slots` adapters at once (default: `ENGINE_SLOTS`). `limits` are limits of waiting tokens.
     """
     accounts = read_accounts(keys, host)
     # Report a missing or unknown SDK now, before any rank starts.

@@ -27,7 +27,8 @@ READ_SECONDS = 600.0
 # The SDK polls for every result from the request on, so only a lost client reads nothing for this long.
 UNREAD_SECONDS = 3600.0
 """Seconds for which an unread result is kept."""
-# SDK 0.38 abandons a request after five minutes of retries. A custom loss computes between its two halves.
+# SDK 0.38 abandons a request after five minutes of retries. Between the two requests of a custom loss, the client
+# computes the loss.
 GAP_SECONDS = 900.0
 """Seconds for which later requests wait for a missing number. Then the number is skipped, so that the client does not
 hang.
@@ -197,8 +198,8 @@ class Ledger:
         is_awaited = is_next and sequence.is_idle
         if is_next and not is_awaited:
             self._check_next(sequence, number, tokens)
-        # Always accept a number for which others wait: otherwise they would stay and keep the limit reached. Do not
-        # refuse a later number with a status: the client may send the missing one only after it.
+        # Always accept the number that later requests wait for: otherwise these never finish, and their bytes stay
+        # counted. Do not refuse a later number with a status: the client may send the missing one only after it.
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
             message = self.admission.no_room_message(sequence.owner, num_bytes)
             reason = f"request {number} was too large to wait" if is_training else None

@@ -1,4 +1,4 @@
-"""Host memory for models and copies of weights: how many fit on each host of the trainer."""
+"""Limits on the models and copies of weights in the memory of each host of the trainer."""
 
 from __future__ import annotations
 

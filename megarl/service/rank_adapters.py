@@ -158,7 +158,7 @@ class Adapters:
         """Copy a saved state's adapters under the name of a version. Returns a fault like `load`."""
         if (fault := self.load(version, folder, False)) is None:
             self._versions[version] = self._copy_weights()
-            # The loaded state is no model that trains: it must not become a model's copy.
+            # Do not keep the loaded state as a model: nobody trains it.
             self._live = None
         return fault
 

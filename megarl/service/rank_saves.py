@@ -69,7 +69,7 @@ class _Room:
         if dist.get_rank():
             return None
         try:
-            # Allocate: the free bytes of the file system would not show a quota.
+            # Allocate the bytes: the file system's free bytes do not show a quota.
             with self._file.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._num_bytes)
         except OSError as error:

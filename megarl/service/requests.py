@@ -88,7 +88,7 @@ class Lifetime(Body):
 
 
 class Numbered(Body):
-    """A numbered request of a model."""
+    """A request for a model, with the client's sequence number."""
 
     model_id: str
     seq_id: int

@@ -18,7 +18,7 @@ from megarl.service.requests import CreateSession, Numbered, read_fields
 
 MOST_SESSIONS = 64
 """Maximum sessions of one account."""
-# A loop that samples after each step makes one a step.
+# A loop that samples after each training step opens a sampling session per step.
 MOST_SAMPLERS = 10_000
 """Maximum sampling sessions of one session. Above it the oldest one is dropped."""
 

@@ -31,7 +31,7 @@ class Engines(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Wake these engines, with the adapters of their slots."""
+        """Wake the engines on the trainer's ranks. Their slots still have their adapters."""
         ...
 
     async def load(self, version: str | None, index: int) -> None:

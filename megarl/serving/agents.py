@@ -106,7 +106,7 @@ _LEAVE_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 """Seconds between two checks of a running program: has it too many refused calls, or exceeded a limit?"""
 _MAX_REFUSED_CALLS = 100
-"""Refused calls after which a program is killed, because it repeats them endlessly."""
+"""Refused calls after which a program is killed: otherwise it may repeat them endlessly."""
 _TAIL_CHARACTERS = 400
 """Characters of standard error quoted in the text of a failure."""
 _TICK_SECONDS = 0.05
@@ -476,7 +476,7 @@ async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[floa
     try:
         return await harbor.verify(container), None
     except VerifierError as error:
-        # A lost container is no failure of the verifier. The attempt begins again.
+        # A lost container is not the verifier's failure: the attempt begins again.
         cause = str(error.__cause__)
         return None, cause if cause.startswith(_LOSSES) else str(error)
 

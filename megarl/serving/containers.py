@@ -283,9 +283,7 @@ class Containers:
         await self._memory.notify_change()
 
     def end_earlier(self, places: Sequence[tuple[str, str]]) -> None:
-        """Begin to end containers of an earlier driver, given as (node, name). On lost nodes they have ended
-        already.
-        """
+        """Begin to end an earlier driver's containers, given as (node, name). On lost nodes they have already ended."""
         nodes = {node.name: node for node in self.nodes}
         for node_name, name in places:
             if node_name in nodes:

@@ -1,4 +1,4 @@
-"""Keys of HTTP requests."""
+"""API keys and tokens of HTTP requests."""
 
 from __future__ import annotations
 

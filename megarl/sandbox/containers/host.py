@@ -93,7 +93,7 @@ class ContainerHost:
         finally:
             running.cancel()
             del self._running[name]
-        # `_cancel` cancelled the program. The host goes on.
+        # `_cancel` cancelled the program; the host continues.
         if running.cancelled():
             raise ContainerError("Cancelled: the program was ended")
         return asdict(running.result())

@@ -85,7 +85,8 @@ class RootFolder:
             _show(folder, root, users=users)
         for device in DEVICES:
             _show(device, root, flags=MS_NOSUID)
-        # The kernel mounts a new /proc only where the machine's is fully visible. The container's own then covers it.
+        # The kernel allows a new /proc only where the machine's /proc is fully visible. Later the container's /proc
+        # covers it.
         mount("/proc", f"{root}/proc", "", MS_BIND | MS_REC)
         # From here on, no path leads to the machine's other folders.
         os.chdir(root)
@@ -177,7 +178,7 @@ def finish_root() -> None:
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     # The container's own terminals. Codex and `script` open one.
     mount("devpts", "/dev/pts", "devpts", MS_NOSUID, "newinstance,ptmxmode=0666,mode=620")
-    # The default size of docker.
+    # Docker's default size of /dev/shm.
     mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,mode=1777")
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
     for name, target in links.items():

@@ -10,7 +10,7 @@ from megarl.types import MAIN_AGENT, Caller
 _MAX_CHARACTERS = 128
 """Maximum characters of a name. Clients send names, and each call stores them."""
 _MAX_METADATA = 4096
-"""Maximum characters of Codex's metadata."""
+"""Maximum characters of the header with Codex's metadata."""
 
 
 def read_caller(headers: Mapping[str, str]) -> Caller:

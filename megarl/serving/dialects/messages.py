@@ -155,7 +155,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def _is_free(choice: Any) -> bool:
-    """Return whether a `tool_choice` leaves the choice to the model. With `none` the model sees no tools."""
+    """Return whether a request's `tool_choice` lets the model choose. With `none` the model sees no tools."""
     return (
         isinstance(choice, Mapping)
         and choice.get("type") in ("auto", "none")
