@@ -24,7 +24,7 @@ _MAX_MESSAGE_BYTES = 16 << 20
 # Seconds for a started server to become healthy; seconds between tries for a free session.
 _START_SECONDS = 120.0
 _CAPACITY_SECONDS = 0.1
-_WORDS = {"done", "reward", "metadata"}
+_HIDDEN_FIELDS = {"done", "reward", "metadata"}
 """Fields of a server's observation that the policy does not see."""
 
 
@@ -146,7 +146,7 @@ class OpenEnv:
                     rewards.append(reward)
                 observation = answer["observation"]
                 error = observation.get("error")
-                reply = f"error: {_words(error)}" if error else _words(observation.get("result"))
+                reply = f"error: {_result_text(error)}" if error else _result_text(observation.get("result"))
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply})
         return Step(tuple(messages), sum(rewards) if rewards else None, is_done)
 
@@ -189,8 +189,8 @@ class OpenEnv:
         if self._observation is not None:
             if self._observation not in observation:
                 raise ServerError(f"the observation has no field {self._observation!r}, only {', '.join(observation)}")
-            return _words(observation[self._observation])
-        parts = {name: value for name, value in observation.items() if name not in _WORDS}
+            return _result_text(observation[self._observation])
+        parts = {name: value for name, value in observation.items() if name not in _HIDDEN_FIELDS}
         texts = [value for value in parts.values() if isinstance(value, str)]
         return texts[0] if len(texts) == 1 else json.dumps(parts, ensure_ascii=False)
 
@@ -199,13 +199,13 @@ class _FullError(Exception):
     """Raised if the server has no free session."""
 
 
-def _words(value: Any) -> str:
+def _result_text(value: Any) -> str:
     """Return a tool's result as text. MCP tools wrap the text in `data`, or in parts of `content`."""
     if isinstance(value, Mapping):
         if isinstance(value.get("message"), str):
             return value["message"]
         if "data" in value:
-            return _words(value["data"])
+            return _result_text(value["data"])
         content = value.get("content")
         if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
             return "\n".join(str(part["text"]) for part in content)

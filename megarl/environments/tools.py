@@ -205,7 +205,7 @@ class ToolEnvironment:
         metrics[f"tools/{call.name}/calls"] += 1
         start = time.perf_counter()
         try:
-            async with self._waiting(function):
+            async with self._call_lock(function):
                 # Start the time again after the lock: waiting for another call does not count.
                 start = time.perf_counter()
                 types: Mapping[str, TypeAdapter[Any]] = getattr(function, _PARAMETER_TYPES)
@@ -226,7 +226,7 @@ class ToolEnvironment:
         finally:
             metrics[f"tools/{call.name}/seconds"] += time.perf_counter() - start
 
-    def _waiting(self, function: Callable[..., Any]) -> contextlib.AbstractAsyncContextManager[Any]:
+    def _call_lock(self, function: Callable[..., Any]) -> contextlib.AbstractAsyncContextManager[Any]:
         return contextlib.nullcontext() if inspect.iscoroutinefunction(function) else self._one_at_a_time
 
 

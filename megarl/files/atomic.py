@@ -190,7 +190,7 @@ def append_whole(path: Path, data: bytes) -> None:
 
 def check_space(folder: Path, num_bytes: int) -> None:
     if num_bytes > _free_bytes(folder):
-        raise _no_room(folder, num_bytes)
+        raise _no_space_error(folder, num_bytes)
 
 
 def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None) -> DiskFullError:
@@ -200,7 +200,7 @@ def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None)
     if place is None:
         place = _full_place(folder)
     if folder is not None and (place is None or _is_below(folder, place)):
-        return _no_room(folder, num_bytes)
+        return _no_space_error(folder, num_bytes)
     if place is None:
         return DiskFullError(f"no room on a disk ({error.strerror}). {_MAKE_ROOM}")
     if _is_below(Path(tempfile.gettempdir()), place):
@@ -224,7 +224,7 @@ def _full_place(folder: Path | None) -> str | None:
     return None
 
 
-def _no_room(folder: Path, num_bytes: int | None) -> DiskFullError:
+def _no_space_error(folder: Path, num_bytes: int | None) -> DiskFullError:
     sizes = (
         f"{_free_bytes(folder)} free" if num_bytes is None else f"{num_bytes} bytes needed, {_free_bytes(folder)} free"
     )

@@ -118,7 +118,7 @@ class FolderLock:
         self._file = self._take(self._content, on_wait)
         self._restoring = threading.Lock()
         self._is_released = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="folder lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -208,7 +208,7 @@ class FolderLock:
             owner = Owner.parse(content)
             if owner is not None and owner.is_here:
                 if owner.is_running:
-                    raise self._in_use(owner)
+                    raise self._in_use_error(owner)
                 return str(owner)
             now = _server_time(self._home)
             # The same machine after a reboot: a touch before the boot is by a process that the reboot ended.
@@ -226,10 +226,10 @@ class FolderLock:
                 left_seconds = DEAD_SECONDS - max(0.0, now - touched)
                 on_wait(f"{self._folder}: waiting up to {left_seconds:.0f} s for a sign of life of {_text(owner)}")
             elif touched != first:
-                raise self._in_use(owner)
+                raise self._in_use_error(owner)
             time.sleep(_POLL_SECONDS)
 
-    def _in_use(self, owner: Owner | None) -> RunFolderLockedError:
+    def _in_use_error(self, owner: Owner | None) -> RunFolderLockedError:
         return RunFolderLockedError(
             f"{self._folder}: the run folder is in use by {_text(owner)}. Wait until it ends, or choose another "
             "name=NAME."
@@ -242,7 +242,7 @@ class FolderLock:
             if is_older or (path.name.startswith(".clock-") and _age_of(path) > DEAD_SECONDS):
                 path.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._is_released.wait(HEARTBEAT_SECONDS):
             # Ignore errors: `check` notices a lost folder.
             with suppress(OSError):

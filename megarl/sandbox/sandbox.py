@@ -196,8 +196,8 @@ class Sandbox:
 
     def _start(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        packages, listable = _packages(self._settings.packages)
-        interpreter, trees, search_path = _python()
+        packages, listable = _find_packages(self._settings.packages)
+        interpreter, trees, search_path = _find_python()
         start = {
             "layers": layers,
             "trees": sorted({*trees, *packages}),
@@ -246,7 +246,7 @@ class Sandbox:
             reason = f"{ran.outcome}: {ran.stderr.strip()[-500:]}"
         raise SandboxError(
             f"a trial program does not run in the sandbox ({reason}); without namespaces, every user of the machine "
-            f"must be able to read Python at {_python()[0]} and its library: use a Python outside private folders "
+            f"must be able to read Python at {_find_python()[0]} and its library: use a Python outside private folders "
             "such as /root"
         )
 
@@ -415,7 +415,7 @@ def _make_sealed_file(content: bytes) -> int:
 
 
 @lru_cache(maxsize=1)
-def _python() -> tuple[str, list[str], list[str]]:
+def _find_python() -> tuple[str, list[str], list[str]]:
     """Return the Python interpreter outside any virtual environment, the folders that it reads, and its module search
     path.
     """
@@ -428,7 +428,7 @@ def _python() -> tuple[str, list[str], list[str]]:
     return interpreter, [*system, str(Path(sys.base_prefix) / "lib")], search_path
 
 
-def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
+def _find_packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the folders (or module files) of packages with their shared libraries, and the parents of these
     folders.
     """

@@ -112,7 +112,7 @@ class RemoteSandbox:
             try:
                 answer = self._post(body, seconds + _PATIENCE_SECONDS)
                 max_bytes = max(self._settings.output_kib << 10, output_bytes or 0)
-                return _ran(answer, max_bytes, time.monotonic() - started, retries)
+                return _read_result(answer, max_bytes, time.monotonic() - started, retries)
             except (OSError, http.client.HTTPException, _BusyError) as error:
                 fault = f"{type(error).__name__}: {error}"
         raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last one failed with {fault}")
@@ -146,7 +146,7 @@ class _BusyError(Exception):
     """Raised for a failure of the server, not of the program. A retry may succeed."""
 
 
-def _ran(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> Ran:
+def _read_result(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> Ran:
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
         raise _BusyError("the sandbox server's answer has neither run_result nor compile_result")

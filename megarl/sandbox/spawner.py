@@ -208,7 +208,7 @@ def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) 
         with os.fdopen(program, "rb") as file:
             source = file.read()
         # Move them above 2, so that dup2 overwrites none that is still needed.
-        moved = [_above(descriptor) for descriptor in (stdin, stdout, stderr, status)]
+        moved = [_move_above_stderr(descriptor) for descriptor in (stdin, stdout, stderr, status)]
         for number, descriptor in enumerate(moved[:3]):
             os.dup2(descriptor, number)
         status = os.dup2(moved[3], 3, inheritable=False)
@@ -222,7 +222,7 @@ def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) 
     run(source, confinement.search_path)
 
 
-def _above(descriptor: int) -> int:
+def _move_above_stderr(descriptor: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10)
 
 

@@ -29,7 +29,7 @@ class Accounts:
         # aiohttp decodes invalid UTF-8 to surrogates, and a strict encode would raise.
         digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
         # Compare with all hashes, each in constant time: the duration of an answer must reveal nothing.
-        owners = [name for name, known in self._hashes.items() if hmac.compare_digest(digest, known)]
+        owners = [name for name, key_hash in self._hashes.items() if hmac.compare_digest(digest, key_hash)]
         return owners[0] if owners else None
 
 

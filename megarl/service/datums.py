@@ -30,18 +30,18 @@ def make_batch(datums: Sequence[Datum], loss: str, *, vocab_size: int, max_token
         _check_datum(datum, f"data[{number}]", loss, vocab_size=vocab_size, max_tokens=max_tokens)
     sequences = [np.append(datum.token_ids, datum.inputs["target_tokens"][-1:]) for datum in datums]
     # Targets need not be the next input tokens: labels are separate from the sequence.
-    labels = [_shifted(datum.inputs["target_tokens"]) for datum in datums]
+    labels = [_prepend_zero(datum.inputs["target_tokens"]) for datum in datums]
     # Nothing predicts a sequence's first token.
     masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
     if loss == "gspo":
-        masks = [_shifted(datum.inputs["sequence_ratio_mask"]) > 0 for datum in datums]
+        masks = [_prepend_zero(datum.inputs["sequence_ratio_mask"]) > 0 for datum in datums]
     return TokenBatch(
         token_ids=np.concatenate(sequences),
         loss_mask=np.concatenate(masks),
         cu_seqlens=borders([len(sequence) for sequence in sequences]),
         samples=np.arange(len(datums)),
         per_token={
-            _ARRAYS[name]: np.concatenate([_shifted(datum.inputs[name]).astype(np.float32) for datum in datums])
+            _ARRAYS[name]: np.concatenate([_prepend_zero(datum.inputs[name]).astype(np.float32) for datum in datums])
             for name in LOSSES[loss].inputs
             if name in _ARRAYS
         },
@@ -54,7 +54,7 @@ def split_values(values: NDArray[np.float32], batch: TokenBatch) -> list[NDArray
     return [part[1:] for part in np.split(values, batch.cu_seqlens[1:-1])]
 
 
-def _shifted(values: NDArray[Any]) -> NDArray[Any]:
+def _prepend_zero(values: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([np.zeros(1, values.dtype), values])
 
 

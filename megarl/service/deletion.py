@@ -16,7 +16,7 @@ def delete_file(file: Path, report: Report) -> bool:
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
-        report(_sentence(file, error))
+        report(_fault_text(file, error))
         return False
     return True
 
@@ -25,10 +25,10 @@ def delete_tree(folder: Path, report: Report) -> None:
     def note(function: Any, path: str, fault: Any) -> None:
         # Another process may delete the same folder.
         if not isinstance(fault[1], FileNotFoundError):
-            report(_sentence(path, fault[1]))
+            report(_fault_text(path, fault[1]))
 
     shutil.rmtree(folder, onerror=note)
 
 
-def _sentence(path: Path | str, error: OSError) -> str:
+def _fault_text(path: Path | str, error: OSError) -> str:
     return f"{path}: cannot be deleted ({error.strerror}), and takes room on its disk; delete it yourself"

@@ -107,7 +107,7 @@ class _Sequence:
     waiting_since: float | None = None
     """Time when the wait for the next missing number began; None: no later request waits for it."""
     promises: dict[int, Promise] = field(default_factory=dict)
-    held: dict[int, Work] = field(default_factory=dict)
+    early_work: dict[int, Work] = field(default_factory=dict)
     """Requests before their turn, by number."""
     ready: asyncio.Queue[tuple[Promise, Work]] = field(default_factory=asyncio.Queue)
     worker: asyncio.Task[None] | None = None
@@ -205,7 +205,7 @@ class Ledger:
             reason = f"request {number} was too large to wait" if is_training else None
             work, num_bytes = _make_refusal(sequence, reason, message), 0
         promise = self._add(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
-        sequence.promises[number], sequence.held[number] = promise, work
+        sequence.promises[number], sequence.early_work[number] = promise, work
         self._release(sequence)
         return promise
 
@@ -352,7 +352,7 @@ class Ledger:
     def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str) -> Promise:
         """Use a number without running a request. `reason` fails the model's next step, `message` the promise."""
         promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
-        sequence.held[number] = _make_refusal(sequence, reason, message)
+        sequence.early_work[number] = _make_refusal(sequence, reason, message)
         return promise
 
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
@@ -371,11 +371,11 @@ class Ledger:
         """Queue all requests up to the next missing number."""
         first_missing = sequence.next_number
         # SDK 0.38 submits a call's first chunk last, so one request may release many.
-        while (work := sequence.held.pop(sequence.next_number, None)) is not None:
+        while (work := sequence.early_work.pop(sequence.next_number, None)) is not None:
             sequence.ready.put_nowait((sequence.promises[sequence.next_number], work))
             sequence.busy_since.pop(sequence.next_number, None)
             sequence.next_number += 1
-        if not sequence.held:
+        if not sequence.early_work:
             sequence.waiting_since = None
         # Each missing number gets the whole time to arrive.
         elif sequence.waiting_since is None or sequence.next_number != first_missing:
@@ -383,7 +383,7 @@ class Ledger:
 
     def _skip_missing(self, model_id: str, sequence: _Sequence) -> None:
         """Fail the missing numbers before the first waiting request, in their turn. Then release this request."""
-        for number in range(sequence.next_number, min(sequence.held)):
+        for number in range(sequence.next_number, min(sequence.early_work)):
             message = f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
             promise = self._skip(sequence, model_id, number, f"request {number} did not arrive", message)
             # Perhaps nobody asks for it, so it must expire.

@@ -32,8 +32,8 @@ class Listing:
 
     def list_checkpoints(self, owner: str, page: Page) -> dict[str, Any]:
         stored = self._checkpoints.list_stored(owner)
-        shown, cursor = _cut(stored, page)
-        return {"checkpoints": [_describe_checkpoint(one) for one in shown], "cursor": cursor}
+        checkpoints, cursor = _cut(stored, page)
+        return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in checkpoints], "cursor": cursor}
 
     def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
         """Return a run's checkpoints on disk, newest first. Raises NotFoundError for an unknown run.
@@ -43,12 +43,12 @@ class Listing:
         stored = self._checkpoints.list_stored(owner, run)
         if not stored and all(state.run != run for state in in_memory):
             raise _unknown_run(run)
-        return {"checkpoints": [_describe_checkpoint(one) for one in stored]}
+        return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in stored]}
 
     def list_runs(self, owner: str, page: Page, in_memory: Sequence[RunState]) -> dict[str, Any]:
         """Return one page of an account's runs in memory or with checkpoints, most recently used first."""
-        shown, cursor = _cut(self._runs(owner, in_memory), page)
-        return {"training_runs": shown, "cursor": cursor}
+        runs, cursor = _cut(self._runs(owner, in_memory), page)
+        return {"training_runs": runs, "cursor": cursor}
 
     def describe_run(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
         for described in self._runs(owner, in_memory):

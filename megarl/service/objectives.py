@@ -25,18 +25,18 @@ def cross_entropy(logprobs: Tensor, batch: Microbatch) -> Tensor:
 
 def policy_loss(logprobs: Tensor, batch: Microbatch, *, name: str, settings: Mapping[str, float]) -> Tensor:
     """Return a loss of `algorithms.policy_losses`, [places]. `logprobs` [places] are the policy's."""
-    loss, _ = POLICY_LOSSES[name](logprobs, *_past(batch), **settings)
+    loss, _ = POLICY_LOSSES[name](logprobs, *_old_logprobs_and_advantages(batch), **settings)
     return loss
 
 
 def sequence_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
     """Return GSPO's loss, [places]. Each sequence has one ratio, over the tokens in the row's mask."""
     # A context-parallel rank has a part of a sequence, but the ratio needs the whole sequence.
-    loss, _ = apply_to_whole_row(gspo, (logprobs, *_past(batch)), batch, dict(settings))
+    loss, _ = apply_to_whole_row(gspo, (logprobs, *_old_logprobs_and_advantages(batch)), batch, dict(settings))
     return loss
 
 
-def _past(batch: Microbatch) -> tuple[Tensor, Tensor]:
+def _old_logprobs_and_advantages(batch: Microbatch) -> tuple[Tensor, Tensor]:
     return batch.per_token["old_logprobs"], batch.per_token["advantages"]
 
 

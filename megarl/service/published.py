@@ -66,13 +66,13 @@ class PublishedWeights:
         return weights
 
     @asynccontextmanager
-    async def used(self, weights: Weights) -> AsyncIterator[str | None]:
+    async def use(self, weights: Weights) -> AsyncIterator[str | None]:
         """Mark weights as in use by a sampling request. Yields their version. Raises UserError if they ended."""
         # Counted before the first await: weights in use never leave the memory.
         weights.num_users += 1
         self._used.add(weights)
         try:
-            yield await self._version(weights)
+            yield await self._load_version(weights)
         finally:
             weights.num_users -= 1
             if not weights.num_users:
@@ -96,7 +96,7 @@ class PublishedWeights:
             weights.is_ended, weights.version = True, None
         return versions
 
-    async def _version(self, weights: Weights) -> str | None:
+    async def _load_version(self, weights: Weights) -> str | None:
         if weights.is_ended:
             raise UserError(
                 f"sampling_session_id: its weights were replaced after {MOST_PUBLISHED} newer ones of this key; use "

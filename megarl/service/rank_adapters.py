@@ -59,7 +59,7 @@ class Adapters:
         self._policy, self._parallel = policy, parallel
         self._live: str | None = None
         """The model in the policy; None: the policy may be overwritten."""
-        self._held: dict[str, TrainedState] = {}
+        self._states_in_memory: dict[str, TrainedState] = {}
         self._on_disk: dict[str, Path] = {}
         self._versions: dict[str, list[Tensor]] = {}
         # Only the last stage computes log-probs.
@@ -206,7 +206,7 @@ class Adapters:
         if self._live in names:
             self.hold_live()
         for name in names:
-            state = self._held.get(name)
+            state = self._states_in_memory.get(name)
             if state is not None and state.reduction is None:
                 file = folder / f"{name}_{dist.get_rank()}.pt"
                 try:
@@ -215,7 +215,7 @@ class Adapters:
                 except (OSError, RuntimeError) as error:
                     delete_file(file, _LOG.warning)
                     return f"{file}: {type(error).__name__}: {error!s:.300}"
-                del self._held[name]
+                del self._states_in_memory[name]
                 self._on_disk[name] = file
         return None
 
@@ -228,7 +228,7 @@ class Adapters:
         if file is None:
             return None
         try:
-            self._held[name] = read_state(file)
+            self._states_in_memory[name] = read_state(file)
         # A damaged file raises errors of many types: of zip archives, of pickle, KeyError. A disk may fail for a while
         # only.
         except Exception as error:
@@ -248,11 +248,11 @@ class Adapters:
         if self._live == name:
             return
         self.hold_live()
-        restore_state(self._policy, self._held.pop(name))
+        restore_state(self._policy, self._states_in_memory.pop(name))
         self._live = name
 
     def _discard(self, name: str) -> None:
-        self._held.pop(name, None)
+        self._states_in_memory.pop(name, None)
         self._discard_file(name)
 
     def _discard_file(self, name: str) -> None:
@@ -263,7 +263,7 @@ class Adapters:
     def hold_live(self) -> None:
         """Copy the live model's state to host memory. Then the policy may be overwritten."""
         if self._live is not None:
-            self._held[self._live] = copy_state(self._policy)
+            self._states_in_memory[self._live] = copy_state(self._policy)
         self._live = None
 
     def _copy_weights(self) -> list[Tensor]:

@@ -142,7 +142,7 @@ class RankTrainer:
                 await self._take_model(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
-        return await self._shielded(gather)
+        return await self._run_to_end(gather)
 
     async def clear_gradients(self, model_id: str) -> None:
         await self._train_model("clear", model_id)
@@ -199,7 +199,7 @@ class RankTrainer:
             async with self._turns.training(1):
                 return await self._move(in_memory)
 
-        if error := await self._shielded(move):
+        if error := await self._run_to_end(move):
             raise OSError(f"idle models stay in memory: {error}")
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
@@ -238,7 +238,7 @@ class RankTrainer:
                 refund(tokens - len(prompt) - num_sampled)
                 return completions
 
-        completions = await self._shielded(generate)
+        completions = await self._run_to_end(generate)
         for completion in completions:
             if completion.error is not None:
                 raise UserError(f"the engine refused the request: {completion.error}")
@@ -272,7 +272,7 @@ class RankTrainer:
             async with self._turns.training(len(prompt), partial(self._check_version, version)):
                 return await self._model.gather("adapters.score", batch, version, num_top_tokens)
 
-        values = await self._shielded(gather)
+        values = await self._run_to_end(gather)
         logprobs, top_ids, top_logprobs = np.split(values, [1, 1 + num_top_tokens])
         # Nothing predicts the first token. The SDK reads NaN as a missing log-prob.
         logprobs[:, 0], top_logprobs[:, 0] = np.nan, -np.inf
@@ -383,9 +383,9 @@ class RankTrainer:
                     await prepare()
                 return await self._ranks.trainers.call(f"adapters.{method}", *args)
 
-        return await self._shielded(call)
+        return await self._run_to_end(call)
 
-    async def _shielded(self, work: Callable[[], Awaitable[Result]]) -> Result:
+    async def _run_to_end(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Run a call of the ranks to its end, even if its request is cancelled: ranks cannot leave a collective."""
 
         async def run() -> Result:

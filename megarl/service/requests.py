@@ -252,9 +252,9 @@ def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
         place = ".".join(map(str, first["loc"]))
         value = first.get("input")
         is_short = isinstance(value, str | int | float | bool) and not (isinstance(value, float) and math.isnan(value))
-        shown = f" = {value!r:.80}" if is_short and first["type"] != "missing" else ""
+        value_text = f" = {value!r:.80}" if is_short and first["type"] != "missing" else ""
         # Pydantic's prefix of texts raised by this module.
-        raise UserError(f"{place}{shown}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise UserError(f"{place}{value_text}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:

@@ -141,7 +141,7 @@ class _Routes:
         Handlers of numbered requests check their bodies themselves, after they have read the number.
         """
 
-        async def checked(request: web.Request) -> web.StreamResponse:
+        async def handle_checked(request: web.Request) -> web.StreamResponse:
             # Check the key before the body is read, so that strangers cannot fill the memory.
             owner = self._accounts.owner_of(request.headers.get("X-API-Key", ""))
             if owner is None:
@@ -168,7 +168,7 @@ class _Routes:
             except UserError as error:
                 return _error(str(error), 422)
 
-        return checked
+        return handle_checked
 
     @contextlib.contextmanager
     def _reading(self, request: web.Request, owner: str) -> Iterator[None]:

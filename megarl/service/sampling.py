@@ -71,7 +71,7 @@ class Sampling(RequestHandlers):
             # Different seeds, because equal seeds would give equal samples.
             seeds = [(first_seed + number) % _SEEDS for number in range(body.num_samples)]
             _refuse_unsupported(body, len(prompt))
-            async with self._published.used(sampler.weights) as version:
+            async with self._published.use(sampler.weights) as version:
                 samples = await self._trainer.sample(version, prompt, settings, seeds)
                 scores, top = None, None
                 if body.prompt_logprobs or body.topk_prompt_logprobs:

@@ -29,12 +29,12 @@ async def read_chat(
     return Answer(
         number,
         call,
-        text=_until_stop(turn.text, call.completion, stops),
+        text=_cut_at_stop(turn.text, call.completion, stops),
         completion_text=decoded.full_text,
         is_in_thoughts=decoded.is_in_thoughts,
         prompt_messages=conversation.messages,
         reasoning=turn.reasoning,
-        calls=_sent_calls(turn),
+        calls=_format_calls(turn),
         caller=caller,
         continued=continued,
     )
@@ -46,14 +46,14 @@ async def read_text(codec: Codec, number: int, call: ModelCall, stops: Sequence[
     return Answer(
         number,
         call,
-        text=_until_stop(decoded.full_text, call.completion, stops),
+        text=_cut_at_stop(decoded.full_text, call.completion, stops),
         completion_text=decoded.full_text,
         is_in_thoughts=decoded.is_in_thoughts,
         caller=caller,
     )
 
 
-def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
+def _format_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
     """Return a turn's tool calls as (id, name, arguments). An invalid call has its error text as arguments."""
     return tuple(
         (
@@ -65,7 +65,7 @@ def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def _until_stop(text: str, completion: Completion, stops: Sequence[str]) -> str:
+def _cut_at_stop(text: str, completion: Completion, stops: Sequence[str]) -> str:
     """Return the text up to the first stop string, without it, as OpenAI does."""
     if completion.finish_reason != "stop":
         return text

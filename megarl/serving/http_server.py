@@ -60,7 +60,7 @@ class HttpServer:
     def __init__(self, app: web.Application, *, section: str, max_connections: int, **settings: Any) -> None:
         """Prepare the server. `section` is its section of the recipe. `settings` are passed to aiohttp's runner."""
         self._section, self._max_connections = section, max_connections
-        self._log = _server_log(section)
+        self._log = _make_server_log(section)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -277,7 +277,7 @@ class _BoundedLog(logging.Filter):
         return True
 
 
-def _server_log(section: str) -> logging.Logger:
+def _make_server_log(section: str) -> logging.Logger:
     """Return a new logger for the warnings of one server, limited in number. `section` is the server's recipe section.
 
     Servers do not share a logger, because each would apply its limit to it.

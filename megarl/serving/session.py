@@ -156,7 +156,7 @@ class Session:
             else:
                 answer = await read_text(self._codec, number, call, stops, caller)
                 remember = partial(self._remember_text, call.prompt_token_ids if prompt is None else prompt)
-            task = asyncio.create_task(_hand_over(answer))
+            task = asyncio.create_task(_return_answer(answer))
             await task
             restored = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
             self._calls[number] = self._by_body[bytes.fromhex(asked["digest"])] = restored
@@ -396,7 +396,7 @@ def _identify(body: bytes, caller: Caller) -> bytes:
     return hashlib.sha256(body + caller.agent.encode()).digest()
 
 
-async def _hand_over(answer: Answer) -> Answer:
+async def _return_answer(answer: Answer) -> Answer:
     return answer
 
 

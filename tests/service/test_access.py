@@ -355,7 +355,7 @@ def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path)
         weights = Weights("ann", "session", folder=folder, saved_at=record["time"])
 
         async def sample() -> None:
-            async with published.used(weights) as version:
+            async with published.use(weights) as version:
                 assert version in trainer.versions and version is not None
 
         request = asyncio.create_task(sample())

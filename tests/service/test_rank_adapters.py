@@ -82,7 +82,7 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
                 adapters.load("loaded", folder / "saved", True)
         # Each exchange holds the state of the model before.
         adapters.show(None)
-        states.append({model: adapters._held.pop(str(model)) for model in calls})
+        states.append({model: adapters._states_in_memory.pop(str(model)) for model in calls})
     return [
         {
             # Sorted: a save before the first step allocates the moments in another order than the step.

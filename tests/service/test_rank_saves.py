@@ -31,7 +31,7 @@ def save_twice(recipe: Recipe, parallel: ParallelConfig, full: Path, roomy: Path
     faults = [adapters.save("0", folder)[1] for folder in (full, roomy)]
     assert adapters.load("loaded", roomy, True) is None
     adapters.show(None)
-    saved, loaded = (adapters._held[name].tensors for name in ("0", "loaded"))
+    saved, loaded = (adapters._states_in_memory[name].tensors for name in ("0", "loaded"))
     return faults, all(torch.equal(one, other) for one, other in zip(saved, loaded, strict=True))
 
 
@@ -48,16 +48,16 @@ def load_damaged(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> tupl
         run_call(adapters, 0, call, parallel)
     assert adapters.save("0", folder)[1] is None
     adapters.show(None)
-    before = [tensor.clone() for tensor in adapters._held["0"].tensors]
+    before = [tensor.clone() for tensor in adapters._states_in_memory["0"].tensors]
     if torch.distributed.get_rank() == 0:
         file = folder / "__1_0.distcp"
         os.truncate(file, file.stat().st_size // 2)
     torch.distributed.barrier()
     faults = [adapters.load("loaded", folder, True), adapters.publish_folder(folder, "version")]
-    assert not adapters._versions and "loaded" not in adapters._held
+    assert not adapters._versions and "loaded" not in adapters._states_in_memory
     adapters.clear("0")
     adapters.show(None)
-    after = adapters._held["0"].tensors
+    after = adapters._states_in_memory["0"].tensors
     return faults, all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 

@@ -74,8 +74,11 @@ class FrozenDrafts(Drafts):
 
     def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
         # With dummy weights vLLM 0.30 would let any drafter use the policy's embedding and head.
-        own = {"model": find_folder(self._config["model"]), "draft_load_config": {"load_format": "safetensors"}}
-        return {"speculative_config": {**self._config, **own}}
+        drafter_settings = {
+            "model": find_folder(self._config["model"]),
+            "draft_load_config": {"load_format": "safetensors"},
+        }
+        return {"speculative_config": {**self._config, **drafter_settings}}
 
     def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
         # Leave the drafter out of the returned model, so that no reshard writes its head or embedding.

@@ -31,8 +31,8 @@ def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]
     # Apptainer 1.4.5 prints notices among the errors of the program. `silent` leaves its own fatal errors.
     # `containall` hides the machine's home, /tmp, environment and processes. `no-privs` drops root's rights.
     arguments = ["--silent", "exec", "--containall", "--no-home", "--no-privs", "--overlay", f"{_LAYER_FOLDER}/layer"]
-    for shown in settings["folders"]:
-        arguments += ["--bind", f"{shown}:{shown}:ro"]
+    for bound_folder in settings["folders"]:
+        arguments += ["--bind", f"{bound_folder}:{bound_folder}:ro"]
     return [*arguments, "--pwd", folder or "/", settings["image"]]
 
 

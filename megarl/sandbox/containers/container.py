@@ -105,7 +105,7 @@ class Container:
         began = time.monotonic()
         try:
             if self.settings.outlives_host:
-                self._launched, connection = launch_outliving(self.settings.name, *_keeper(self.settings))
+                self._launched, connection = launch_outliving(self.settings.name, *_keeper_command(self.settings))
                 # Set before the keeper answers, so that `stop` can limit its wait.
                 self._supervisor = os.pidfd_open(self._launched.pid)
             else:
@@ -280,11 +280,11 @@ async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 def start_keeper(settings: ContainerSettings) -> SupervisedProcess:
     """Start a container's keeper process. Its first message says whether the container runs. Raises OSError."""
-    command, environment = _keeper(settings)
+    command, environment = _keeper_command(settings)
     return SupervisedProcess(command, environment=environment, has_connection=True)
 
 
-def _keeper(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
+def _keeper_command(settings: ContainerSettings) -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a container's keeper. The caller appends the connection's descriptor."""
     # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
     command = [sys.executable, "-P", "-S", "-s", "-B", "-c", _KEEPER, str(PACKAGE.parent)]

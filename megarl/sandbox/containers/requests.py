@@ -230,12 +230,12 @@ class RequestLoop:
                 # A later host continues after the end of an earlier program.
                 self._deferred = None if request["do"] == "cancel" else request
                 return "Cancelled: the host ended the program"
-            if excess := self._excess(program):
+            if excess := self._exceeded_limit(program):
                 return excess
         # A program that cannot fork may end between two checks. Its children in the background still count.
-        return self._excess(program)
+        return self._exceeded_limit(program)
 
-    def _excess(self, program: _Program) -> str:
+    def _exceeded_limit(self, program: _Program) -> str:
         """Return the limit that a program exceeds; empty: none."""
         limits = self._limits
         if limits.output_bytes is not None and program.num_printed > limits.output_bytes:
