@@ -1,4 +1,4 @@
-"""Tensors of a model folder by their names in its files. They are memory-mapped: only used elements are read."""
+"""Memory-mapped tensors of a model folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.files.model_folder import read_safetensors_header, weight_files
 
 
 class MappedFolder:
-    """The tensors of a model folder. `names` are all names in its safetensors files.
+    """The tensors of a model folder. `names` are all names in its safetensors files. Only used elements are read.
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """

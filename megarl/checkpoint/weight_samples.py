@@ -1,4 +1,4 @@
-"""Identity of a model folder's weights, from samples of their values."""
+"""Identity of a model folder's weights."""
 
 from __future__ import annotations
 

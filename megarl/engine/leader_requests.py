@@ -1,4 +1,4 @@
-"""The requests of a vLLM engine on its first rank, from megarl's request to the completion."""
+"""The requests of a vLLM engine on its first rank."""
 
 from __future__ import annotations
 

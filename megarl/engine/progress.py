@@ -1,4 +1,4 @@
-"""Detection of an engine with unfinished requests that computes no token."""
+"""Detection of a stalled engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Measures how long an engine computes no token. `stall_seconds` is the limit."""
+    """Measures how long an engine with unfinished requests computes no token. `stall_seconds` is the limit."""
 
     def __init__(self, stall_seconds: float) -> None:
         self.stall_seconds = stall_seconds

@@ -1,4 +1,4 @@
-"""Sleep of a vLLM engine, during which the trainer uses its GPU memory."""
+"""Sleep of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_NAMED = 5
 
 
 class EngineSleep:
-    """Puts a rank's part of an engine to sleep, and wakes it. `can_sleep` is False on a CPU.
+    """Puts a rank's part of an engine to sleep, so that the trainer can use its GPU memory, and wakes it.
 
-    Level 2 drops all weights. A reshard rewrites the parameters, and vLLM restores the buffers, but other tensors are
-    lost. Level 1 copies everything to the host.
+    `can_sleep` is False on a CPU. Level 2 drops all weights. A reshard rewrites the parameters, and vLLM restores the
+    buffers, but other tensors are lost. Level 1 copies everything to the host.
     """
 
     def __init__(self, worker: Any, model: torch.nn.Module, parts: Sequence[EnginePart], *, can_sleep: bool) -> None:

@@ -1,4 +1,4 @@
-"""Environment with a calculator as a tool: arithmetic and a few functions on numbers of limited size."""
+"""Environment with a calculator as a tool."""
 
 from __future__ import annotations
 

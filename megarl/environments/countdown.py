@@ -1,4 +1,4 @@
-"""Game Countdown: reach a target number from given numbers by + - * /."""
+"""Countdown, a game of numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pool of environment processes. A process runs one attempt at a time, so killing it affects no other attempt."""
+"""Pool of environment processes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RaisedError(Exception):
 class EnvironmentPool:
     """At most `num_processes` processes for attempts, started on demand and reused until `close`.
 
-    A process is replaced if it hangs, ended, or cannot run another attempt. Output of environments goes to
-    `log_folder/environment_NNNN.log`, numbered from `first_log`. `make_server` starts a process, on this or another
-    machine.
+    A process runs one attempt at a time, so killing it affects no other attempt. It is replaced if it hangs, ended, or
+    cannot run another attempt. Output goes to `log_folder/environment_NNNN.log`, numbered from `first_log`.
+    `make_server` starts a process, on this or another machine.
     """
 
     def __init__(

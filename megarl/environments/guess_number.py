@@ -1,4 +1,4 @@
-"""Game of guessing a number in several turns, with the hints higher and lower."""
+"""Game of guessing a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.types import Problem
 
 
 class GuessNumber:
-    """Game of guessing a number from 1 to `max_number`, drawn from the problem's index.
+    """Game of guessing a number from 1 to `max_number`, drawn from the problem's index. The hints are higher and lower.
 
     The last number in a turn is the guess. The reward is 1 for a right guess within `max_guesses`, else 0. A state's
     name has the numbers still possible and the number of guesses made.

@@ -1,4 +1,4 @@
-"""Tasks of the library Harbor, played by its agents in its environments. The policy is the agents' model."""
+"""Agent that plays tasks of the library Harbor."""
 
 from __future__ import annotations
 

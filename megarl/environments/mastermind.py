@@ -1,4 +1,4 @@
-"""Game Mastermind: guess a word in several turns; each reply states the number of letters in place."""
+"""Mastermind, a game of guessing a word."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LETTERS = "ABCDEFGH"
 class Mastermind:
     """Game of guessing a word of `length` letters, out of the first `num_letters` of the alphabet.
 
-    The word is drawn from the problem's index. The guess is the last word of a turn with the right length and letters.
-    The reward is 1 for the right word within `max_guesses`. Otherwise it is `partial_reward` (0: none) times the share
-    of letters in place in the last guess.
+    Each reply states the number of letters in place. The word is drawn from the problem's index. The guess is the last
+    word of a turn with the right length and letters. The reward is 1 for the right word within `max_guesses`. Otherwise
+    it is `partial_reward` (0: none) times the share of letters in place in the last guess.
     """
 
     makes_problems = True

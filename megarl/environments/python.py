@@ -1,4 +1,4 @@
-"""Environment with Python as a tool. Each program of the policy runs alone in the sandbox."""
+"""Environment with Python as a tool."""
 
 from __future__ import annotations
 

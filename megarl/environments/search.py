@@ -49,8 +49,6 @@ class Search(ToolEnvironment):
 
 
 class Index:
-    """BM25 index of a corpus, made by the library bm25s."""
-
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
         vocabulary: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Tasksets of the library verifiers (its `v1`), played by its harnesses. The policy is the harness's model."""
+"""Agent that plays tasksets of the library verifiers (its `v1`)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Pushed(NamedTuple):
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text has the form OWNER/NAME of a repository, which need not exist."""
+    """Return whether a text has the form OWNER/NAME. The repository need not exist."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 

@@ -1,4 +1,4 @@
-"""A lock between one user's processes on one machine. The kernel frees it when its process ends."""
+"""A lock between one user's processes on one machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class MachineLock:
-    """The lock of a file, free until `acquire`. `close` and the end of its context free it again."""
+    """The lock of a file, free until `acquire`. `close` and the end of its context or process free it again."""
 
     def __init__(self, path: Path, *, creates: bool = True) -> None:
         """Open the file, or create it if `creates`. Raises OSError for a link and for another user's file."""

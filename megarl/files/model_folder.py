@@ -19,7 +19,6 @@ from megarl.types import DataError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CHECKSUMS = "model.safetensors.checksums.json"
-"""File with the checksums of an exported model's tensors."""
 CARD = "README.md"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

@@ -11,7 +11,6 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Return the identity of this container's process ids: another container has other numbers."""
     return os.readlink("/proc/self/ns/pid")
 
 

@@ -21,7 +21,6 @@ def count_yaml_values(content: bytes) -> int:
 
 
 def is_too_large(content: bytes) -> bool:
-    """Return whether a run's config.yaml has more bytes or values than a report reads."""
     return len(content) > MAX_BYTES or count_yaml_values(content) > MAX_VALUES
 
 

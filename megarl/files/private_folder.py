@@ -1,4 +1,4 @@
-"""A process's temporary folder that only its user can read. It is removed even after a crash."""
+"""A private temporary folder."""
 
 from __future__ import annotations
 

@@ -92,9 +92,8 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
 
 
 def is_long_integer(error: ValueError) -> bool:
-    """Return whether Python's `json` refused an integer with too many digits.
-
-    The error has no class of its own, so this compares its text.
+    """Return whether Python's `json` refused an integer with too many digits, by the error's text: it has no own
+    class.
     """
     return "integer string conversion" in str(error)
 

@@ -1,7 +1,7 @@
 """Megatron-Core and vLLM, prepared for this process's device. The only place that chooses between CUDA and a CPU.
 
-With CUDA both libraries run as they are. Without CUDA they need the patches of `platform.cpu`. Only this module imports
-the patches, so a process with a GPU never loads them.
+With CUDA both libraries run as they are. Without CUDA they need the patches of `platform.cpu`, which only this module
+imports.
 """
 
 from __future__ import annotations

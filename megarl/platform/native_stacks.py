@@ -1,4 +1,4 @@
-"""Stacks of a process's threads on this machine: in the kernel, and in C and C++ functions."""
+"""Stacks of a process's threads, in the kernel and in C and C++ functions."""
 
 from __future__ import annotations
 

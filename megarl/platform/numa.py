@@ -140,7 +140,7 @@ def _rank_cpus(groups: Sequence[tuple[int, ...]], index: int, count: int) -> tup
 
 
 def parse_core_ranges(text: str) -> list[int]:
-    """Parse the kernel's lists of cores, for example 0-3,8. Raises ValueError for another format."""
+    """Parse the kernel's lists of cores, such as 0-3,8. Raises ValueError for another format."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -149,7 +149,7 @@ def parse_core_ranges(text: str) -> list[int]:
 
 
 def core_ranges(cores: Collection[int]) -> str:
-    """Return cores in the kernel's format, for example 0-3,8."""
+    """Return cores in the kernel's format, such as 0-3,8."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and runs[-1][1] == core - 1:

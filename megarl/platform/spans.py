@@ -58,7 +58,7 @@ def annotate_with(annotate: Callable[[str], AbstractContextManager[None]] | None
 
 
 def measure_span_seconds() -> float:
-    """Measure the mean cost, in seconds, of recording one span. Recording must be off."""
+    """Measure the mean seconds of recording one span. Recording must be off."""
     record(True)
     began = time.monotonic()
     for _ in range(_NUM_MEASURED):

@@ -1,4 +1,4 @@
-"""torch's profile of one step in this process: operators and kernels, or allocations of the GPU."""
+"""torch's profile of one step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ class TorchProfile:
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
-        """Context whose duration is a range of this name in the trace, and on CUDA an NVTX range for Nsight Systems."""
         import torch
 
         with torch.profiler.record_function(name):

@@ -38,7 +38,6 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 @cache
 def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver on this machine; None: nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -67,5 +66,5 @@ def _parse_gpu(line: str) -> Gpu:
 
 
 def installed_gpu_gib() -> float | None:
-    """Return the memory in GiB of the machine's smallest usable GPU; None: no GPU of known memory."""
+    """Return the memory in GiB of the machine's smallest usable GPU, or None."""
     return min((gpu.gib for gpu in installed_gpus() if gpu.gib is not None), default=None)

@@ -1,4 +1,4 @@
-"""Examination of this machine: which protection layers of the sandbox it supports, and the CPU time of a run."""
+"""Examination of this machine: supported protection layers, and the CPU time of a run."""
 
 from __future__ import annotations
 

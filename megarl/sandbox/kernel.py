@@ -81,7 +81,6 @@ def unshare(flags: int) -> None:
 
 
 def setns(descriptor: int) -> None:
-    """Enter a namespace, an open file of /proc/PID/ns."""
     _check_result(_LIBC.setns(ctypes.c_int(descriptor), ctypes.c_int(0)), "setns")
 
 
@@ -133,7 +132,6 @@ def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
 
 
 def pivot_root() -> None:
-    """Make the current folder the root, and detach the old root."""
     syscall("pivot_root", b".", b".")
     _check_result(_LIBC.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount of the old root")
     os.chdir("/")

@@ -1,4 +1,4 @@
-"""Work that continues after the request that began it is cancelled."""
+"""Work that outlives its request."""
 
 from __future__ import annotations
 

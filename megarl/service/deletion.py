@@ -1,4 +1,4 @@
-"""Deletion of files that are no longer needed. A file that cannot be deleted is reported, and is no error."""
+"""Deletion of files that are no longer needed. Faults are reported, not raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's record of the engines' slots for adapters: their versions and users."""
+"""The driver's record of the engines' slots for adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of the SDK's RestClient: an account's training runs, checkpoints and sessions."""
+"""Pages of the SDK's RestClient."""
 
 from __future__ import annotations
 

@@ -109,7 +109,6 @@ class Models(RequestHandlers):
         }
 
     def end_session(self, session: Session) -> None:
-        """Forget a session, and free the memory of its models and weights."""
         self._sessions.remove(session)
         for model_id in session.models:
             self._ledger.close_model(model_id)

@@ -1,4 +1,4 @@
-"""Weights to sample from: copies in the trainer's memory, limited per account."""
+"""Weights to sample from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Weights:
 
 
 class PublishedWeights:
-    """The copies in memory, least recently used first."""
+    """Copies of weights in the trainer's memory, least recently used first. Each account has at most
+    `MOST_PUBLISHED`.
+    """
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
         self._trainer, self._checkpoints = trainer, checkpoints

@@ -150,7 +150,6 @@ class Adapters:
         return None
 
     def publish(self, name: str, version: str) -> None:
-        """Copy a model's adapters under the name of a version."""
         self._select(name)
         self._versions[version] = self._copy_weights()
 

@@ -1,4 +1,4 @@
-"""Requests that save a model's weights: on disk with a name, or in memory for sampling."""
+"""Requests that save a model's weights, on disk or for sampling."""
 
 from __future__ import annotations
 

@@ -117,7 +117,6 @@ class Sessions:
         return [model for session in self._sessions.values() for model in session.models.values()]
 
     def silent_since(self, oldest: float) -> list[Session]:
-        """Return the sessions without requests since the time `oldest`."""
         return [session for session in self._sessions.values() if session.seen_at < oldest]
 
     def remove(self, session: Session) -> None:

@@ -1,4 +1,4 @@
-"""The SDK's protobuf messages of training and sampling, as numpy arrays.
+"""The SDK's protobuf messages, as numpy arrays.
 
 The SDK's generated module defines them. It is loaded by its file, because importing the SDK takes seconds and loads
 torch.

@@ -185,7 +185,7 @@ class Containers:
 
     @property
     def num_living(self) -> int:
-        """Number of living containers on all nodes, including those of other sources."""
+        """Number of living containers on all nodes, of all sources."""
         return self._memory.num_containers
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""HTTP server through which agents sample from the model: chat completions, responses, messages."""
+"""HTTP server of the model for agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attempts at Harbor's tasks: a task's container, and its verifier as the reward."""
+"""Attempts at Harbor's tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answered conversations of a session. A new request that continues one reuses its tokens."""
+"""Answered conversations of a session."""
 
 from __future__ import annotations
 

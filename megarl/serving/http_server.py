@@ -99,7 +99,6 @@ class HttpServer:
         return f"http://{in_url(host)}:{self._listeners[0].getsockname()[1]}"
 
     def accept(self) -> None:
-        """Begin to accept connections. Later calls do nothing."""
         if not self._accepting:
             self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._listeners]
 

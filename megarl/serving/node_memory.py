@@ -1,4 +1,4 @@
-"""Memory of a run's machines for containers of agents' attempts, shared by the sources of a mixture."""
+"""Memory of a run's machines for containers of agents."""
 
 from __future__ import annotations
 

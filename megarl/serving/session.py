@@ -1,4 +1,4 @@
-"""One agent's attempt: its model calls, sampled and recorded as tokens until the attempt ends."""
+"""A session: one agent's attempt."""
 
 from __future__ import annotations
 

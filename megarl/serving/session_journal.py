@@ -1,4 +1,4 @@
-"""Journal of a session, from which a later driver continues the session's program."""
+"""Journal of a session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.types import Caller, SamplingSettings
 
 
 class SessionJournal(Protocol):
-    """Journal of a session. Besides the answers, it has the facts that a later driver needs to continue."""
+    """Facts about a session that a later driver needs to continue it, besides the answers."""
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
         """Record a request before its answer."""
@@ -20,9 +20,7 @@ class SessionJournal(Protocol):
         """Record that one more client (1), or one less (-1), has read an answer."""
         ...
 
-    async def close_session(self) -> None:
-        """Record that the session cannot be continued."""
-        ...
+    async def close_session(self) -> None: ...
 
 
 def request_facts(

@@ -1,4 +1,4 @@
-"""Open sessions of an endpoint, by secret: keys, idle time, and waits for sessions of an earlier driver."""
+"""Open sessions of an endpoint."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ class Sessions:
         self._expected |= {secret: asyncio.Event() for secret in secrets_of_programs}
 
     def is_expected(self, secret: str) -> bool:
-        """Return whether this key's program outlived a driver, and its session is not open yet."""
         return secret in self._expected
 
     def cease_to_expect(self, secret: str) -> None:

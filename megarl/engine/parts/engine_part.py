@@ -1,4 +1,4 @@
-"""Interface of an optional feature of a vLLM engine, such as drafts or adapters."""
+"""Interface of a vLLM engine's optional features."""
 
 from __future__ import annotations
 

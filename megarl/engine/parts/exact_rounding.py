@@ -1,4 +1,4 @@
-"""An engine on a CPU that rounds as the trainer does (`trainer.exact`)."""
+"""Exact rounding in an engine (`trainer.exact`)."""
 
 from __future__ import annotations
 

@@ -139,8 +139,6 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 class _EpisodeChild(LibraryChild):
-    """Child process of many episodes, reserved for one request at a time."""
-
     def __init__(self, python: str, library: str, memory_gib: float | None) -> None:
         super().__init__(child_settings(library, {}, python=python, memory_gib=memory_gib))
         self._turns = asyncio.Lock()

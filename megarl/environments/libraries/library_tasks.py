@@ -1,6 +1,4 @@
-"""Numbered tasks of an environment library: the child process that has loaded them, and the choice of a problem's
-task.
-"""
+"""Numbered tasks of an environment library."""
 
 from __future__ import annotations
 

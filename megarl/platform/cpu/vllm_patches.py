@@ -284,7 +284,7 @@ def _dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, b
 
 
 def _silu_gated(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [tokens, intermediate], from x [tokens, 2 * intermediate]: all gates, then all ups."""
+    """Return silu(gate) * up, [tokens, intermediate], from x [tokens, 2 * intermediate]: gates, then ups."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -1,4 +1,4 @@
-"""Setting of torch's memory allocator on this rank's GPU."""
+"""Setting of torch's GPU allocator."""
 
 from __future__ import annotations
 

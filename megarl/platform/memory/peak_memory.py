@@ -1,4 +1,4 @@
-"""Peak memory of this rank: of its GPU, or of its process on a CPU."""
+"""Peak memory of this rank."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Container:
     def __init__(self, settings: ContainerSettings) -> None:
         self.settings = settings
         self.url = ""
-        """Base URL of the policy's endpoint, as seen by the container's programs."""
+        """Base URL of the policy's endpoint for the container's programs."""
         self.seconds_to_start = 0.0
         self.running = ""
         """Label of the program that was running when the container was adopted; empty: none."""

@@ -1,4 +1,4 @@
-"""Where a container's programs run: directly on this machine, or in the container's namespaces."""
+"""Where a container's programs run."""
 
 from __future__ import annotations
 

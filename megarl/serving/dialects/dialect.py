@@ -43,7 +43,7 @@ class Reply(Protocol):
 
 
 class Dialect(Protocol):
-    """A wire format. `page` is its path below `/v1`."""
+    """A wire format of requests. `page` is its path below `/v1`."""
 
     @property
     def page(self) -> str: ...
