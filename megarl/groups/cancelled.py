@@ -1,7 +1,7 @@
 """Cancellation of cross-world process groups by the driver, after the loss of a rank.
 
 The driver detects a dead rank at once. Ranks waiting for it in a collective may never notice: gloo loses the error if a
-connection breaks in the middle of a message, and a stopped rank closes no connection.
+connection breaks in the middle of a message. A stopped rank closes no connection.
 """
 
 from __future__ import annotations

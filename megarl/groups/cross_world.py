@@ -4,9 +4,9 @@ They are created again whenever a world is added or lost. A cross-world group is
 its own ranks (`rank_in`, `ProcessGroup.size`). torch functions that look a group up in a world's tables reject it.
 
 No rank waits longer than the driver permits (`cancelled`). Over gloo, the end of a rank usually fails its peers'
-exchanges. But if the rank ends in the middle of a message, neither the closed connection nor `abort` wakes the peers,
-and the group's destructor blocks too. Waits are therefore short and repeated, and a group with a stuck exchange is
-retained until torch ends the exchange.
+exchanges. A rank may end in the middle of a message. Then neither the closed connection nor `abort` wakes the peers,
+and the group's destructor blocks. Waits are therefore short and repeated, and a group with a stuck exchange is retained
+until torch ends the exchange.
 
 Over NCCL the host waits in `cuda.synchronize` for stuck kernels until `abort` ends them. Before that, torch's watchdog
 (TORCH_NCCL_ASYNC_ERROR_HANDLING, default 3) may end a process after a failed connection or the group's timeout. An

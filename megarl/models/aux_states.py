@@ -1,7 +1,7 @@
 """Inputs of some policy layers, collected on the last pipeline stage for an EAGLE-3 drafter (arXiv 2503.01840).
 
-Each model chunk captures its own layers' inputs, and sends them on with the states from earlier chunks, next to its
-hidden states. They are detached: no gradient flows back.
+Each model chunk captures its own layers' inputs. It sends them on with its hidden states and the states from earlier
+chunks. They are detached: no gradient flows back.
 """
 
 from __future__ import annotations

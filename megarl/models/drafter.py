@@ -1,9 +1,9 @@
 """An EAGLE-3 drafter that learns from the policy's hidden states (arXiv 2503.01840), on the policy's last stage.
 
-The drafter reads the inputs of three layers (`AuxStates`) and the policy's embedding, both detached, so its loss does
-not change the policy's gradient. At position t it predicts the policy's prediction at t + 1. Further steps of a
-training pass feed the drafter with its own states, as when an engine drafts several tokens (training-time test, section
-3.2 of the paper): step k predicts the policy's prediction at t + 1 + k.
+The drafter reads the inputs of three layers (`AuxStates`) and the policy's embedding. Both are detached, so its loss
+does not change the policy's gradient. At position t it predicts the policy's prediction at t + 1. In later steps of a
+training pass the drafter reads its own states, as when an engine drafts several tokens: step k predicts the policy's
+prediction at t + 1 + k (training-time test, section 3.2 of the paper).
 
 Every rank has the whole parameters; Megatron adds up their gradients. The positions of a row are divided over the
 context-parallel ranks, and with sequence parallelism over the tensor-parallel ranks too. Only the policy's detached

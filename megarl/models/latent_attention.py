@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from megarl.models.attention import PackedRow
 from megarl.platform import transformer_engine
 
-# Without Transformer Engine, Megatron-Core 0.16.1 still counts it as present here, and its attention fails in
-# `isinstance` with a stand-in for TELinear.
+# Megatron-Core 0.16.1 counts Transformer Engine as present even if it is missing. Attention then fails in `isinstance`
+# with a stand-in for TELinear.
 multi_latent_attention.HAVE_TE = transformer_engine.is_installed()
 # Megatron-Core 0.19 imports this name with Transformer Engine only. Its attention refuses down projections of an
 # unknown class.

@@ -2,7 +2,7 @@
 
 y = W x + scale * B A dropout(x). scale is alpha / rank or alpha / sqrt(rank). An adapter is a submodule of its linear
 layer, and a forward hook adds its output. (Transformer Engine's layers were not run yet.) If the layer is split over
-ranks, A or B is split on the same side; the other matrix is replicated. Exact models multiply by the merged weights; A
+ranks, A or B is split on the same side. The other matrix is replicated. Exact models multiply by the merged weights; A
 and B have the same gradients.
 """
 

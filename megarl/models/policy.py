@@ -41,7 +41,7 @@ def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Context in which these model chunks are in evaluation mode: no dropout, no router noise."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    # Transformer Engine 2.11 selects other attention kernels in evaluation mode, but old log-probs must come from the
+    # Transformer Engine 2.11 selects other attention kernels in evaluation mode. But old log-probs must come from the
     # kernels of the training pass. Attention has no dropout, so its mode can stay. Its backends are modules of their
     # own (FusedAttention, FlashAttention), so all modules below it keep their mode too.
     attention = [module for module in modules if "DotProductAttention" in type(module).__name__]

@@ -179,7 +179,7 @@ def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
 class _Savings:
     """Chooses the least offload and recomputation that leave `MARGIN_GIB` free on each GPU.
 
-    If the recipe sets no size of the KV cache, the cache must also hold all requests of a step at once.
+    Unless the recipe sets the size of the KV cache, the cache must also hold all requests of a step.
     """
 
     recipe: Recipe

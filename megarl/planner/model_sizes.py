@@ -68,9 +68,7 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
 
 
 def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error for each of a trained model's numbers of channels that is not a multiple of the block size of
-    `trainer.fp8`.
-    """
+    """Yield an error for each number of channels that is not a multiple of the block size of `trainer.fp8`."""
     trainer = recipe.trainer
     if trainer.fp8 == "none":
         return

@@ -1,7 +1,7 @@
 """Staging memory of a reshard: two slots used in turn, private or shared between processes of one machine.
 
-For each exchange, call `claim` (wait for the slot), pack, `depart` (send), `arrive` (wait for the peers' data), unpack,
-and `release`, in this order. The next exchange may depart before this one arrives.
+Order of an exchange: `claim` (wait for the slot), pack, `depart` (send), `arrive` (wait for the peers' data), unpack,
+`release`. The next exchange may depart before this one arrives.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SharedSlots:
         except (FileNotFoundError, ProcessLookupError) as error:
             raise PeerGoneError(f"a rank taking part in the reshard has ended or left: {error}") from error
         except PermissionError as error:
-            # Linux gives the /proc files of a zombie process to root, so a peer that just died looks like a refused
+            # Linux gives the /proc files of a zombie process to root: a peer that just died looks like a refused
             # permission.
             if self._ended.poll(_END_MILLISECONDS):
                 raise PeerGoneError("a rank taking part in the reshard has ended") from error

@@ -1,7 +1,7 @@
 """Nodes with copies of the ranks' training states, and the ranks that read the copies.
 
-After a step, a node holds the states of its own ranks, and of ranks with a partner on this node (`partners`). After a
-restart a rank reads all copies of its node. Copies on leaving nodes only are first sent to a node of the new start
+After a step, a node holds the states of its own ranks and of ranks with a partner there (`partners`). After a restart a
+rank reads all copies of its node. Copies on leaving nodes only are first sent to a node of the new start
 (`hand_overs`).
 """
 

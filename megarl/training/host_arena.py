@@ -1,6 +1,6 @@
 """Page-locked host memory of one rank for tensors that leave the device: one arena, locked in the background.
 
-torch's allocator would page-lock each tensor alone when it first leaves the device, and round its size up to a power of
+torch's allocator would page-lock each tensor when it first leaves the device. It would round each size up to a power of
 two.
 """
 

@@ -21,8 +21,8 @@ Shape = tuple[int, int, int]
 class StageCommunicator(P2PCommunicator):
     """Sends hidden states and gradients between pipeline stages, without sending their shapes.
 
-    Packed rows differ in length, so Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read
-    it from the device. Here every rank computes the shapes from the lengths of all rows.
+    Packed rows differ in length. So Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits for it.
+    Here every rank computes the shapes from the lengths of all rows.
 
     `shapes` [microbatches] has one shape per row. `carriers` [chunks] send carried states of this stage's chunks,
     stacked on the hidden states; None: no carried states. Use a new object for each call of a Megatron schedule.
@@ -36,9 +36,9 @@ class StageCommunicator(P2PCommunicator):
         table = get_schedule_table(len(shapes), len(carriers), config.microbatch_group_size_per_vp_stage)
         num_received = [carrier.num_received if carrier else 0 for carrier in carriers]
         num_sent = [carrier.num_sent if carrier else 0 for carrier in carriers]
-        # Stages receive microbatches in the order in which they process them, forward and backward. Nothing is received
-        # forward by the first stage for its first chunk, and backward by the last stage for its last chunk. The table
-        # counts chunks in the order of the forward pass; in the backward pass the last chunk comes first.
+        # Stages receive microbatches in the order in which they process them, forward and backward. Forward, the first
+        # stage receives nothing for its first chunk. Backward, the last stage receives nothing for its last chunk. The
+        # table counts chunks in the order of the forward pass; in the backward pass the last chunk comes first.
         self._from_previous = deque(
             _message_shape(shapes[microbatch], num_received[chunk])
             for microbatch, chunk in table

@@ -71,7 +71,7 @@ class UpdateRouter(TopKRouter):
 
     Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and divides in
     `finalize_model_grads`: the sum depends on tp, cp, padding, and the sequences in a row. Here each rank's part is
-    divided by the update's tokens at once, so the sum over rows and ranks is the mean.
+    divided by the update's tokens at once. The sum over rows and ranks is then the mean.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
@@ -244,7 +244,7 @@ class ExpertBalance:
     def metrics(self, num_stages: int, device: torch.device) -> dict[str, float]:
         """Return the update's losses by metric name, averaged over layers. A collective over all ranks."""
         names = sorted(self._losses)
-        # All ranks of a stage have the same layers and a part of the tokens, so each counts a fraction of a layer.
+        # All ranks of a stage have the same layers and each a part of the tokens. A rank counts this part of a layer.
         ranks_per_stage = dist.get_world_size() // num_stages
         total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         for router in self._routers:

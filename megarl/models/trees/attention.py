@@ -252,8 +252,8 @@ def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 
     The sum has a fixed order: equal inputs give equal bits.
     """
-    # With repeated entries, torch 2.13 adds gradients in a fixed order only for `index_select` on a CPU and for an
-    # index in brackets on CUDA.
+    # torch 2.13 adds the gradients of repeated entries in a fixed order in two cases only: for `index_select` on a CPU,
+    # and for an index in brackets on CUDA.
     return x[(slice(None),) * dim + (index,)] if x.is_cuda else x.index_select(dim, index)
 
 

@@ -385,7 +385,8 @@ def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings
         return total
     # The router in float32 (logits, softmax, map), and the int64 indices of the permutation.
     total += rank_tokens * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
-    # The dispatched tokens, then the expert. Its product is saved once more before it is scaled by its probability.
+    # Saves the dispatched tokens and the expert's activations. Without a fused kernel, the product is saved again
+    # before it is scaled by its probability.
     weighed = 0 if settings.fuses_activation else channels
     inside = (shape.hidden_size + 2 * settings.lora_rank) * size
     activated = 2 * channels if "moe_act" in settings.recomputed else _gated_bytes(channels, settings) + weighed

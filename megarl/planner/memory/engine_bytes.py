@@ -61,7 +61,7 @@ def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_
         if _is_quantised(stack):
             # Both matrices of a layer's experts are quantised together, so they count as one module.
             name = "experts" if stack.stacks_experts else stack.storage
-            # `count` counts layers. It is below their total if only some layers have such a module.
+            # The mean over layers: `count` covers all layers, and only some of them may have such a module.
             modules[name] += prod(_pad_to_blocks(stack, shape)) * count // layouts.model.num_layers
     layer_numel = sum(modules.values())
     model_numel = layer_numel * layouts.model.num_layers

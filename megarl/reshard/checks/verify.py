@@ -1,7 +1,7 @@
 """Verification of a reshard: checksums of the trainers' live parameters, compared with those of the engines.
 
-Both sides compute checksums of the same boxes (index ranges of tensors), which depend on values and on places in the
-tensor. Equal checksums thus prove plan and transport, but not the layouts: see `checks.file_rows`.
+Both sides compute checksums of the same boxes (index ranges of tensors). A checksum depends on values and on places in
+the tensor. Equal checksums thus prove plan and transport, but not the layouts: see `checks.file_rows`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LedgerComparison:
         """Compare this rank's checksums with the checksums of all ranks. A collective.
 
         `values` has the checksum of each engine piece by index, int64 [scalar]. `differing` lists live parameters that
-        differ from the converted weights. Raises MegarlError on all ranks, naming the first parameter that differs, or
-        the trainer ranks if their copies of the same weights differ.
+        differ from the converted weights. Raises MegarlError on all ranks, naming the first parameter that differs. If
+        trainer ranks with the same weights differ, it names them.
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(values)

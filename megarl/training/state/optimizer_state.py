@@ -1,8 +1,8 @@
 """The state of a sharded optimizer in a checkpoint, as rectangular parts (boxes) of the model's tensors.
 
 Megatron's formats either gather all values on all ranks (`fully_reshardable`) or require equal tensor- and
-pipeline-parallel sizes (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
-covering it, named and shaped as in `fully_reshardable`. Nothing is gathered, and any parallel sizes can read it.
+pipeline-parallel sizes (`dp_reshardable`). Here each rank's flat range of a parameter is cut into few boxes. Their
+names and shapes are those of `fully_reshardable`. Nothing is gathered, and any parallel sizes can read it.
 """
 
 from __future__ import annotations
