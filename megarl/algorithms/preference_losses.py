@@ -2,7 +2,8 @@
 
 All except `kto` take `policy` and `reference` float [pairs, 2]: the summed log-probs of the answers' tokens, the chosen
 answer first. `lengths` [pairs, 2] counts these tokens. They return `(loss [pairs], rewards [pairs, 2])`. A reward is
-the loss's value of an answer, without gradient. A pair is won if the chosen answer has the higher reward.
+the value that the loss assigns to an answer, without gradient. A pair is won if the chosen answer has the higher
+reward.
 """
 
 from __future__ import annotations

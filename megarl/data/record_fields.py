@@ -64,7 +64,7 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
 
 
 def unread_environment_field(fields: Mapping[str, Any], environment: str) -> str | None:
-    """Return an error for the first field that chooses or sets an environment that this one does not read, or None.
+    """Return an error for the first environment field that `environment` does not read, or None.
 
     Environments and agents of the user's own get the whole record, and may read any field.
     """

@@ -56,9 +56,7 @@ class RecordedEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class SetDifference:
-    """Comparison of a validation set in two evaluations: mean difference (later - earlier) over their common
-    problems.
-    """
+    """Comparison of a validation set in two evaluations, over their common problems: later minus earlier."""
 
     name: str
     measure: Literal["accuracy", "reward/mean"]
@@ -68,7 +66,7 @@ class SetDifference:
     """Number of problems in only one evaluation, or with a changed prompt or gold answer."""
     gained: int
     lost: int
-    """Number of problems with a better or a worse measure."""
+    """`gained` and `lost` are the numbers of problems with a better and a worse measure in the later evaluation."""
     difference: Measure | None
     """Mean difference. None: no problem was measured in both evaluations."""
 

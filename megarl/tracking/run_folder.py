@@ -386,7 +386,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             return FolderLock(self.path, name, on_wait)
         except OSError as error:
-            # A full or broken disk becomes a StorageError; runs_folder is not wrong.
+            # A full or broken disk is no fault of the recipe: the caller makes a StorageError of it.
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise
             raise ConfigError(

@@ -23,7 +23,7 @@ _UNSUPPORTED = {
     # `memory` and `storage` are older names, with units.
     "environment": ("env", "healthcheck", "mcp_servers", "gpus", "memory", "storage"),
 }
-"""Unsupported settings, by section. Without them, a task would be graded in another state."""
+"""Unsupported settings, by section. A task that sets one is refused: without it, the graded state would be another."""
 _REMEDIES = {"memory": "write memory_mb", "storage": "write storage_mb"}
 """Remedies for unsupported settings. For all others: remove the setting."""
 _VERIFIER_SECONDS = 600.0

@@ -305,7 +305,7 @@ def _json(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file under its header. All values are text, and an empty cell is a missing field."""
-    # The limit is global to the Python process, so it is only raised. Prompts are longer than its default.
+    # Prompts exceed the default limit. The limit is global to the Python process, so it is never lowered.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     refuse_other_text(path)
     # Spreadsheet programs begin files with a byte-order mark. `newline=""` leaves line breaks inside cells unchanged.

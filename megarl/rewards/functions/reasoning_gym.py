@@ -23,7 +23,7 @@ _MAX_CHARACTERS = 20_000
 """Maximum characters of an answer; a longer answer scores zero. Some scorers take time in a power of the length."""
 
 _BOARDS = ("arc_agi", "rearc")
-"""Tasks whose scorers compare tuples. JSON made lists of them, to be converted back."""
+"""Tasks whose scorers compare tuples. JSON turns tuples into lists, so they are converted back."""
 
 
 def reasoning_gym(

@@ -98,7 +98,7 @@ def read_quantity(text: str, unit_words: Collection[str] | None = None) -> Quant
         return None
     word = _FRACTION_WORD.match(unit_text)
     if word and word[1] in FRACTION_WORDS:
-        # 2 fifths is 2/5, but half of a fraction is not written so.
+        # "2 fifths" is 2/5, but nobody writes "1/2 fifths".
         return Quantity(number * FRACTION_WORDS[word[1]]) if number.denominator == 1 else None
     words = plain_text(unit_text)
     if multiple := _MULTIPLE.match(words):

@@ -43,7 +43,7 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
         if isinstance(value, Mapping):
             names = ("data",) if self.config.protocol == "vllm" else ("score", "reward", "rewards", "scores")
             values = [value[name] for name in names if name in value]
-            # A score is never guessed from two.
+            # Several different values: which one is the score is not guessed.
             value = values[0] if values and values.count(values[0]) == len(values) else None
         # Unwrap lists of one. vLLM may return a reward per token: take the last token's.
         while isinstance(value, list | dict) and value:

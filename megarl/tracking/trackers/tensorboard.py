@@ -77,7 +77,7 @@ class TensorBoard:
         self._last_step = resumed_step
         # In a resumed run, TensorBoard discards steps after the checkpoint.
         self.events = EventFile(folder / "tensorboard", purge_step=resumed_step + 1 if resumed_step else None)
-        # In a resumed run too, because an earlier start may have ended before this.
+        # Also in a resumed run: its earlier start may have ended before writing them.
         for summary in hparams.summaries(read(folder / "config.yaml", is_of_run=True).recipe):
             self.events.add(summary, resumed_step)
 

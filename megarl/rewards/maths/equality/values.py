@@ -37,7 +37,7 @@ def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> 
     first, second = exact(gold), exact(prediction)
     if first is not None and second is not None:
         return first == second * factor
-    # An exact number with more digits than are computed equals only exact numbers.
+    # An exact number with more digits than the computation has can only equal an exact number.
     has_symbols = bool(gold.symbols() | prediction.symbols())
     if not has_symbols and any(_is_longer(value) for value in (first, second)):
         return False
