@@ -121,12 +121,12 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
     sizes = sizes.to(torch.float64)
     failures = sizes - _sums(passes, group, sizes)
-    fails = _binomials(failures, k) / _binomials(sizes, k)
-    mean, deviation = 1 - fails, (fails * (1 - fails)).sqrt()
-    with_a_failure = 1 - _binomials(failures - 1, k - 1) / _binomials(sizes - 1, k - 1)
-    response = torch.where(passes > 0, 1.0, with_a_failure[group]) - mean[group]
+    fail_rates = _binomials(failures, k) / _binomials(sizes, k)
+    mean, deviation = 1 - fail_rates, (fail_rates * (1 - fail_rates)).sqrt()
+    rates_with_failure = 1 - _binomials(failures - 1, k - 1) / _binomials(sizes - 1, k - 1)
+    differences = torch.where(passes > 0, 1.0, rates_with_failure[group]) - mean[group]
     has_advantage = (deviation > 0) & (sizes >= k)
-    advantages = response / deviation.clamp(min=1e-12)[group]
+    advantages = differences / deviation.clamp(min=1e-12)[group]
     return torch.where(has_advantage[group], advantages, 0.0).to(rewards.dtype)
 
 

@@ -44,7 +44,7 @@ def drawn_covariance_mask(
     """Return bool [tokens]: random tokens with a covariance between `low` and `high` (Clip-Cov drops their loss).
 
     Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds. `parts` [tokens]
-    is the result of `covariances`. The smallest `draws` [tokens] decide.
+    is the result of `covariances`. The tokens with the smallest `draws` [tokens] are chosen.
     """
     is_candidate = mask & (parts > low) & (parts < high)
     count = min(_num_tokens(mask, share), int(is_candidate.sum()))

@@ -169,16 +169,16 @@ class WatchedRun:
         a moment.
         """
         self.trouble = ""
-        new: list[int] = []
+        steps: list[int] = []
         try:
             self._read_status()
             self._read_attempt()
-            new = self._read_metrics()
+            steps = self._read_metrics()
             self._read_samples()
         except OSError as error:
             self.trouble = f"{error.filename or self.path}: cannot be read ({error.strerror}); trying again"
         self._read_heartbeats()
-        return new
+        return steps
 
     def _newest(self, count: int) -> list[Mapping[str, float]]:
         return list(self.rows.values())[-count:]

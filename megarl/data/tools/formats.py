@@ -402,7 +402,7 @@ def _is_call(head: str) -> bool:
 
 
 def _gpt_oss(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """Read `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; other messages are
+    """Read `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Other messages are
     text.
     """
     calls: list[WrittenCall] = []

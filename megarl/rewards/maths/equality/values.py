@@ -91,9 +91,7 @@ def _is_longer(number: Fraction | None) -> bool:
 def _compare_at(
     gold: Node, prediction: Node, factor: Fraction, kind: str, seed: int, whole_names: frozenset[str]
 ) -> tuple[bool | None, int]:
-    """Return whether two formulas are equal at one point (None: not comparable), and the distance of magnitudes in
-    bits.
-    """
+    """Return whether two formulas are equal at one point (None: not comparable), and their distance in bits."""
     evaluation = Evaluation(kind, seed, whole_names)
     try:
         first = evaluation.value(gold)
@@ -110,8 +108,10 @@ def _compare_at(
         return True, max(evaluation.bits, _count_cancelled_bits(evaluation.scale, max(abs(first), abs(second))))
     # Roots and logarithms of negative numbers have several complex branches, so a difference proves nothing.
     complex_values = 2 - is_real(first) - is_real(second)
-    is_open = complex_values == 2 or (complex_values == 1 and (_has_branches(gold) or _has_branches(prediction)))
-    return (None if kind == "mixed" and is_open else False), 0
+    is_inconclusive = complex_values == 2 or (
+        complex_values == 1 and (_has_branches(gold) or _has_branches(prediction))
+    )
+    return (None if kind == "mixed" and is_inconclusive else False), 0
 
 
 def _count_cancelled_bits(scale: Any, value: Any) -> int:

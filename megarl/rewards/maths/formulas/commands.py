@@ -125,7 +125,7 @@ class Commands(Cursor):
         if self.token.text == "(" and self.token.kind == "sign":
             self.advance()
             return self.until(")")
-        # sin -x is not clear enough.
+        # `sin -x + 1` may be read in two ways.
         if self.token.text in ("-", "+"):
             raise NotMathematicsError("a function is followed by + or -, so its argument is not clear")
         parts = [self.power()]
