@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from megarl.config.parallel import ParallelConfig
+from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, PeerLostError, Request
 
 
 def completion(name: str, num_tokens: int, finish_reason: Any = "abort") -> Completion:
     values = np.zeros(num_tokens, np.float32)
-    token_ids, versions = np.zeros(num_tokens, np.int64), np.ones(num_tokens, np.int32)
+    token_ids, versions = np.full(num_tokens, 40, np.int64), np.ones(num_tokens, np.int32)
     return Completion(name, token_ids, values, finish_reason, versions)
 
 
@@ -97,3 +99,50 @@ class PlayedEngines:
         self.num_unknown += sum(num_tokens - num_known for num_tokens, _, num_known in engine.running.values())
         self.losses += engine.running
         engine.running = {}
+
+
+class PlayedPool:
+    """A pool of three played engines, and the events in their life."""
+
+    def __init__(self, seed: int, *, all_may_be_lost: bool = False) -> None:
+        self.draw = random.Random(seed)
+        self.engines = PlayedEngines(3, self.draw)
+        self.pool = EnginePool(self.engines, ParallelConfig(1, 1, 3, 1), max_running=3)
+        self.pausing: asyncio.Task[None] | None = None
+        self.num_replicas_to_keep = 0 if all_may_be_lost else 1
+
+    def answer(self) -> None:
+        if self.engines.waiting:
+            self.engines.answer(self.draw.choice(self.engines.waiting))
+
+    def lose(self) -> None:
+        live = [engine for engine in self.engines.engines if not engine.is_lost]
+        if len(live) > self.num_replicas_to_keep:
+            self.engines.lose(self.draw.choice(live))
+
+    def pause(self) -> None:
+        if self.pausing is None:
+            self.pausing = asyncio.create_task(self.pool.pause(aborts=self.draw.random() < 0.5))
+
+    def resume(self) -> None:
+        """End a pause that is complete. A lost engine may begin again then."""
+        if self.pausing is None or not self.pausing.done():
+            return
+        # A pause raises the failure of the pool, and so do its requests.
+        self.pausing.exception()
+        if self.draw.random() < 0.2:
+            # Pause once more, as a run does that saves in a pause.
+            self.pausing = asyncio.create_task(self.pool.pause())
+            return
+        self.pausing = None
+        if self.pool.load().failure is None:
+            self.use_live_engines()
+            for engine in self.engines.engines:
+                engine.is_lost = engine.is_lost and self.draw.random() < 0.5
+            # A run without engines does not resume its pool.
+            self.engines.engines[0].is_lost &= any(not engine.is_lost for engine in self.engines.engines[1:])
+            self.use_live_engines()
+        self.pool.resume()
+
+    def use_live_engines(self) -> None:
+        self.pool.set_live_replicas([place for place, engine in enumerate(self.engines.engines) if not engine.is_lost])

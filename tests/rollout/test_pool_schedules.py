@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import numpy as np
 import pytest
 
-from megarl.config.parallel import ParallelConfig
 from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, Request, SamplingSettings
-from tests.rollout.played_engines import PlayedEngines
+from tests.rollout.played_engines import PlayedPool
 
-NUM_ENGINES, MAX_TOKENS = 3, 6
-PARALLEL = ParallelConfig(1, 1, NUM_ENGINES, 1)
+MAX_TOKENS = 6
 
 
 class Asked:
@@ -44,16 +41,12 @@ class Asked:
         return num_returned + sum(self.aborted) + sum(num_tokens for num_tokens, _ in self.losses)
 
 
-class Schedule:
+class Schedule(PlayedPool):
     """A random order of the pool's events, with or without turns of the event loop between them."""
 
     def __init__(self, seed: int, *, all_may_be_lost: bool) -> None:
-        self.draw = random.Random(seed)
-        self.engines = PlayedEngines(NUM_ENGINES, self.draw)
-        self.pool = EnginePool(self.engines, PARALLEL, max_running=3)
+        super().__init__(seed, all_may_be_lost=all_may_be_lost)
         self.asked: list[Asked] = []
-        self.pausing: asyncio.Task[None] | None = None
-        self.num_replicas_to_keep = 0 if all_may_be_lost else 1
 
     async def run(self, num_events: int) -> None:
         for _ in range(num_events):
@@ -73,42 +66,6 @@ class Schedule:
         running = [asked for asked in self.asked if asked.is_begun and not asked.task.done()]
         if running:
             self.draw.choice(running).task.cancel()
-
-    def answer(self) -> None:
-        if self.engines.waiting:
-            self.engines.answer(self.draw.choice(self.engines.waiting))
-
-    def lose(self) -> None:
-        live = [engine for engine in self.engines.engines if not engine.is_lost]
-        if len(live) > self.num_replicas_to_keep:
-            self.engines.lose(self.draw.choice(live))
-
-    def pause(self) -> None:
-        if self.pausing is None:
-            self.pausing = asyncio.create_task(self.pool.pause(aborts=self.draw.random() < 0.5))
-
-    def resume(self) -> None:
-        """End a pause that is complete. A lost engine may begin again then."""
-        if self.pausing is None or not self.pausing.done():
-            return
-        # A pause raises the failure of the pool, and so do its requests.
-        self.pausing.exception()
-        if self.draw.random() < 0.2:
-            # Pause once more, as a run does that saves in a pause.
-            self.pausing = asyncio.create_task(self.pool.pause())
-            return
-        self.pausing = None
-        if self.pool.load().failure is None:
-            self.use_live_engines()
-            for engine in self.engines.engines:
-                engine.is_lost = engine.is_lost and self.draw.random() < 0.5
-            # A run without engines does not resume its pool.
-            self.engines.engines[0].is_lost &= any(not engine.is_lost for engine in self.engines.engines[1:])
-            self.use_live_engines()
-        self.pool.resume()
-
-    def use_live_engines(self) -> None:
-        self.pool.set_live_replicas([place for place, engine in enumerate(self.engines.engines) if not engine.is_lost])
 
     async def finish(self) -> None:
         """Let all requests end, and the engines run empty."""
