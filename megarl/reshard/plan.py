@@ -297,13 +297,13 @@ class Plan:
         local.
         """
         taker_ranks, source = np.asarray(takers), self.choose_sources(holders, takers, 0)
-        max_takers, is_left = 0, source != taker_ranks
+        max_takers, is_farther = 0, source != taker_ranks
         # A turn shifts the choices among holders at the same distance. The maxima of all distances may meet on one
         # holder, so add them.
         for link_groups in self._near:
-            is_near = is_left & (link_groups[source] == link_groups[taker_ranks])
+            is_near = is_farther & (link_groups[source] == link_groups[taker_ranks])
             max_takers += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
-            is_left &= ~is_near
+            is_farther &= ~is_near
         return max_takers
 
 

@@ -82,6 +82,7 @@ def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = 
     normal = NormalDist()
     places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
     scale = np.exp(sigma * np.array([normal.inv_cdf(place) for place in places]))
+    # Find by bisection the median with which the mean after the cut is `mean`.
     low, high = math.log(1e-3), math.log(1e3 * limit)
     for _ in range(60):
         middle = (low + high) / 2

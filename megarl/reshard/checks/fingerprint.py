@@ -179,7 +179,7 @@ def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
 
     The function is SplitMix64 (Steele, Lea and Flood, 2014). `dim` counts from the last dimension, -1.
     """
-    # 2^40 indices fit between the seeds of two dimensions.
+    # The seeds of two dimensions are 2^40 apart, more than the indices of any dimension.
     numbers = torch.arange(first, first + count, dtype=torch.int64, device=device) + (-dim << 40)
     numbers = numbers * _reinterpret_signed(0x9E3779B97F4A7C15)
     numbers = (numbers ^ _shift_right(numbers, 30)) * _reinterpret_signed(0xBF58476D1CE4E5B9)
