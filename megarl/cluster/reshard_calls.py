@@ -72,8 +72,8 @@ class ReshardCalls:
     async def run(self, verify: bool, version: int) -> Reports:
         """Send the trainers' weights, of this version, to all engines. Return the ranks' reports.
 
-        If replicas were lost or restarted, the ranks first create a new cross-world process group. Then they verify all
-        weights. Raises PeerLostError if no replica is left, or every attempt is cancelled.
+        If replicas were lost or restarted, the ranks first create a new cross-world process group. Then they send and
+        verify all weights. Raises PeerLostError if no replica is left, or every attempt is cancelled.
         """
         if not self._ranks.is_separate:
             return await self._ranks.trainers.call("reshard", verify, version)

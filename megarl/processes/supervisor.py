@@ -45,29 +45,29 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
         control.set_inheritable(False)
     log = settings["log_file"]
     sinks: dict[int, _Sink] = {}
-    ends: list[int] = []
+    write_ends: list[int] = []
     # One pipe for both outputs keeps the order of their lines in the log.
     for sink in [_CappedLog(log)] if log else [OutputTail(), OutputTail()]:
-        output, printed = os.pipe()
-        sinks[output] = sink
-        ends.append(printed)
-    refused, refuse = os.pipe()
-    child = fork_child(lambda: become_program(settings["command"], ends[0], ends[-1], refuse))
+        read_end, write_end = os.pipe()
+        sinks[read_end] = sink
+        write_ends.append(write_end)
+    refusal_reader, refusal_writer = os.pipe()
+    child = fork_child(lambda: become_program(settings["command"], write_ends[0], write_ends[-1], refusal_writer))
     # Close open copies: they would hide the child's end from the driver, and the pipes' ends from this process.
-    for descriptor in {*ends, refuse, settings["connection"]} - {None}:
+    for descriptor in {*write_ends, refusal_writer, settings["connection"]} - {None}:
         os.close(descriptor)
     exit_code = _watch(child, control, sinks, settings["end_seconds"])
     # First kill all writers of the pipes; then the loop ends after the last output.
     kill_descendants()
-    for output, sink in sinks.items():
-        while part := os.read(output, _PART_BYTES):
+    for read_end, sink in sinks.items():
+        while part := os.read(read_end, _PART_BYTES):
             sink.add(part)
     tails = [sink.text() for sink in sinks.values() if isinstance(sink, OutputTail)] or ["", ""]
     report = {
         "exit_code": exit_code,
         "stdout": tails[0],
         "stderr": tails[1],
-        "refused": os.read(refused, 1000).decode(),
+        "refused": os.read(refusal_reader, 1000).decode(),
     }
     # The driver may have ended.
     with suppress(OSError):

@@ -148,12 +148,12 @@ class GroupBuffer:
         # Groups sampled by several weight versions get log-probs only in the step that trains on them.
         if self._recipe.algorithm.old_logprobs != "trainer" or not self.policy.is_synchronous:
             return 0
-        lacking = [t for t in flatten(self.state.waiting) if lacks_logprobs(t)]
+        trajectories = [t for t in flatten(self.state.waiting) if lacks_logprobs(t)]
         self.state.waiting = [
             [with_logprobs(t, [s.rollout_logprobs for s in t.segments]) if lacks_logprobs(t) else t for t in group]
             for group in self.state.waiting
         ]
-        return len(lacking)
+        return len(trajectories)
 
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
         """Return the groups for a training step, in the order in which their prompts were drawn.
@@ -264,10 +264,10 @@ class GroupBuffer:
         elif not state.started and len(state.waiting) < self._demand.num_groups and not self._has_drawn_enough:
             # A batch is one draw, with one seed number. Its groups are numbered after the waiting groups.
             state.drawn += 1
-            first = self._num_surplus + self._num_started
-            earlier: Counter[tuple[str, int]] = Counter()
-            for draw in range(first, first + num_live):
-                self._start_new(draw, state.drawn, earlier)
+            first_draw = self._num_surplus + self._num_started
+            problem_counts: Counter[tuple[str, int]] = Counter()
+            for draw in range(first_draw, first_draw + num_live):
+                self._start_new(draw, state.drawn, problem_counts)
 
     def _start_new(self, draw: int, seed_number: int, earlier: Counter[tuple[str, int]] | None = None) -> None:
         """Draw a problem and start its group. `earlier` counts the batch's problems by source and index."""

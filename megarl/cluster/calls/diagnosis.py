@@ -151,21 +151,21 @@ class Diagnosis:
                 failures.append((error, pending))
         # Consequences come last. Ranks cut off with their agent count as consequences. A lost node may end another
         # node's agent before a rank's own end is reported.
-        first, failed = min(
+        first_error, failed_call = min(
             failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].epoch_seconds)
         )
         # The failure is only a consequence. The cause may be a rank that did not enter the collective.
-        if first.echo and (silent := failed.silent()):
+        if first_error.echo and (silent := failed_call.silent()):
             stacks = await self.read_stacks()
             if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
-                return await self._end_silent(f"did not enter a collective of `{failed.method}`", stopped, stacks)
+                return await self._end_silent(f"did not enter a collective of `{failed_call.method}`", stopped, stacks)
         lost_handles: list[RankHandle] = []
-        if first.report is None or (first.report["lost"] and not first.report["megarl_class"]):
+        if first_error.report is None or (first_error.report["lost"] and not first_error.report["megarl_class"]):
             # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
-            lost_handles = [first.handle, *(error.handle for error, _ in failures if not error.echo)]
+            lost_handles = [first_error.handle, *(error.handle for error, _ in failures if not error.echo)]
         await self._end.kill(lost_handles)
         # Only now, after the end, is a lost rank's log complete.
-        return error_of(first, failed.method, self._ranks.part.num_ranks)
+        return error_of(first_error, failed_call.method, self._ranks.part.num_ranks)
 
     async def _end_silent(
         self, fault: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""

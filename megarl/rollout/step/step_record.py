@@ -310,14 +310,14 @@ def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Differen
     yield from _array_differences(recorded, replayed, tolerance)
     yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
     # Adam's first moments hold the gradients. Norms and weights follow from them, so compare them later.
-    gradients, rest = _shared_state(recorded.state, replayed.state, tolerance)
+    gradient_names, other_names = _shared_state(recorded.state, replayed.state, tolerance)
     # Clipping spreads one wrong gradient to all tensors. The wrong one has the largest distance, so sort by distance.
     state_differences = [
-        difference for name in gradients for difference in _state_differences(name, recorded, replayed, tolerance)
+        difference for name in gradient_names for difference in _state_differences(name, recorded, replayed, tolerance)
     ]
     yield from sorted(state_differences, key=lambda difference: -difference.distance)
     yield from _metric_differences(NORMS, recorded.metrics, replayed.metrics, tolerance)
-    for name in rest:
+    for name in other_names:
         yield from _state_differences(name, recorded, replayed, tolerance)
 
 
