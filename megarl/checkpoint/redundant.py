@@ -22,7 +22,7 @@ _FREQUENCIES = ".rotary_emb.inv_freq"
 _PRECISION = {"F64": 1e-5, "F32": 1e-5, "F16": 2e-3, "BF16": 1e-2}
 """Largest relative rounding of a stored frequency, by the code of its dtype."""
 _SMALLEST = 1e-7
-"""Frequencies below this have few bits in float16."""
+"""Absolute tolerance. Frequencies below it have few bits in float16."""
 
 
 def is_redundant(name: str, model: ModelShape) -> bool:

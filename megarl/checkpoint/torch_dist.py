@@ -217,8 +217,8 @@ def extra_states(model: ModelShape) -> Iterator[str]:
         if kind == "weight" and re.search(r"\.linear_\w+$|\.(in|out)_proj$", module):
             # Without a leading dimension, Megatron-Core counts one object.
             leading = (parameter.leading, parameter.leading_shape) if parameter.leading else ((0,), (1,))
-            place, of = (".".join(map(str, numbers)) for numbers in leading)
-            yield f"{module}._extra_state/shard_{place}_{of}"
+            index_text, shape_text = (".".join(map(str, numbers)) for numbers in leading)
+            yield f"{module}._extra_state/shard_{index_text}_{shape_text}"
 
 
 @dataclass(frozen=True, slots=True)

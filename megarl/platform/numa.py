@@ -195,8 +195,8 @@ def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
     """
     # A container runtime may show the folder empty.
     if driver.is_dir() and any(driver.iterdir()):
-        # /sys shows a container all devices of the machine. NVIDIA's container runtime shows the container's GPUs here.
-        # Not tested in a container with some of the GPUs.
+        # In a container /sys shows all devices of the machine. NVIDIA's container runtime shows only the container's
+        # GPUs here. Not tested in a container with some of the GPUs.
         return [folder.name.lower() for folder in driver.iterdir()]
     addresses = []
     for folder in (root / "bus/pci/devices").glob("*"):

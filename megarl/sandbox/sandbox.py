@@ -334,7 +334,8 @@ class _Run:
             if self._began_at is None and self._content[self._status] == READY:
                 self._began_at = time.monotonic()
                 if not self._ended:
-                    # Read once, to know the process. If it ends later, its time since this read still counts.
+                    # The first reading registers the run's process. If the process ends later, its busy time since then
+                    # still counts.
                     self._busy_time.read()
                     deadline = self._began_at + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):

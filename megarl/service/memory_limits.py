@@ -22,7 +22,9 @@ class RankMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Room on a host for models and copies: `num_bytes`. One model and one copy need the sum over its ranks."""
+    """Room on a host: `num_bytes` for models and copies of weights. One model needs `model_bytes` on all its ranks
+    together.
+    """
 
     host: str
     num_bytes: int

@@ -137,7 +137,7 @@ class Models(RequestHandlers):
         session.seen_at = self._clock()
 
         async def make() -> Reply:
-            # After the first promise has expired, a repeat of its request must not reset a trained model.
+            # A promise expires. If the client then repeats its request, the trained model must not be reset.
             if model_id in session.models:
                 raise UserError(f"model_seq_id of {model_id}: was used by another request; count on")
             sessions = self._sessions.owned_by(session.owner)

@@ -1,4 +1,4 @@
-"""Reading of a model call's sampled tokens as the answer that the agent gets."""
+"""Converts a model call's sampled tokens to the answer for the agent."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ def read_caller(headers: Mapping[str, str]) -> Caller:
 
 
 def read_claude_code_caller(headers: Mapping[str, str]) -> Caller:
-    """Return the agent named by Claude Code's headers. The main agent has no id there."""
+    """Return the agent named by Claude Code's headers. Claude Code sends no id for its main agent."""
     agent = headers.get("x-claude-code-agent-id")
     return _caller(headers, agent, headers.get("x-claude-code-parent-agent-id"), None)
 
 
 def read_codex_caller(headers: Mapping[str, str]) -> Caller:
-    """Return the thread named by Codex's headers. The main thread has an id there, but no parent."""
+    """Return the thread named by Codex's headers. Codex's main thread has an id, but no parent."""
     parent = headers.get("x-codex-parent-thread-id")
     agent = headers.get("thread-id") if parent else None
     return _caller(headers, agent, parent, _request_kind(headers.get("x-codex-turn-metadata", "")))
