@@ -54,6 +54,8 @@ def anything(*args, **kwargs):
         pytest.param(by_position, {"other": 8}, ("5", 8, 1), id="by position with kwargs"),
         pytest.param(anything, {}, ((), OF_REST), id="anything"),
         pytest.param(anything, {"x": 1}, ((), sorted([*OF_REST, "x"])), id="anything with kwargs"),
+        pytest.param(lambda answer, label=None: (answer, label), {"label": "x"}, ("5", "x"), id="a value in kwargs"),
+        pytest.param(lambda answer, label="x": (answer, label), {}, ("5", "x"), id="a default of its own"),
         pytest.param(lambda text=None, *, k: (text, k), {"k": [1]}, (None, [1]), id="an own default"),
     ],
 )
@@ -66,6 +68,9 @@ def test_only_what_is_needed_is_sent() -> None:
 
 
 def of_openrlhf(queries, prompts, labels): ...
+
+
+def of_defaults(completion_text, ground_truth=None, *, extra_info=None): ...
 
 
 def of_slime(args, sample, **kwargs): ...
@@ -82,6 +87,7 @@ def of_verl(solution_str, ground_truth, tokenizer): ...
     [
         pytest.param(of_openrlhf, {}, "queries: messages; prompts: prompt_messages; labels: answer", id="OpenRLHF"),
         pytest.param(of_openrlhf, {"prompts": []}, "here: queries: messages; labels: answer", id="a value in kwargs"),
+        pytest.param(of_defaults, {}, "here: ground_truth: answer; extra_info: record.", id="defaults of None"),
         pytest.param(of_slime, {}, "here: args: none; sample: record.", id="slime"),
         pytest.param(of_trl, {}, "here: completion_ids: num_tokens; trainer_state: none.", id="only TRL has them"),
         pytest.param(of_verl, {}, "here: tokenizer: none.", id="verl's, and one more"),

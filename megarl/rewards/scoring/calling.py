@@ -162,6 +162,12 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
             parameter.name for parameter in named_parameters.values() if parameter.default is parameter.empty
         )
         unknown = [required for required in required_names if required not in (*PARAMETERS, *kwargs)]
+        # `ground_truth=None` waits for the sample's value, and would be None for each sample.
+        unknown += [
+            parameter.name
+            for parameter in named_parameters.values()
+            if parameter.default is None and parameter.name in _SAMPLE_NAMES and parameter.name not in kwargs
+        ]
     if unknown:
         raise ConfigError(_unknown(name, unknown))
     if foreign is not None:
@@ -208,3 +214,8 @@ _COUNTERPARTS = {
     for foreign_name in foreign_names.split()
 }
 """Parameter names of verl, TRL, OpenRLHF, slime and NeMo RL, each with megarl's name for the same value."""
+_SAMPLE_NAMES = frozenset(
+    {"ground_truth", "gold_answer", "gt_answer", "label", "labels", "solution_str", "completions",
+     "responses", "extra_info", "data_source"}
+)  # fmt: skip
+"""Names in `_COUNTERPARTS` that mean a sample's value even if the parameter has the default None."""
