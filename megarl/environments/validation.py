@@ -51,6 +51,12 @@ def checked_step(step: object) -> Step:
     _check_messages(step.messages, "step")
     if step.reward is not None and not _is_number(step.reward):
         raise ValueError(f"the environment's step returned a reward that is not a finite number: {step.reward!r:.80}")
+    if step.done not in (True, False):
+        raise TypeError(f"the environment's step returned done = {step.done!r:.80}; give True or False")
+    if step.answer_correct not in (True, False, None):
+        raise TypeError(
+            f"the environment's step returned answer_correct = {step.answer_correct!r:.80}; give True, False or None"
+        )
     if not isinstance(step.metrics, Mapping) or not all(map(_is_number, step.metrics.values())):
         raise ValueError(
             f"the environment's step returned metrics that are not finite numbers by name: {step.metrics!r:.80}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from megarl.environments import Step
@@ -24,6 +27,25 @@ def test_the_names_of_rollouts_are_those_of_the_table() -> None:
 def test_a_metric_of_every_rollout_is_not_replaced(name: str) -> None:
     with pytest.raises(ValueError, match=f"returned the metric '{name}'"):
         checked_step(Step(metrics={name: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"done": "false"}, "done"),
+        ({"done": None}, "done"),
+        ({"answer_correct": 0.5}, "answer_correct"),
+        ({"answer_correct": "no"}, "answer_correct"),
+    ],
+)
+def test_a_verdict_is_true_or_false(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(TypeError, match=f"returned {field} = "):
+        checked_step(Step(**values))
+
+
+def test_verdicts_of_numpy_are_verdicts() -> None:
+    step: Any = {"done": np.bool_(True), "answer_correct": np.bool_(False)}
+    assert checked_step(Step(**step)) == Step(done=True, answer_correct=False)
 
 
 @pytest.mark.parametrize("name", ["guesses", "tools/invalid", "shares", "my/turns"])
