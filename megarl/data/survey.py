@@ -170,7 +170,7 @@ class _Surveyed:
 class _RecordReader:
     """Reads one record for the survey. Raises DataError for each record that a run would refuse.
 
-    Without a tokenizer, errors that need one remain unnoticed.
+    Without a tokenizer, errors that only a tokenizer shows are not noticed.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ METRICS = (
 
 _COUNTED = tuple(row.name.rpartition("/")[2] for row in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
-"""Purpose to which server calls are counted: `training` or `evaluation`. Both may run at once."""
+"""Purpose under which server calls are counted: `training` or `evaluation`. Both may run at once."""
 
 Config = TypeVar("Config", bound=ServedConfig)
 

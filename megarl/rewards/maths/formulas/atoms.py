@@ -25,7 +25,7 @@ _FONTS = frozenset(("mathbf", "mathrm", "mathit", "mathsf", "boldsymbol", "bm", 
 _SHAPES = {"angle": "angle", "triangle": "triangle", "odot": "circle", "square": "square"}
 # A half-open interval such as (0, 1] closes with the other bracket.
 _CLOSING = {"(": (")", "]"), "[": ("]", ")")}
-# Letters followed by brackets: the first set are functions in any case, the second only before one letter or number.
+# A letter before brackets: `f(a + b)` is always a call; `h(x)` is one only with a single letter or number inside.
 _ALWAYS_FUNCTIONS = frozenset("fgFG")
 _PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
 
