@@ -63,7 +63,7 @@ class Flow:
         """Return the copies from rank `source` to any destination rank, by slice. Copies at equal distances are
         merged.
         """
-        # Holders with the same kind of holding need the same copies, so the cache key names kinds instead of ranks.
+        # Ranks that hold the same box need the same copies, so the cache key has the box's number for each region.
         kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
         key = (num_slices, *kinds)
         if key not in self.templates:

@@ -82,7 +82,7 @@ class TokenTree:
         level = self._levels()
         queries = self._places(self.ends), self._places(self.reaches)
         has_queries = queries[1] > queries[0]
-        # Subtrees of one level are disjoint, so one call merges each query once.
+        # Subtrees of one level are disjoint: in one call, each query has at most one part to merge.
         for depth in range(int(level.max(initial=0)) + 1):
             is_of_level = has_queries & (level == depth)
             borders = (x[is_of_level] for x in (*queries, self.starts, self.ends))

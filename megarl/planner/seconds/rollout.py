@@ -39,11 +39,11 @@ class RolloutSeconds:
     """Seconds of a rollout's three parts."""
 
     prefill: float
-    """Prefill of all prompts."""
+    """Seconds to prefill all prompts."""
     full: float
-    """Decoding while requests wait for a place in an engine."""
+    """Seconds of decoding while requests wait for a place in an engine."""
     tail: float
-    """Decoding from the start of the last request to the end of the longest request."""
+    """Seconds of decoding from the start of the last request to the end of the longest request."""
     requests: float
     """Requests that an engine decodes at once before the tail."""
     limited_by_cache: bool

@@ -105,8 +105,8 @@ class TargetFetcher(RowFeed):
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[TeacherTargets]]:
         """Fetch the targets of each row from each teacher into host memory. A collective over the world.
 
-        Only the last pipeline stage gets targets, and their contents only its first tensor-parallel rank; `complete`
-        broadcasts them. Then all ranks remove their stored targets.
+        Ranks before the last pipeline stage get no targets. On the last stage, only the first tensor-parallel rank gets
+        their contents; `complete` broadcasts them. Then all ranks remove their stored targets.
         """
         if rows[0].target_keys is None:
             return [()] * len(rows)

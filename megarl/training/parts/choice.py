@@ -1,4 +1,4 @@
-"""Choice of the optional parts of a trained model: no other place names them."""
+"""Choice of the optional parts of a trained model. The main path of training names none of them."""
 
 from __future__ import annotations
 
