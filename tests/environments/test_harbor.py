@@ -25,6 +25,7 @@ from megarl.environments.libraries.harbor_adapter import LIVE, Library
 from megarl.environments.libraries.library_process import ChildError, ForeignError, LibraryProcess, check_installed
 from megarl.environments.shared import close_shared
 from megarl.types import ConfigError
+from tests.child_processes import is_alive
 from tests.rewards.pools import wait_until
 
 LIBRARY = {
@@ -62,7 +63,8 @@ class Environment:
         self.container = self.folder / "containers" / session_id
         if kwargs.get("compose"):
             self.stop, self._run_docker_compose_command = self.stop_by_compose, self.run
-    def start(self):
+            self.start = self.start_by_compose
+    async def start(self):
         self.container.mkdir(parents=True)
     async def stop(self, delete):
         if "stuck" in self.container.name or (self.folder / "no_daemon").exists():
@@ -70,9 +72,18 @@ class Environment:
         while (self.folder / "slow").exists():
             (self.folder / "stopping").touch()
             await asyncio.sleep(0.01)
-        self.container.rmdir()
+        if self.container.exists():
+            self.container.rmdir()
     async def run(self, command):
-        await Environment.stop(self, command)
+        if command[0] == "down":
+            return await Environment.stop(self, command)
+        if (self.folder / "hanging_up").exists():
+            up = await asyncio.create_subprocess_exec("sleep", "600")
+            (self.folder / "up").write_text(f"{up.pid}")
+            await up.wait()
+        await Environment.start(self)
+    async def start_by_compose(self):
+        await self._run_docker_compose_command(["up"])
     async def stop_by_compose(self, delete):
         # Harbor only logs the error.
         try:
@@ -115,10 +126,10 @@ class Trial:
         environment = EnvironmentFactory.create_environment_from_config(
             config=Space(**config.environment), session_id=session, trial_paths=folder
         )
-        environment.start()
         is_late = outcome in ("error", {"reward": 0.25})
         errors = [Space(exception_type="AgentTimeoutError", exception_message="late")] if is_late else []
         try:
+            await environment.start()
             if outcome in ("hangs", "stuck"):
                 (folder / "pid").write_text(str(os.getpid()))
                 await asyncio.Event().wait()
@@ -213,6 +224,26 @@ async def test_a_trial_that_is_ended_stops_its_container(tasks: Path, ends: str)
         await close_shared()
     await asyncio.gather(running, return_exceptions=True)
     assert [*tasks.parent.glob("containers/*")] == [*tasks.parent.glob("trials/.live/*")] == []
+
+
+async def test_a_trial_that_is_cancelled_during_compose_up_ends_it_before_down(tasks: Path) -> None:
+    (tasks.parent / "hanging_up").touch()
+    (tasks.parent / "slow").touch()
+    kwargs = {"compose": True}
+    agent = Harbor("tasks", agent="my:Agent", environment="my:Environment", environment_kwargs=kwargs)
+    running = asyncio.create_task(agent.run({"index": 0, "record": {}}, "http://endpoint/v1", "secret"))
+    up, stopping = tasks.parent / "up", tasks.parent / "stopping"
+    try:
+        while not (up.exists() and up.read_text()):
+            assert not running.done(), running.exception()
+            await asyncio.sleep(0.02)
+        running.cancel()
+        while not stopping.exists():
+            await asyncio.sleep(0.02)
+        assert not is_alive(int(up.read_text()))
+        (tasks.parent / "slow").unlink()
+    finally:
+        await close_shared()
 
 
 DRIVER = """

@@ -9,8 +9,11 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 KEY_NAME = "OPENAI_API_KEY"
+CHILD_SECONDS = 10.0
+"""Seconds for `docker compose up` to end after SIGTERM."""
 LIVE = ".live"
 """Folder, inside the folder of trials, with a file for each running trial. The trial's process locks its file."""
 
@@ -19,6 +22,7 @@ class Library:
     is_forked = True
 
     def __init__(self, settings, load_file):
+        self.process_tree = load_file("processes/process_tree.py")
         os.environ["HARBOR_TELEMETRY"] = "0"
         self.task_class = importlib.import_module("harbor.models.task.task").Task
         self.configs = importlib.import_module("harbor.models.trial.config")
@@ -87,7 +91,7 @@ class Library:
             environment = create(*arguments, **options)
             session = options["session_id"]
             live_trial.note(session, True)
-            stop = make_stop(environment)
+            stop = self.make_stop(environment)
 
             async def stop_and_note(delete):
                 await stop(delete)
@@ -200,7 +204,50 @@ class Library:
             trial_paths=self.paths_class(pathlib.Path(self.settings["trials_dir"], trial_name)),
             task_env_config=task.config.environment,
         )
-        await make_stop(environment)(config.delete)
+        await self.make_stop(environment)(config.delete)
+
+    def make_stop(self, environment):
+        """Return the `stop` of an environment. It raises the error of docker compose that Harbor only logs."""
+        stop = environment.stop
+        run_compose = getattr(environment, "_run_docker_compose_command", None)
+        if run_compose is None:
+            return stop
+        errors = []
+
+        async def run_compose_noted(command, *arguments, **options):
+            try:
+                return await run_compose(command, *arguments, **options)
+            except asyncio.CancelledError:
+                # Harbor does not end the program. Containers that it starts after `down` would stay.
+                if command[0] == "up":
+                    await self.end_children()
+                raise
+            except Exception as error:
+                if command[0] in ("down", "stop"):
+                    errors.append(error)
+                raise
+
+        async def stop_or_raise(delete):
+            # Harbor also calls `down` before a start, where nothing may run.
+            errors.clear()
+            await stop(delete)
+            if errors:
+                raise errors[0]
+
+        environment._run_docker_compose_command = run_compose_noted
+        return stop_or_raise
+
+    async def end_children(self):
+        """End all child processes with SIGTERM, and after `CHILD_SECONDS` with SIGKILL."""
+        deadline = time.monotonic() + CHILD_SECONDS
+        number = signal.SIGTERM
+        while children := [*self.process_tree.descendants(os.getpid())]:
+            if number is not None:
+                for pid in children:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            number = signal.SIGKILL if time.monotonic() > deadline else None
+            await asyncio.sleep(0.05)
 
 
 class LiveTrial:
@@ -214,30 +261,3 @@ class LiveTrial:
         self.is_running[session] = is_running
         self.file.write(json.dumps([session, is_running]) + "\n")
         self.file.flush()
-
-
-def make_stop(environment):
-    """Return the `stop` of an environment. It raises the error of docker compose that Harbor only logs."""
-    stop = environment.stop
-    run_compose = getattr(environment, "_run_docker_compose_command", None)
-    if run_compose is None:
-        return stop
-    errors = []
-
-    async def run_compose_noted(command, *arguments, **options):
-        try:
-            return await run_compose(command, *arguments, **options)
-        except Exception as error:
-            if command[0] in ("down", "stop"):
-                errors.append(error)
-            raise
-
-    async def stop_or_raise(delete):
-        # Harbor also calls `down` before a start, where nothing may run.
-        errors.clear()
-        await stop(delete)
-        if errors:
-            raise errors[0]
-
-    environment._run_docker_compose_command = run_compose_noted
-    return stop_or_raise
