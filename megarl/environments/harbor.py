@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from megarl.environments.libraries.library_process import ForeignError
 from megarl.environments.libraries.library_tasks import LibraryTasks
+from megarl.files.strict_json import finite_number
 from megarl.terminal import FirstOfEachKind
 
 _NOTICES = FirstOfEachKind(logging.getLogger(__name__).warning)
@@ -88,9 +88,10 @@ class Harbor:
             raise ForeignError(f"the verifier gave {sorted(rewards)[:5]}, and none is named reward")
         # A task with one number may give it any name.
         reward = rewards.get("reward", next(iter(rewards.values())))
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        number = finite_number(reward)
+        if number is None:
             raise ForeignError(f"the reward is {reward!r:.80}, not a finite number")
-        return float(reward)
+        return number
 
     def check(self) -> None:
         self._tasks.check(self._folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.environments import EnvironmentUnavailableError, Message, Start, Step, Turn
 from megarl.environments.shared import get_shared, run_alone
-from megarl.files.strict_json import make_object
+from megarl.files.strict_json import finite_number, make_object
 from megarl.processes.supervised_process import SupervisedProcess
 from megarl.types import ConfigError, Problem, ToolCall
 
@@ -216,9 +215,10 @@ def _reward(answer: Mapping[str, Any]) -> float | None:
     reward = answer.get("reward")
     if reward is None:
         return None
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    number = float(reward) if isinstance(reward, bool) else finite_number(reward)
+    if number is None:
         raise ServerError(f"the reward is {reward!r:.80}, not a finite number")
-    return float(reward)
+    return number
 
 
 def _schema(tool: Any) -> dict[str, Any]:

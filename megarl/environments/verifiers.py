@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from megarl.environments.libraries.library_process import ForeignError
 from megarl.environments.libraries.library_tasks import LibraryTasks
+from megarl.files.strict_json import finite_number
 
 
 class Verifiers:
@@ -48,9 +48,10 @@ class Verifiers:
         task = self._tasks.number_for(problem, process)
         value = await process.request({"task": task, "base_url": base_url, "api_key": api_key})
         reward = value.get("reward")
-        if not isinstance(reward, float) or not math.isfinite(reward):
+        number = finite_number(reward)
+        if number is None:
             raise ForeignError(f"the reward is {reward!r:.80}, not a finite number")
-        return reward
+        return number
 
     def check(self) -> None:
         self._tasks.check("the taskset")

@@ -135,6 +135,18 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+def finite_number(value: object) -> float | None:
+    """Return a number among parsed values, such as a reward, as a float. None: it is not a finite number."""
+    # JSON's true becomes a bool, which Python counts as an int.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's integers have no bound
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _long_integer_fault(text: str) -> str:
     """Return the integer in a JSON text that has too many digits for Python, and its place."""
     limit = sys.get_int_max_str_digits()

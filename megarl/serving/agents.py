@@ -18,7 +18,7 @@ from megarl.config.sections.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
 from megarl.data.sources.harbor import FIELD, task_image
 from megarl.environments import Agent, Message, environment_maker, is_agent
-from megarl.files.strict_json import RepeatedKeyError, make_object
+from megarl.files.strict_json import RepeatedKeyError, finite_number, make_object
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, empty_call, make_trajectory
@@ -26,7 +26,6 @@ from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import EnginePool
 from megarl.sandbox.containers.container import ContainerError
 from megarl.serving.answers import Answer
-from megarl.serving.body import finite_reward
 from megarl.serving.codec import Codec
 from megarl.serving.containers import AttemptContainer, Containers
 from megarl.serving.credit import read_turn_rewards, trained_answers
@@ -498,7 +497,7 @@ def _task_input(task: Task) -> dict[str, Any]:
 
 
 def _check_reward(reward: object) -> float:
-    number = finite_reward(reward)
+    number = finite_number(reward)
     if number is None:
         raise _ProgramError(f"ValueError: the program's reward is {reward!r:.80}, not a finite number")
     return number

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -121,15 +120,3 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
         except ValueError as error:
             raise RequestError(f"the body has text that UTF-8 cannot encode: {error}; leave it out") from error
     return body
-
-
-def finite_reward(value: object) -> float | None:
-    """Return a reward sent by a client or printed by a program, as a float; None: it is not a finite number."""
-    # JSON's true becomes a bool, which Python counts as an int.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # JSON's integers have no bound
-        return None
-    return number if math.isfinite(number) else None

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megarl.files.strict_json import finite_number
 from megarl.serving.answers import Answer
-from megarl.serving.body import finite_reward
 
 Credit = Literal["attempt", "final_segment", "by_turn"]
 
@@ -57,7 +57,7 @@ def read_turn_rewards(
         place = next((places[call] for call in (name, *_without_first_word(name)) if call in places), None)
         if place is None:
             raise ValueError(f"turn_rewards.{name!s:.80}: is not the id of an answer of this attempt")
-        if (reward := finite_reward(value)) is None:
+        if (reward := finite_number(value)) is None:
             raise ValueError(f"turn_rewards.{name!s:.80} = {value!r:.40}: give a finite number")
         rewards[place] = reward
     return tuple(sorted(rewards.items()))

@@ -10,10 +10,11 @@ from typing import Any
 from aiohttp import web
 
 from megarl.config.sections.rollout import EndpointConfig
+from megarl.files.strict_json import finite_number
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.answers import Answer, ModelCallUnderWay
-from megarl.serving.body import MAX_BODY_BYTES, finite_reward, read_body
+from megarl.serving.body import MAX_BODY_BYTES, read_body
 from megarl.serving.dialects.chat import Chat, Completions, model, models, read_conversation, read_prompt
 from megarl.serving.dialects.dialect import Dialect, Reply
 from megarl.serving.dialects.messages import Messages
@@ -224,7 +225,7 @@ class Endpoint:
         if session is None:
             raise _unknown_key()
         _, body = await read_body(request)
-        reward = finite_reward(body.get("reward"))
+        reward = finite_number(body.get("reward"))
         if reward is None:
             raise RequestError(f"reward = {body.get('reward')!r:.40}: give a finite number", param="reward")
         session.turn_rewards = body.get("turn_rewards")

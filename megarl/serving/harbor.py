@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.sources.harbor import FIELD
-from megarl.files.strict_json import make_object
+from megarl.files.strict_json import finite_number, make_object
 from megarl.sandbox.containers.container import ContainerError
-from megarl.serving.body import finite_reward
 from megarl.serving.containers import AttemptContainer
 from megarl.types import Problem
 
@@ -93,7 +92,7 @@ class HarborTask:
                 tail = " ".join(printed.split())[-_TAIL_CHARACTERS:]
                 raise VerifierError(f"VerifierError: neither reward.json nor reward.txt in {_LOGS}: {tail}") from None
             reward = float(text)
-        number = finite_reward(reward)
+        number = finite_number(reward)
         if number is None:
             raise VerifierError(f"VerifierError: the reward is {reward!r:.80}, not a finite number")
         return number

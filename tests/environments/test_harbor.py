@@ -146,7 +146,7 @@ class Trial:
 """,
 }
 OUTCOMES = (
-    {"reward": 0.5}, {"passed": 1}, {"a": 1, "b": 0}, {"reward": float("nan")}, None, "error", {"reward": 0.25},
+    {"reward": 0.5}, {"passed": 1}, {"a": 1, "b": 0}, {"reward": float("nan")}, None, "error", {"reward": 0.25}, {"reward": 10**400},
 )  # fmt: skip
 
 
@@ -183,6 +183,7 @@ async def test_a_trial_gives_its_verifier_s_reward_and_keeps_its_trajectory(
         await close_shared()
     # The verifier judged the last one although its agent was late, which the log says.
     assert rewards[:2] == [0.5, 1.0] and rewards[6] == 0.25
+    assert isinstance(rewards[7], ForeignError) and "not a finite number" in str(rewards[7])
     assert "AgentTimeoutError: late" in caplog.text
     for reward, reason in zip(
         rewards[2:6],

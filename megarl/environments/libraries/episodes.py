@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from megarl.environments.libraries.library_process import (
     child_settings,
 )
 from megarl.environments.shared import get_shared, run_alone
+from megarl.files.strict_json import finite_number
 from megarl.types import ConfigError, Problem
 
 _SESSION_NUMBERS = itertools.count()
@@ -83,14 +83,15 @@ class ForeignEnvironment:
     async def step(self, turn: Turn) -> Step:
         value = await self._request({"do": "step", "text": turn.text})
         reward, done, correct = value.get("reward"), value.get("done"), value.get("correct")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        number = finite_number(reward)
+        if number is None:
             raise ChildError(f"the reward is {reward!r:.80}, not a finite number")
         if not isinstance(done, bool) or not isinstance(correct, bool | None):
             raise ChildError(
                 f"done must be a boolean and correct a boolean or null in the answer to a turn: {value!r:.200}"
             )
         messages = () if done else ({"role": "user", "content": _text(value)},)
-        return Step(messages, float(reward), done, correct)
+        return Step(messages, number, done, correct)
 
     async def close(self) -> None:
         if self._child is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.sections.http_rewards import RemoteModelConfig
+from megarl.files.strict_json import finite_number
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.http_rewards import ServedReward
 
@@ -50,7 +50,8 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
             if isinstance(value, list) and len(value) > 1 and self.config.protocol != "vllm":
                 break
             value = value.get("data") if isinstance(value, dict) else value[-1]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        score = finite_number(value)
+        if score is None:
             raise ValueError(f"the server's answer has no score: {answer!r:.200}")
         clip = self.config.clip
-        return float(value) if clip is None else max(-clip, min(clip, float(value)))
+        return score if clip is None else max(-clip, min(clip, score))
