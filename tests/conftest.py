@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
 LEFT = "this run of the tests has left:"
-OWN_JOBS = ("gpu_environment", "standin_gpu", "fault_runs", "long")
+OWN_JOBS = ("gpu_environment", "standin_gpu", "fault_runs", "harbor", "long")
 TIERS = ("cluster", "end_to_end", "distributed", "types", "fast")
 """Markers, each test has one. A test without one has the tier that its fixtures declare, by using one of the fixtures
 `cluster_tier` and `distributed_tier`, or else `fast`. The fixtures' first in this order counts."""

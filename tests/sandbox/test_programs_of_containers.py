@@ -67,12 +67,19 @@ def podman_settings(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def docker_daemon(folder: Path) -> Iterator[dict[str, str]]:
-    """A daemon of docker of its own, without networks and with its files in `folder`, as environment variables."""
+def docker_daemon(folder: Path, *, has_networks: bool = False) -> Iterator[dict[str, str]]:
+    """A daemon of docker of its own with its files in `folder`, as environment variables.
+
+    `has_networks`: containers may have networks, in a network namespace of the daemon.
+    """
     if shutil.which("dockerd") is None or os.geteuid() != 0:
         pytest.skip("needs root and dockerd: apt-get install --no-install-recommends docker.io")
     places = ("--data-root", folder / "data", "--exec-root", folder / "exec", "--pidfile", folder / "pid")
-    command = ["dockerd", "--bridge=none", "--iptables=false", "--storage-driver=vfs", *places]
+    command = ["dockerd", "--iptables=false", "--storage-driver=vfs", *places]
+    if has_networks:
+        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+    else:
+        command.append("--bridge=none")
     host = f"unix://{folder}/socket"
     with (folder / "log").open("w") as log, subprocess.Popen([*command, "-H", host], stdout=log, stderr=log) as daemon:
         try:
