@@ -245,7 +245,7 @@ class Library:
             if number is not None:
                 for pid in children:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
+                        self.process_tree.send_signal(pid, number)
             number = signal.SIGKILL if time.monotonic() > deadline else None
             await asyncio.sleep(0.05)
 
