@@ -146,7 +146,8 @@ class Trial:
 """,
 }
 OUTCOMES = (
-    {"reward": 0.5}, {"passed": 1}, {"a": 1, "b": 0}, {"reward": float("nan")}, None, "error", {"reward": 0.25}, {"reward": 10**400},
+    {"reward": 0.5}, {"passed": 1}, {"a": 1, "b": 0}, {"reward": float("nan")}, None, "error", {"reward": 0.25},
+    {"reward": 10**400},
 )  # fmt: skip
 
 
