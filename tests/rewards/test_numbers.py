@@ -35,6 +35,15 @@ NUMBERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [(r"\sqrt[3]{343}", Fraction(7)), (r"\sqrt{49/4}", Fraction(7, 2)), (r"\sqrt{2}", None), (r"\sqrt[3]{344}", None)],
+)
+def test_a_root_is_exact_only_if_it_is_rational(text: str, value: Fraction | None) -> None:
+    tree = parse(text)
+    assert tree is not None and exact(tree) == value
+
+
 @pytest.mark.parametrize("text", NUMBERS)
 def test_both_readers_agree(text: str) -> None:
     quantity, tree = read_quantity(text), parse(text)

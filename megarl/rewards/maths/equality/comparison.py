@@ -347,8 +347,8 @@ def _is_same_step(gold: Step, prediction: Step) -> bool:
     if gold.sign != prediction.sign:
         return False
     factor_sign = is_proportional(gold.difference, prediction.difference)
-    # An inequation != may also be multiplied by a negative number.
-    return factor_sign > 0 or (factor_sign < 0 and gold.sign == "!=")
+    # Relations = and != may also be multiplied by a negative number.
+    return factor_sign > 0 or (factor_sign < 0 and gold.sign in ("=", "!="))
 
 
 def _with_label_first(equation: Node) -> tuple[Node, Node]:

@@ -25,7 +25,8 @@ def list_steps(node: Node) -> list[Step]:
             left, right, sign = right, left, _FLIPPED[sign]
         steps.append(Step(join_operands("sum", [left, negative(right)]), sign))
     # A descending chain is reversed, so that equal chains have equal order.
-    return steps if node.value[0] in ("<", "<=", "=", "!=") else steps[::-1]
+    is_descending = next((sign in _FLIPPED for sign in node.value if sign not in ("=", "!=")), False)
+    return steps[::-1] if is_descending else steps
 
 
 def determines(left: Node, right: Node, difference: Node) -> bool:

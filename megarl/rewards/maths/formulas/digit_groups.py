@@ -44,7 +44,7 @@ class DigitGroups(Atoms):
         """Skip numbers joined by one sign. Returns the numbers as written, and the sign."""
         groups = [self.token.text]
         self.advance()
-        sign = self.token.text if self.token.kind == "sign" and self.token.text in (":", "-", "/") else ""
+        sign = self.token.text if self.token.text in (":", "-", "/") else ""
         while sign and self.token.text == sign and self.following().kind == "number":
             self.advance()
             groups.append(self.token.text)
