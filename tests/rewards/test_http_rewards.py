@@ -254,6 +254,17 @@ def test_verdicts(said, score):
         assert judge().verdict(said) == score
 
 
+@pytest.mark.parametrize("said", ["Rating: 7", '{"grade": "A"}'])
+def test_a_verdict_of_a_cut_answer_is_none(said):
+    rated = judge(scale=[0, 100]) if "Rating" in said else judge(pattern=r'"grade": "(\w+)"', choices={"A": 1, "B": 0})
+    answer = {"choices": [{"message": {"content": said}, "finish_reason": "length"}]}
+    with pytest.raises(ValueError, match="cut off by"):
+        rated.read(answer)
+    for finish_reason in ("stop", None):
+        answer["choices"][0]["finish_reason"] = finish_reason
+        assert rated.read(answer) == (0.07 if "Rating" in said else 1.0)
+
+
 def test_verdicts_by_number_and_by_pattern():
     rated = judge(scale=[1, 10])
     assert rated.verdict("Rating: 10") == 1.0 and rated.verdict("5.5") == 0.5

@@ -101,11 +101,18 @@ class Judge(ServedReward[JudgeConfig]):
 
     def read(self, answer: Any) -> float:
         try:
-            text = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
+            choice = answer["choices"][0]
+            text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError(f"the judge's answer is not a chat completion: {answer!r:.200}") from None
         if not isinstance(text, str):
             raise ValueError(f"the judge's answer has no text: {text!r:.200}")
+        # The rest may change the verdict: 7 of 75, or a second thought.
+        if finish_reason == "length":
+            raise ValueError(
+                f"the judge's answer is cut off by kwargs.max_tokens = {self.config.max_tokens}; raise it. It ends "
+                f"with {text[-_MAX_SHOWN:]!r}"
+            )
         return self.verdict(text)
 
     def verdict(self, text: str) -> float:
