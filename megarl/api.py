@@ -76,7 +76,7 @@ class Run:
 
         A cell is null where a step has no value.
         """
-        return _table([{"step": step, **values} for step, values in self._read().rows])
+        return _make_table([{"step": step, **values} for step, values in self._read().rows])
 
     def samples(self, step: int | None = None) -> pa.Table:
         """Return the recorded samples of a step; None: of all steps. Objects and lists become JSON text.
@@ -90,7 +90,7 @@ class Run:
             recorded_steps = ", ".join(map(str, sorted(files))) or "none"
             raise ConfigError(f"step = {step}: {self.path} has no samples of this step; it has steps {recorded_steps}")
         steps = sorted(files) if step is None else [step]
-        return _table([record for number in steps for record in read_records(files[number], number)])
+        return _make_table([record for number in steps for record in read_records(files[number], number)])
 
     def _read(self) -> Any:
         from megarl.tracking.run_record import RunRecord
@@ -113,9 +113,9 @@ def train(
     """
     options = ["--resume=must"] if resume == "must" else ["--resume"] * resume
     with _recipe_file(recipe) as file:
-        override_texts = _overrides(overrides)
+        override_texts = _override_texts(overrides)
         folder = _run_path(file, override_texts)
-        _megarl("train", file, *override_texts, *options, *["--restart"] * restart)
+        _run_megarl("train", file, *override_texts, *options, *["--restart"] * restart)
     return Run(folder)
 
 
@@ -126,10 +126,10 @@ def plan(recipe: RecipeSource, overrides: Overrides | None = None) -> dict[str, 
     ConfigError for a recipe that cannot run.
     """
     with _recipe_file(recipe) as file:
-        code, output, error = _program("plan", file, *_overrides(overrides), "--json", captures_output=True)
+        code, output, error = _run_program("plan", file, *_override_texts(overrides), "--json", captures_output=True)
     # A plan that does not fit has exit code 2 too, but prints its object.
     if code and not output.strip():
-        raise _error_of(code, error)
+        raise _make_error(code, error)
     return json.loads(output)
 
 
@@ -159,7 +159,7 @@ def evaluate(
     options += [] if temperature is None else ["--temperature", str(temperature)]
     options += [argument for name in sets for argument in ("--set", name)]
     with _recipe_file(recipe) as file:
-        _megarl("eval", source, file, *_overrides(overrides), *options, "--out", folder)
+        _run_megarl("eval", source, file, *_override_texts(overrides), *options, "--out", folder)
     return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
 
 
@@ -188,20 +188,20 @@ def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
         return
     with PrivateFolder() as folder:
         file = folder / "recipe.yaml"
-        file.write_text(as_yaml(_plain(recipe)), encoding="utf-8")
+        file.write_text(as_yaml(_to_json_value(recipe)), encoding="utf-8")
         yield str(file)
 
 
-def _overrides(overrides: Overrides | None) -> list[str]:
-    return [override_text(name, _plain(value)) for name, value in (overrides or {}).items()]
+def _override_texts(overrides: Overrides | None) -> list[str]:
+    return [override_text(name, _to_json_value(value)) for name, value in (overrides or {}).items()]
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Return a JSON value: functions and classes become import paths, paths become texts."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inside) for key, inside in value.items()}
+        return {str(key): _to_json_value(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inside) for inside in value]
+        return [_to_json_value(inside) for inside in value]
     if isinstance(value, Path):
         return str(value)
     return _import_path(value) if callable(value) else value
@@ -234,18 +234,18 @@ def _run_path(recipe: str, overrides: Sequence[str]) -> Path:
     return path if path.is_dir() else run_path(load(path, overrides))
 
 
-def _megarl(*arguments: str | Path) -> None:
-    code, _, error = _program(*arguments, captures_output=False)
+def _run_megarl(*arguments: str | Path) -> None:
+    code, _, error = _run_program(*arguments, captures_output=False)
     if code:
-        raise _error_of(code, error)
+        raise _make_error(code, error)
 
 
-def _program(*arguments: str | Path, captures_output: bool) -> tuple[int, str, str]:
+def _run_program(*arguments: str | Path, captures_output: bool) -> tuple[int, str, str]:
     """Run a megarl command. Returns its exit code, its standard output if captured, and its error output."""
     return follow_command([sys.executable, "-m", "megarl", *map(str, arguments)], captures_output=captures_output)
 
 
-def _error_of(code: int, error_output: str) -> MegarlError:
+def _make_error(code: int, error_output: str) -> MegarlError:
     kinds = [MegarlError]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -259,16 +259,16 @@ def _error_of(code: int, error_output: str) -> MegarlError:
     return kind(f"megarl ended with exit code {code}; its last lines:\n{last}")
 
 
-def _table(records: Sequence[Mapping[str, Any]]) -> pa.Table:
+def _make_table(records: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return records as a table with a column for every key, in order of appearance. Missing values are null."""
     import pyarrow as pa
 
     names = list(dict.fromkeys(name for record in records for name in record))
-    columns = {name: _column([record.get(name) for record in records]) for name in names}
+    columns = {name: _make_column([record.get(name) for record in records]) for name in names}
     return pa.table(columns)
 
 
-def _column(values: Sequence[Any]) -> pa.Array:
+def _make_column(values: Sequence[Any]) -> pa.Array:
     """Return values as an Arrow array. Objects, lists and values of several types become JSON text."""
     import pyarrow as pa
 

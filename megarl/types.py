@@ -435,7 +435,7 @@ class Trajectory:
     def turn_tokens(self) -> list[int]:
         """Token counts of all non-empty completions."""
         turns = [segment.turns[segment.loss_mask].tolist() for segment in self.segments]
-        return list(Counter(turn for of_segment in turns for turn in of_segment).values())
+        return list(Counter(turn for segment_turns in turns for turn in segment_turns).values())
 
     @property
     def oldest_version(self) -> int:

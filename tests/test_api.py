@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import megarl
-from megarl.api import _column, _error_of
+from megarl.api import _make_column, _make_error
 from megarl.files.import_path import import_object, source_being_imported
 from megarl.platform.commands import follow_command
 from megarl.types import ConfigError, MegarlError, StoppedError
@@ -112,9 +112,9 @@ def test_a_type_checker_resolves_an_editable_install() -> None:
 
 
 def test_exit_codes_become_errors() -> None:
-    stopped = _error_of(StoppedError.exit_code, "warning\nerror: the run was stopped\n")
+    stopped = _make_error(StoppedError.exit_code, "warning\nerror: the run was stopped\n")
     assert type(stopped) is StoppedError and str(stopped) == "the run was stopped"
-    assert type(_error_of(9, "")) is MegarlError
+    assert type(_make_error(9, "")) is MegarlError
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_exit_codes_become_errors() -> None:
     ],
 )
 def test_columns_have_one_type(values: list[Any], expected: list[Any]) -> None:
-    assert _column(values).to_pylist() == expected
+    assert _make_column(values).to_pylist() == expected
 
 
 def test_a_followed_command_shows_its_errors(capfd: pytest.CaptureFixture[str]) -> None:

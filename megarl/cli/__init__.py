@@ -148,8 +148,8 @@ def train(
             earlier.refuse_newer_version()
             for checkpoint in earlier.checkpoints[:1]:
                 refuse_other_schema(checkpoint)
-        # The run's folder may have been moved or renamed since its config.yaml was written.
-        override_texts = [override_text(name, value) for name, value in _place_of(path).items()] + override_texts
+        # The run's folder may have been moved or renamed since its config.yaml was written_recipe.
+        override_texts = [override_text(name, value) for name, value in _folder_fields(path).items()] + override_texts
         path /= "config.yaml"
     display = Display()
     # Imports create many objects, and garbage collection among them would only take time.
@@ -159,33 +159,37 @@ def train(
             from megarl.planner.defaults import memory_defaults, with_memory_defaults
             from megarl.preflight import check_disk, download_missing, load
 
-            written = load(path, override_texts, is_start=not dry_run, is_of_run=is_of_run)
-            check_disk(written)
-            faults.arm_driver(written.cluster.world_size)
+            written_recipe = load(path, override_texts, is_start=not dry_run, is_of_run=is_of_run)
+            check_disk(written_recipe)
+            faults.arm_driver(written_recipe.cluster.world_size)
         # Counting epochs needs the number of records.
-        if written.train.epochs is not None and not dry_run:
-            download_missing(written, display.info)
+        if written_recipe.train.epochs is not None and not dry_run:
+            download_missing(written_recipe, display.info)
         with checking(display):
-            written = with_steps(written)
-            loaded = with_memory_defaults(written, is_start=not dry_run)
+            written_recipe = with_steps(written_recipe)
+            resolved_recipe = with_memory_defaults(written_recipe, is_start=not dry_run)
         # Before the data is read: a finished run needs neither data nor model.
-        if not dry_run and not restart and not _has_work(loaded, resume):
+        if not dry_run and not restart and not _has_work(resolved_recipe, resume):
             return
-        if not dry_run and download_missing(written, display.info):
+        if not dry_run and download_missing(written_recipe, display.info):
             # The model's sizes are known only after the download.
-            check_disk(written)
-            loaded = with_memory_defaults(written, is_start=True)
-        with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
-            parallel, records, dropped, record_digests = check_completely(loaded, display, is_start=not dry_run)
-            print_sizes(loaded, parallel, records, dropped)
-            if defaults := list(memory_defaults(written, loaded)):
+            check_disk(written_recipe)
+            resolved_recipe = with_memory_defaults(written_recipe, is_start=True)
+        with contextlib.nullcontext() if dry_run else _ranks_importing(resolved_recipe):
+            parallel, records, dropped, record_digests = check_completely(
+                resolved_recipe, display, is_start=not dry_run
+            )
+            print_sizes(resolved_recipe, parallel, records, dropped)
+            if defaults := list(memory_defaults(written_recipe, resolved_recipe)):
                 print_lines(defaults)
             if dry_run:
                 return
             # Importing torch takes seconds, so show a phase for it.
             with display.phase("loading libraries"), display.live():
                 from megarl.loops.run import run
-    asyncio.run(run(loaded, parallel, resume=resume, restart=restart, record_digests=record_digests, display=display))
+    asyncio.run(
+        run(resolved_recipe, parallel, resume=resume, restart=restart, record_digests=record_digests, display=display)
+    )
 
 
 def fork_run(
@@ -237,7 +241,7 @@ def _folder_hint(path: Path) -> str:
     return f"{path}: is a folder; give the YAML file of a recipe"
 
 
-def _place_of(run_folder: Path) -> dict[str, str]:
+def _folder_fields(run_folder: Path) -> dict[str, str]:
     """Return the recipe fields with a run folder's place."""
     absolute = run_folder.absolute()
     return {"runs_folder": str(absolute.parent), "name": absolute.name}
@@ -301,8 +305,8 @@ def doctor(
         examinations, notices = {"here": examine()}, []
     else:
         loaded = with_notices_shown(load(recipe, overrides or ()))
-        if wrong := [*machines(loaded)]:
-            raise ConfigError(error_page(f"recipe {loaded.name}", wrong))
+        if machine_faults := [*machines(loaded)]:
+            raise ConfigError(error_page(f"recipe {loaded.name}", machine_faults))
         examinations, notices = asyncio.run(examine_nodes(loaded, planned_host_bytes(loaded)))
     rows = differences(examinations)
     if as_json:

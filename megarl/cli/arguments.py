@@ -82,7 +82,7 @@ class RecipeCommand(TyperCommand):
             return rest
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
         texts = [text for argument in arguments for text in _argument_texts(ctx, argument)]
-        if unknown := list(_options(texts)):
+        if unknown := list(_list_options(texts)):
             raise ConfigError("\n".join(_unknown_option(*option, self.params) for option in unknown))
         return rest
 
@@ -92,7 +92,7 @@ def _argument_texts(ctx: Any, argument: Any) -> list[str]:
     return [] if value is None else [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     for argument, following in zip_longest(arguments, arguments[1:]):
         if argument.startswith("-"):
             option, equals, value = argument.partition("=")

@@ -104,7 +104,7 @@ def check_data(
     from megarl.data.chat import tokenizer_of
     from megarl.data.survey import survey
 
-    names = _names(data_format, fields, answer_field)
+    names = _field_names(data_format, fields, answer_field)
     survey_result = survey(
         source,
         names=names,
@@ -118,7 +118,7 @@ def check_data(
         raise typer.Exit(DataError.exit_code)
 
 
-def _names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
+def _field_names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
     """Return the record field names in options. Raises ConfigError for invalid ones."""
     import yaml
     from pydantic import ValidationError
@@ -170,7 +170,7 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflict
             "this option"
         )
     recipe = load(path)
-    tokenizer = _tokenizer(recipe)
+    tokenizer = _load_tokenizer(recipe)
     is_sound = True
     sets = (
         surveys(recipe, tokenizer) if source is None else [("", survey_as_training(recipe, source, tokenizer, heldout))]
@@ -184,7 +184,7 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflict
         raise typer.Exit(DataError.exit_code)
 
 
-def _tokenizer(recipe: Recipe) -> Tokenizer | None:
+def _load_tokenizer(recipe: Recipe) -> Tokenizer | None:
     """Return the tokenizer of the recipe's model. For a missing folder, print a notice and return None."""
     from megarl.data.chat import tokenizer_of
 

@@ -54,7 +54,11 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model on a recipe's validation sets: accuracy, pass@k, majority@k, all answers. No trainer starts."""
-    options: dict[str, Any] = {"samples_per_prompt": n, "k": k and _numbers(k), "sampling.temperature": temperature}
+    options: dict[str, Any] = {
+        "samples_per_prompt": n,
+        "k": k and _parse_numbers(k),
+        "sampling.temperature": temperature,
+    }
     settings = {name: value for name, value in options.items() if value is not None}
     from megarl.console.results import print_evaluation
     from megarl.loops.commands.evaluation import prepare, run
@@ -64,7 +68,7 @@ def evaluate(
     print_evaluation(asyncio.run(run(prepared)), prepared.folder)
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

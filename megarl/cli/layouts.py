@@ -86,7 +86,7 @@ def search_layouts(
     from megarl.console.predictions import print_layouts
     from megarl.planner.layouts.search import search_of
 
-    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness, file.refusal).search(count)
+    result = search_of(recipe, _choose_lengths(recipe, run, mean_tokens), max_staleness, file.refusal).search(count)
     if as_json:
         print(json.dumps({"recipe": recipe.name, "model": recipe.model.path, **result.as_json()}))
     else:
@@ -95,7 +95,7 @@ def search_layouts(
         raise typer.Exit(ConfigError.exit_code)
 
 
-def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengths:
+def _choose_lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengths:
     """Return the distribution of completion lengths. Raises ConfigError if it is set twice or too long."""
     from megarl.planner.seconds.lengths import assumed_lengths, assumed_prompt_tokens, lengths_of_run, log_normal
 

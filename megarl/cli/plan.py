@@ -89,7 +89,7 @@ def plan(
         if defaults := list(memory_defaults(as_written, with_chunk_tokens(loaded))):
             print_lines(defaults)
     parallel = align_parallel(loaded, shape, parallel)
-    counted = forecast(
+    reshard_forecast = forecast(
         shape,
         parallel,
         ranks_per_node=loaded.cluster.ranks_per_node,
@@ -106,9 +106,9 @@ def plan(
         head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, parallel, memory), *slower_layout(loaded)]
         if explain:
             head["terms"] = [asdict(term) for term in explain_terms(memory)]
-        print(json.dumps({**head, "memory": memory.as_json(), **counted}))
+        print(json.dumps({**head, "memory": memory.as_json(), **reshard_forecast}))
     else:
-        print_plan(loaded, parallel, counted, is_assumed=kind is None)
+        print_plan(loaded, parallel, reshard_forecast, is_assumed=kind is None)
         print_lines(
             [
                 *not_downloaded(loaded),

@@ -55,15 +55,15 @@ def resize(
     state = RunRecord.open_of_this_version(run).status.get("state")
     if state != "running":
         raise ConfigError(f"{run}: the run is not running (status.json: {state}); start it with megarl train")
-    before = load_of_run(run)
-    values = _sizes(run / "config.yaml", (), overrides, is_of_run=True)
+    recipe_of_run = load_of_run(run)
+    values = _read_sizes(run / "config.yaml", (), overrides, is_of_run=True)
     # Checks the sizes against config.yaml. The run checks them again: after a loss of ranks its sizes differ.
-    parallel = change_sizes(before, values).parallel
+    parallel = change_sizes(recipe_of_run, values).parallel
     request(run, values)
     print_lines([f"{run}: changes to {parallel} after its current step"])
 
 
-def _sizes(
+def _read_sizes(
     recipe: Path | str, before: Sequence[str], overrides: Sequence[str], *, is_of_run: bool = False
 ) -> dict[str, Any]:
     """Return the sizes in overrides, by field. Raises ConfigError for fields that a resize cannot change.
@@ -96,7 +96,7 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
         )
     if old.optimizer.name != "adam":
         raise ConfigError(f"--to: counts Adam's state; leave it out with optimizer.name={old.optimizer.name}")
-    new = with_sizes(old, _sizes(recipe, first, after.split()))
+    new = with_sizes(old, _read_sizes(recipe, first, after.split()))
     layouts = []
     for sizes in (old, new):
         shape, parallel = check_plan(sizes)

@@ -32,14 +32,16 @@ def conditions(field: str) -> tuple[Condition, ...]:
     """Return all conditions of a field's effect, including those of the sections around it."""
     parts, field_conditions = field.split("."), []
     for end in range(1, len(parts) + 1):
-        for layer in _layers(".".join(parts[:end])):
-            decided = {condition.fields for condition in layer}
-            field_conditions = [condition for condition in field_conditions if condition.fields not in decided] + layer
+        for layer in _condition_layers(".".join(parts[:end])):
+            decided_fields = {condition.fields for condition in layer}
+            field_conditions = [
+                condition for condition in field_conditions if condition.fields not in decided_fields
+            ] + layer
     # Name the loop first: under another loop, the other conditions would mislead.
     return tuple(sorted(field_conditions, key=lambda condition: condition.fields != ("loop",)))
 
 
-def _layers(place: str) -> Iterator[list[Condition]]:
+def _condition_layers(place: str) -> Iterator[list[Condition]]:
     """Yield the conditions at each section around a field, outermost first, then at the field.
 
     Later ones replace earlier ones on the same fields.
@@ -54,9 +56,9 @@ def _layers(place: str) -> Iterator[list[Condition]]:
 def unmet(recipe: Recipe, field: str) -> Condition | None:
     """Return the first condition of a field that the recipe does not meet; None: the field has an effect.
 
-    In a mixture, one source that uses the recipe's value with an effect is enough.
+    In a mixture, it is enough if the field has an effect in one source that does not override it.
     """
-    # A source's recipe has no mixture, so check a condition on the mixture in the whole recipe.
+    # A source's recipe has no mixture, so a condition on the mixture is checked in the whole recipe.
     on_mixture = (condition for condition in conditions(field) if condition.fields == ("mixture",))
     if recipe.mixture and (condition := next(on_mixture, None)) is not None:
         return condition
@@ -79,10 +81,10 @@ def may_be_idle(recipe: Recipe, field: str) -> bool:
         for item in annotated_with(field, KeywordOf)
         if is_import_path(path := value_at(recipe, item.formula) or "")
     ]
-    return any(not _takes(path, keyword) for path, keyword in own_formulas)
+    return any(not _formula_takes(path, keyword) for path, keyword in own_formulas)
 
 
-def _takes(path: str, keyword: str) -> bool:
+def _formula_takes(path: str, keyword: str) -> bool:
     if (formula := imported_object(path)) is None:
         return False
     parameters = inspect.signature(formula).parameters

@@ -59,7 +59,7 @@ class Formula:
     def _check_name(self, name: str | None) -> str | None:
         from pydantic_core import PydanticCustomError
 
-        functions = _functions(self)
+        functions = _read_functions(self)
         if name is None or name in functions or (self.takes_own and is_import_path(name)):
             return name
         own_hint = "; your own as package.module:function or path/to/file.py:function" if self.takes_own else ""
@@ -69,18 +69,18 @@ class Formula:
 
 # The tables are dict literals of names by convention, so parsing finds them without running the module.
 @cache
-def _functions(formula: Formula) -> dict[str, Keywords]:
+def _read_functions(formula: Formula) -> dict[str, Keywords]:
     """Return the formulas accepted by the annotated field, by name, each with its keyword arguments."""
     body = ast.parse((_ALGORITHMS / f"{formula.module}.py").read_text(encoding="utf-8")).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    named: dict[str, str] = {}
+    function_names: dict[str, str] = {}
     for node in body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _target(node) == formula.table:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _target_name(node) == formula.table:
             for key, value in zip(node.value.keys, node.value.values, strict=True):
                 assert isinstance(key, ast.Constant) and isinstance(value, ast.Name)
-                named[str(key.value)] = value.id
-    named |= {name: name for name in formula.further}
-    return {name: _keywords(functions[function].args) for name, function in named.items()}
+                function_names[str(key.value)] = value.id
+    function_names |= {name: name for name in formula.further}
+    return {name: _read_keywords(functions[function].args) for name, function in function_names.items()}
 
 
 @cache
@@ -90,7 +90,7 @@ def formula_fields() -> dict[str, Formula]:
 
 def formulas(field: str) -> dict[str, Keywords]:
     """Return the formulas accepted by a recipe field, by name, each with its keyword arguments."""
-    return _functions(formula_fields()[field])
+    return _read_functions(formula_fields()[field])
 
 
 @cache
@@ -123,11 +123,11 @@ def either(choices: Sequence[object]) -> str:
     return f"{', '.join(leading)} or {last}" if leading else last
 
 
-def _target(node: ast.Assign) -> str | None:
+def _target_name(node: ast.Assign) -> str | None:
     [target] = node.targets
     return target.id if isinstance(target, ast.Name) else None
 
 
-def _keywords(arguments: ast.arguments) -> Keywords:
+def _read_keywords(arguments: ast.arguments) -> Keywords:
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {argument.arg: Keyword(argument.annotation, default is None) for argument, default in pairs}

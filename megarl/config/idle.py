@@ -84,12 +84,14 @@ def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
     """
     notices: list[str] = []
     for place, data_set in two_answers(merged.values):
-        by_role, alone = f"{place}.fields.answer", f"{place}.answer_field"
-        if (by_role in merged.overridden) == (alone in merged.overridden):
+        role_place, field_place = f"{place}.fields.answer", f"{place}.answer_field"
+        if (role_place in merged.overridden) == (field_place in merged.overridden):
             continue
-        replaced, replacement = (alone, by_role) if by_role in merged.overridden else (by_role, alone)
+        replaced, replacement = (
+            (field_place, role_place) if role_place in merged.overridden else (role_place, field_place)
+        )
         where: Any = tuple(replaced.split("."))
-        name = data_set["answer_field"] if replaced == alone else data_set["fields"]["answer"]
+        name = data_set["answer_field"] if replaced == field_place else data_set["fields"]["answer"]
         value = reference_around(where, merged.references) or name
         take_value(merged.values, where)
         merged.references.pop(where, None)
@@ -107,12 +109,12 @@ def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Or
     """Return the file's fields without effect because of overrides, each with its value as written and the reason."""
     superseded: dict[str, tuple[str, str]] = {}
     from_file: list[Idle] = []
-    for idle in _readable(idle_fields(recipe), origin.unread):
+    for idle in _drop_unread(idle_fields(recipe), origin.unread):
         if not origin.by_override(idle.place):
             from_file.append(idle)
         elif idle.need.is_alternative and not origin.by_override(alternative := idle.need.fields[0]):
             superseded[alternative] = (
-                _assignment(recipe, alternative, alternative, references),
+                _assignment_text(recipe, alternative, alternative, references),
                 f"replaced by {idle.place} of the command line",
             )
     if origin.is_of_run or not origin.has_overrides or not from_file:
@@ -121,29 +123,29 @@ def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Or
     for place, name, source, need in from_file:
         if place not in idle_before:
             reason = f"without effect {need.state(source)}"
-            superseded[place] = (_assignment(source, name, place, references), reason)
+            superseded[place] = (_assignment_text(source, name, place, references), reason)
     return superseded
 
 
 def _idle_without_overrides(path: Path) -> set[str]:
     merged = merge(path, ())
     recipe, _, unread = validate_values(merged.values, merged.references)
-    return {idle.place for idle in _readable(idle_fields(recipe), unread | merged.unread)}
+    return {idle.place for idle in _drop_unread(idle_fields(recipe), unread | merged.unread)}
 
 
 def idle_lines(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> Iterator[str]:
     """Yield an error line for each idle field: its value, the reason and the remedy."""
     fields = all_fields()
-    for place, name, source, need in _readable(idle_fields(recipe), origin.unread):
+    for place, name, source, need in _drop_unread(idle_fields(recipe), origin.unread):
         is_override = origin.by_override(place)
         if is_override or not origin.is_of_run:
             reason = f"does nothing {need.state(source)}"
             leave_out = "leave it out" if is_override else f"leave it out ({removal(place)} on the command line)"
-            assignment = _assignment(source, name, place, references)
+            assignment = _assignment_text(source, name, place, references)
             yield f"{assignment}: {reason}; {leave_out}, or {need.remedy}. {description(fields[name])}"
 
 
-def _assignment(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
+def _assignment_text(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
     """Return `field = value` for an error line. Secrets are hidden; `${...}` references stay unresolved."""
     where: Any = tuple(place.split("."))
     value = reference_around(where, references) or printable(value_at(recipe, field), where, references)
@@ -180,7 +182,7 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
                 yield Idle(source.place(field), field, source.recipe, need)
 
 
-def _readable(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
+def _drop_unread(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
     """Yield the idle fields with a readable value and readable deciding fields. The others already have an error."""
     for idle in fields:
         if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):

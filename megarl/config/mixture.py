@@ -80,7 +80,7 @@ class SourceRecipe:
 def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
     if not recipe.mixture:
         return (SourceRecipe(recipe.rollout.environment, 1.0, recipe),)
-    return tuple(_source(recipe, name, entry) for name, entry in recipe.mixture.items())
+    return tuple(_make_source(recipe, name, entry) for name, entry in recipe.mixture.items())
 
 
 # Collect all errors first, so that a user sees every error of a recipe at once.
@@ -105,7 +105,7 @@ def check_sources(recipe: Recipe) -> None:
             try:
                 merged = _merge(getattr(recipe, section), fitting)
             except ValidationError as error:
-                faults += _within(error, ("mixture", name, section))
+                faults += _place_errors(error, ("mixture", name, section))
                 continue
             for set_name in getattr(merged, "validation", ()):
                 if (first_source := sets.setdefault(set_name, name)) != name:
@@ -130,44 +130,44 @@ def with_first_train(values: Any) -> Any:
     return values
 
 
-def _source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
+def _make_source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
     changed: dict[str, Any] = {"mixture": {}}
     overridden: list[str] = []
     for section in OWN:
         changes: Mapping[str, Any] = getattr(entry, section)
         if changes:
             changed[section] = _merge(getattr(recipe, section), changes)
-            overridden += _fields(getattr(recipe, section), changes, f"{section}.")
+            overridden += _overridden_fields(getattr(recipe, section), changes, f"{section}.")
     source_recipe = recipe.model_copy(update=changed).with_overlong_buffer()
     return SourceRecipe(name, entry.weight, source_recipe, frozenset(overridden))
 
 
 def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
     """Return a copy of a section with some values changed, also in nested sections. Raises ValidationError."""
-    return type(section).model_validate(_values(section, changes))
+    return type(section).model_validate(_merge_values(section, changes))
 
 
 # Only set fields are dumped: a default would count as set in the merged section (`config.effects`).
-def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
     values = section.model_dump(exclude_unset=True)
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):
-            value = _values(current, value)
+            value = _merge_values(current, value)
         values[name] = value
     return values
 
 
-def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _overridden_fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):
-            yield from _fields(current, value, f"{prefix}{name}.")
+            yield from _overridden_fields(current, value, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
-def _within(error: ValidationError, place: Sequence[str]) -> list[InitErrorDetails]:
+def _place_errors(error: ValidationError, place: Sequence[str]) -> list[InitErrorDetails]:
     """Return a section's pydantic errors with their places below mixture.NAME."""
     return [
         InitErrorDetails(

@@ -74,15 +74,17 @@ def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[s
         rope["rope_theta"] = override["rope_theta"]
     if "rope_parameters" in config:
         return changed | {"rope_parameters": rope}
-    apart = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    separate_fields = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     # transformers 4 writes null for a default rope_scaling.
-    return changed | apart | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+    return changed | separate_fields | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings of a config.json in transformers 5's form: {rope_theta, rope_type, ...}."""
-    older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
-    return {**older, **_scaling(config.get("rope_parameters") or config.get("rope_scaling"))}
+    separate_fields = {
+        name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None
+    }
+    return {**separate_fields, **_scaling(config.get("rope_parameters") or config.get("rope_scaling"))}
 
 
 def engine_overrides(
@@ -102,5 +104,5 @@ def engine_overrides(
 def _scaling(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return rotary parameters with the key rope_type, which older files call type."""
     scaling = dict(parameters or {})
-    older = scaling.pop("type", "default")
-    return {"rope_type": older, **scaling}
+    rope_type = scaling.pop("type", "default")
+    return {"rope_type": rope_type, **scaling}

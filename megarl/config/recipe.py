@@ -120,20 +120,22 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
     required = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
     defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
-    now = _settings(yaml.safe_load(to_yaml(recipe)))
-    default_settings = _settings(defaults.model_dump(mode="json"))
-    was_set = {field: value for field, value in _settings(earlier).items() if field not in REMOVED or value is not None}
-    before = {field: value for field, value in default_settings.items() if field in now} | was_set
+    new_values = _flatten_settings(yaml.safe_load(to_yaml(recipe)))
+    default_settings = _flatten_settings(defaults.model_dump(mode="json"))
+    was_set = {
+        field: value for field, value in _flatten_settings(earlier).items() if field not in REMOVED or value is not None
+    }
+    earlier_values = {field: value for field, value in default_settings.items() if field in new_values} | was_set
     absent = "(not set)"
     # dict.fromkeys keeps the order of the schema, with removed fields last.
     return [
-        f"{field}: {before.get(field, absent)} -> {now.get(field, absent)}"
-        for field in dict.fromkeys((*now, *before))
-        if field != "runs_folder" and before.get(field, absent) != now.get(field, absent)
+        f"{field}: {earlier_values.get(field, absent)} -> {new_values.get(field, absent)}"
+        for field in dict.fromkeys((*new_values, *earlier_values))
+        if field != "runs_folder" and earlier_values.get(field, absent) != new_values.get(field, absent)
     ]
 
 
-def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {rest[1:]: value for rest, value in leaves_of(recipe) if value != {}}
 
 

@@ -64,16 +64,16 @@ def section_at(place: str) -> type[Section] | None:
         field = section.model_fields.get(part)
         if field is None:
             return None
-        inner = section_of(field) or _among(field, (Union, UnionType))
+        inner = section_of(field) or _find_section(field, (Union, UnionType))
         if inner is None and next(parts, None) is not None:  # skips the number of an item, or the name of an entry
-            inner = _among(field, (tuple, dict))
+            inner = _find_section(field, (tuple, dict))
         if inner is None:
             return None
         section = inner
     return section
 
 
-def _among(field: FieldInfo, origins: tuple[Any, ...]) -> type[Section] | None:
+def _find_section(field: FieldInfo, origins: tuple[Any, ...]) -> type[Section] | None:
     """Return the section type inside a field's union, list or mapping type, or None."""
     arguments = get_args(field.annotation) if get_origin(field.annotation) in origins else ()
     return next((section for kind in arguments if (section := _as_section(kind))), None)

@@ -89,7 +89,7 @@ _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 
 def is_secret_name(name: str) -> bool:
     """Return whether a field name means a secret: `hf_token`, `apiKeys`, `auth`."""
-    words = _words(name)
+    words = _split_words(name)
     return bool(_SECRET_NAME.search(words)) and not _TOKENIZER_NAME.search(words)
 
 
@@ -106,7 +106,7 @@ def holds_secret(place: Place, value: Any) -> bool:
     token.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_words(str(place[-1]))))
+        return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_split_words(str(place[-1]))))
     # Users choose the run's name, and paths and logs contain it anyway.
     if not isinstance(value, str) or not value or place == ("name",):
         return False
@@ -130,27 +130,29 @@ def secret_items(place: Place, items: Sequence[Any]) -> set[int]:
 
 
 def literal_secrets(values: Any, references: Mapping[Place, str], place: Place = ()) -> Iterator[str]:
-    """Yield one error line per secret in clear text. Of a text with `${...}` references, only the rest is examined."""
+    """Yield one error line per secret in clear text. In a text with `${...}` references, only the other parts are
+    examined.
+    """
     if place in references:
         literal = references[place]
         while (shorter := _REFERENCE.sub("", literal)) != literal:
             literal = shorter
         if not is_secret_place(place) and holds_secret(place, literal):
-            yield _error(place)
+            yield _secret_error(place)
     elif isinstance(values, Mapping):
         for name, value in values.items():
             if _FORMS.search(str(name)):
-                yield _error((*place, HIDDEN))
+                yield _secret_error((*place, HIDDEN))
             yield from literal_secrets(value, references, (*place, str(name)))
     elif isinstance(values, list | tuple):
         secrets = secret_items(place, values)
         for index, value in enumerate(values):
             if index in secrets and (*place, index) not in references:
-                yield _error((*place, index))
+                yield _secret_error((*place, index))
             else:
                 yield from literal_secrets(value, references, (*place, index))
     elif holds_secret(place, values):
-        yield _error(place)
+        yield _secret_error(place)
 
 
 def dotted_name(place: Place) -> str:
@@ -162,11 +164,11 @@ def shown_key(name: str) -> str:
     return HIDDEN if _FORMS.search(name) else name
 
 
-def _error(place: Place) -> str:
+def _secret_error(place: Place) -> str:
     return f"{dotted_name(place)} = {HIDDEN}: a secret must not stand in a recipe; {REMEDY}"
 
 
-def _words(name: str) -> str:
+def _split_words(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
 
 
@@ -176,9 +178,9 @@ def _name_at(place: Place) -> str:
 
 def _is_harmless(name: str, value: str) -> bool:
     """Return whether a value under a secret's name is harmless: a placeholder, or a count like `max_tokens: "64"`."""
-    if _words(name) == "pass" and _PASS_COUNT.fullmatch(value):
+    if _split_words(name) == "pass" and _PASS_COUNT.fullmatch(value):
         return True
-    return bool(_PLACEHOLDER.fullmatch(value)) or (_words(name).endswith("tokens") and value.isdecimal())
+    return bool(_PLACEHOLDER.fullmatch(value)) or (_split_words(name).endswith("tokens") and value.isdecimal())
 
 
 def _is_clear_secret(name: str, value: str) -> bool:
@@ -197,7 +199,7 @@ def _is_secret_option(option: str, value: str) -> bool:
 
 def _has_secret_argument(place: Place, text: str) -> bool:
     """Return whether a text of a command, a variable or a header has a secret: `--token X`, `TOKEN=X`, JSON."""
-    name = _words(_name_at(place))
+    name = _split_words(_name_at(place))
     if _PROSE.search(name) or place[:1] == ("data",):
         return False
     if _has_assigned_secret(text, _JSON_VALUE):

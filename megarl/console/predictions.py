@@ -53,7 +53,7 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
         + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
         "format": "; ".join(dict.fromkeys(recognised_formats(recipe).values())) or "made by the environment",
-        "steps": f"{settings.steps}, {_epochs(recipe, records)} epochs",
+        "steps": f"{settings.steps}, {_epochs_text(recipe, records)} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
         f"{per_step // updates // parallel.dp} an update and data-parallel rank",
         "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
@@ -72,7 +72,7 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     Console(soft_wrap=True, highlight=False).print(table)
 
 
-def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
+def _epochs_text(recipe: Recipe, records: Mapping[str, int]) -> str:
     """Return how many epochs of the training data a run takes; in a mixture, those of each source."""
     drawn = recipe.train.steps * recipe.train.prompts_per_step
     if not recipe.mixture:
@@ -82,19 +82,21 @@ def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {share / records[f'{name} train']:.2f}" for name, share in shares.items())
 
 
-def print_plan(recipe: Recipe, parallel: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
+def print_plan(recipe: Recipe, parallel: ParallelConfig, reshard_forecast: dict[str, Any], *, is_assumed: bool) -> None:
     """Print the bytes moved by a reshard, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
     from rich.table import Table
 
     from megarl.terminal import Console
 
-    reshard, orders = counted["reshard"], counted["rank_orders"]
+    reshard, orders = reshard_forecast["reshard"], reshard_forecast["rank_orders"]
 
     def size(over_ranks: dict[str, float]) -> list[str]:
         return [size_text(over_ranks[key]) for key in ("mean", "max")]
 
     suffix = " (LoRA adapter)" if recipe.sends_adapter else ""
-    table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}{suffix}", title_justify="left")
+    table = Table(
+        title=f"{recipe.name}: reshard of {size_text(reshard_forecast['model_bytes'])}{suffix}", title_justify="left"
+    )
     for heading in ("each rank", "mean", "max", "if full tensors were gathered, mean"):
         table.add_column(heading, justify="left" if heading.startswith("each") else "right")
     for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
@@ -105,13 +107,13 @@ def print_plan(recipe: Recipe, parallel: ParallelConfig, counted: dict[str, Any]
     table.add_row("staged at once", *size(reshard["staging_bytes"]))
     console = Console(soft_wrap=True, highlight=False)
     # The times are lower bounds for one kind of GPU, so its name is printed.
-    gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
+    gpu = reshard_forecast["gpu"].upper() + " (assumed)" * is_assumed
     console.print(f"ranks: {parallel}; nodes: {nodes_text(recipe)}")
     console.print(table)
     console.print(
         f"bytes moved / minimum: {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
         f"{reshard['messages']} messages, {reshard['copies']['mean']:.0f} copies per rank; computing the plan took "
-        f"{counted['plan_seconds']:.2f} s per rank"
+        f"{reshard_forecast['plan_seconds']:.2f} s per rank"
     )
     console.print(
         f"limits of {gpu}: with its bandwidths, a reshard takes at least {reshard['seconds'] * 1e3:.1f} ms (network "

@@ -68,7 +68,7 @@ def print_report(page: Path, num_bytes: int, entries: Sequence[RunRecord] | Sequ
 
     evaluations = [entry for entry in entries if isinstance(entry, RecordedEvaluation)]
     for number, evaluation in enumerate(evaluations):
-        for line in _accuracies(evaluation, evaluations[0] if number else None):
+        for line in _accuracy_lines(evaluation, evaluations[0] if number else None):
             print(printable(line))
     names = [entry.name if isinstance(entry, RecordedEvaluation) else _run_text(entry) for entry in entries]
     print(printable(f"wrote {page}: {size_text(num_bytes)}; {', '.join(names)}. Open it in a browser."))
@@ -79,26 +79,31 @@ def _run_text(run: RunRecord) -> str:
     return f"{run.name} ({run.state}, step {run.last_step}{origin})"
 
 
-def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
+def _accuracy_lines(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
     """Yield a line per validation set: accuracy with 95 % interval, and its difference from the `first` evaluation.
 
     Without verdicts on answers, the mean reward replaces the accuracy.
     """
     from megarl.report.evaluations import differences
 
-    compared = {} if first is None else {of_set.name: of_set for of_set in differences(first, evaluation)}
+    differences_by_set = (
+        {}
+        if first is None
+        else {set_difference.name: set_difference for set_difference in differences(first, evaluation)}
+    )
     for name, measures in evaluation.measures.items():
         measure = "accuracy" if "accuracy" in measures else "reward/mean"
         line = f"{evaluation.name}: {name} "
         line += f"{measure} {measure_text(measure, measures[measure])}" if measure in measures else "not measured"
-        if (of_set := compared.get(name)) is not None and of_set.difference is not None:
-            points = " points" if of_set.measure == "accuracy" else f" {of_set.measure}"
+        if (set_difference := differences_by_set.get(name)) is not None and set_difference.difference is not None:
+            points = " points" if set_difference.measure == "accuracy" else f" {set_difference.measure}"
             line += (
-                f"; {measure_text(of_set.measure, of_set.difference, signed=True)}{points} on {of_set.problems} "
-                f"problems of both, {of_set.gained} gained, {of_set.lost} lost"
+                f"; {measure_text(set_difference.measure, set_difference.difference, signed=True)}{points} on "
+                f"{set_difference.problems} problems of both, {set_difference.gained} gained, {set_difference.lost} "
+                "lost"
             )
-        if of_set is not None and of_set.left_out:
-            line += f"; {of_set.left_out} problems are not in both and left out"
+        if set_difference is not None and set_difference.left_out:
+            line += f"; {set_difference.left_out} problems are not in both and left out"
         yield line
 
 

@@ -57,9 +57,9 @@ def print_survey(survey: Survey, *, unit: str) -> None:
     from megarl.terminal import Console
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    taken_for = f", {survey.format.name}" if survey.format else ""
+    format_text = f", {survey.format.name}" if survey.format else ""
     console.print(
-        f"{survey.source}: {survey.num_records} {survey.kind}{taken_for}; {survey.num_faults} more have errors"
+        f"{survey.source}: {survey.num_records} {survey.kind}{format_text}; {survey.num_faults} more have errors"
     )
     for fault in survey.faults:
         console.print(f"  {fault}")
@@ -67,12 +67,12 @@ def print_survey(survey: Survey, *, unit: str) -> None:
         console.print(f"too long, so left out (data.overlong: drop): {survey.num_long}")
     if survey.num_different_faults > len(survey.faults):
         console.print(f"  and {survey.num_different_faults - len(survey.faults)} other kinds of errors")
-    console.print(f"duplicates: {survey.num_duplicates}{_list(survey.duplicates, survey.num_duplicates)}")
+    console.print(f"duplicates: {survey.num_duplicates}{_places_text(survey.duplicates, survey.num_duplicates)}")
     for data_set, count in survey.num_overlaps.items():
         console.print(f"prompts also in {data_set}: {count}")
     if survey.overlaps:
-        console.print(f"overlap:{_list(survey.overlaps, sum(survey.num_overlaps.values()))}")
-    for line in _histogram(survey.lengths.tolist(), unit):
+        console.print(f"overlap:{_places_text(survey.overlaps, sum(survey.num_overlaps.values()))}")
+    for line in _histogram_lines(survey.lengths.tolist(), unit):
         console.print(line)
     if survey.first:
         text = Text()
@@ -84,12 +84,12 @@ def print_survey(survey: Survey, *, unit: str) -> None:
         console.print(text)
 
 
-def _list(places: Sequence[str], count: int) -> str:
+def _places_text(places: Sequence[str], count: int) -> str:
     more = f", and {count - len(places)} more" if count > len(places) else ""
     return f" {', '.join(places)}{more}" if places else ""
 
 
-def _histogram(lengths: Sequence[int], unit: str) -> list[str]:
+def _histogram_lines(lengths: Sequence[int], unit: str) -> list[str]:
     """Return the lines of a histogram with equal bins, and of quantiles for the choice of a length limit."""
     if not lengths:
         return []

@@ -44,10 +44,10 @@ def count_records(
 
     tokenizer = tokenizer_of(recipe.model)
     counts: dict[str, int] = {}
-    broken: list[str] = []
+    file_errors: list[str] = []
     for source in recipe.sources:
         source_digests: RecordDigests = {}
-        source_counts = _count_of_source(source.recipe, tokenizer, broken, dropped, source_digests)
+        source_counts = _count_source(source.recipe, tokenizer, file_errors, dropped, source_digests)
         digests |= {
             f"mixture.{source.name}.{name}" if recipe.mixture else name: text for name, text in source_digests.items()
         }
@@ -56,9 +56,9 @@ def count_records(
             for name, n in source_counts.items()
         }
         counts |= named_counts
-    if broken:
+    if file_errors:
         # Sources of a mixture may share a file, and its error is listed once.
-        raise DataError(error_page(f"data of recipe {recipe.name}", list(dict.fromkeys(broken))))
+        raise DataError(error_page(f"data of recipe {recipe.name}", list(dict.fromkeys(file_errors))))
     return counts
 
 
@@ -87,7 +87,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": resolved})
 
 
-def _count_of_source(
+def _count_source(
     recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, digests: RecordDigests
 ) -> dict[str, int]:
     """Count the records by recipe field, and add the errors of unreadable files to `broken`."""

@@ -66,10 +66,10 @@ def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool)
     field = field or next(
         (field for field, candidate in data_sets(recipe).items() if candidate == data_set), "data.train"
     )
-    alone = f"'{field}={{path: {path_of(data_set)}, fields: {{}}}}'"
+    own_override = f"'{field}={{path: {path_of(data_set)}, fields: {{}}}}'"
     if has_own:
-        return alone
-    return "'data.fields={}'" if field == "data.train" else f"'data.fields={{}}', or for this set alone {alone}"
+        return own_override
+    return "'data.fields={}'" if field == "data.train" else f"'data.fields={{}}', or for this set alone {own_override}"
 
 
 def context_fields(recipe: Recipe) -> dict[str, str]:

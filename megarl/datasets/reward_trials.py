@@ -37,12 +37,12 @@ def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
     fields needed by rewards. Raises one ConfigError: each function with errors, and the first line that it cannot
     score.
     """
-    wrong: list[str] = []
+    messages: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
-        before = f"mixture.{source.name}: " if recipe.mixture else ""
-        wrong += [f"{before}{text}" for text in _faults_of_source(source.recipe, is_start=is_start)]
-    if wrong:
-        raise ConfigError(error_page(f"rewards of recipe {recipe.name}", wrong))
+        prefix = f"mixture.{source.name}: " if recipe.mixture else ""
+        messages += [f"{prefix}{text}" for text in _faults_of_source(source.recipe, is_start=is_start)]
+    if messages:
+        raise ConfigError(error_page(f"rewards of recipe {recipe.name}", messages))
 
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
@@ -60,10 +60,10 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     data_set = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
     if num_made(path_of(data_set)) is not None:
         return  # An environment makes the data, so there is no record to test with.
-    lacking = list(_faults_of_records(recipe, _checks(recipe, served)))
-    yield from lacking
+    record_faults = list(_faults_of_records(recipe, _make_checks(recipe, served)))
+    yield from record_faults
     # A faulty record would make the trial below fail for a reason already reported.
-    if lacking:
+    if record_faults:
         return
     record = next(read_records(path_of(data_set), field_names(recipe, data_set)))
     answer = record.answer()
@@ -71,9 +71,9 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     sample = Sample(completion, answer, record.prompt(system_prompt(recipe)), record.fields, num_tokens=1)
     settings = worker_settings(recipe.reward, recipe.sandbox)
     for function in settings.functions:
-        yield from _try(recipe, function, settings, sample)
+        yield from _try_function(recipe, function, settings, sample)
     for server in served if is_start else ():
-        yield from _ask(server, sample)
+        yield from _try_server(server, sample)
 
 
 Check = Callable[[Record], None]
@@ -84,28 +84,28 @@ def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Ite
     """Yield an error for each reward function: the first record that it cannot score. `of_functions` are checks by
     function.
     """
-    pending = dict(of_functions)
-    trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
-    for data_set in [*trained, *recipe.data.validation.values()]:
+    pending_checks = dict(of_functions)
+    training_sets: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
+    for data_set in [*training_sets, *recipe.data.validation.values()]:
         path = path_of(data_set)
-        if not pending or num_made(path) is not None:
+        if not pending_checks or num_made(path) is not None:
             continue
         for record in read_records(path, field_names(recipe, data_set)):
-            for name, check in list(pending.items()):
+            for name, check in list(pending_checks.items()):
                 try:
                     check(record)
                 except ValueError as error:
-                    del pending[name]
+                    del pending_checks[name]
                     yield (
                         f"{record.error(f'reward.functions: {name!r} cannot score this record: {error}')}; correct "
                         "or remove it, or change the reward"
                     )
             # Every function has its first faulty record, so stop reading.
-            if not pending:
+            if not pending_checks:
                 break
 
 
-def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
+def _make_checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
     """Return the checks of records by reward function, without functions that need no check."""
     checks_by_name: dict[str, Check] = {}
     servers = {reward.name: reward for reward in served}
@@ -116,11 +116,11 @@ def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]
         server = server if server is not None and server.reads_records else None
         if record_check is None and server is None and not function.needs:
             continue
-        checks_by_name[function.name] = _check_of(function, record_check, server)
+        checks_by_name[function.name] = _make_check(function, record_check, server)
     return checks_by_name
 
 
-def _check_of(
+def _make_check(
     function: RewardFunctionConfig, record_check: Callable[..., Any] | None, server: ServedReward[Any] | None
 ) -> Check:
     def check(record: Record) -> None:
@@ -144,11 +144,11 @@ async def _check_and_score(
     """Return errors if a record lacks a field that the function has as parameter, else the sample's score."""
     fields = await pool.record_fields()
     # Without fields, skip reading the records again.
-    lacking = list(_faults_of_records(recipe, {function.name: _check_of_fields(fields)})) if fields else []
-    return lacking, None if lacking else await pool.score(sample)
+    record_faults = list(_faults_of_records(recipe, {function.name: _make_field_check(fields)})) if fields else []
+    return record_faults, None if record_faults else await pool.score(sample)
 
 
-def _check_of_fields(fields: Sequence[str]) -> Check:
+def _make_field_check(fields: Sequence[str]) -> Check:
     def check(record: Record) -> None:
         for name in fields:
             check_record_field(name, record.fields)
@@ -156,7 +156,7 @@ def _check_of_fields(fields: Sequence[str]) -> Check:
     return check
 
 
-def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
+def _try_server(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
     """Call a reward server once. Yield an error if the call fails or the answer has no readable score."""
     from megarl.rewards.scoring.http_rewards import ServerFailedError
 
@@ -178,7 +178,9 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
         )
 
 
-def _try(recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
+def _try_function(
+    recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample
+) -> Iterator[str]:
     """Call one reward function in a separate process, and yield its errors."""
     # Imported here, because it loads the HTTP client.
     from megarl.rewards.scoring.reward_pool import RewardPool
@@ -186,7 +188,7 @@ def _try(recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSetting
     with PrivateFolder() as folder:
         pool = RewardPool(replace(settings, functions=(function,), served=()), num_workers=1, log_folder=folder)
         try:
-            lacking, scored = asyncio.run(_check_and_score(recipe, function, pool, sample))
+            record_faults, scored = asyncio.run(_check_and_score(recipe, function, pool, sample))
         except ConfigError as error:
             yield str(error)
             return
@@ -195,7 +197,7 @@ def _try(recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSetting
             return
         finally:
             pool.close()
-    yield from lacking
+    yield from record_faults
     if scored is not None and scored.failure:
         yield (
             f"reward.functions: {function.name!r} gives no reward for the first record, although its gold answer "

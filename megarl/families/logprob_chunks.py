@@ -59,10 +59,10 @@ def chosen_chunk_tokens(
     seconds = partial(
         head_seconds, num_tokens=1, hidden_size=hidden_size, vocabulary_rows=vocabulary_rows, has_kernels=has_kernels
     )
-    without = seconds(num_blocks=0)
-    of_block = seconds(num_blocks=1) - without
+    seconds_without_blocks = seconds(num_blocks=0)
+    block_seconds = seconds(num_blocks=1) - seconds_without_blocks
     most_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
-    num_blocks = max(1, int(BLOCK_SHARE * without / of_block), -(-num_tokens // most_tokens))
+    num_blocks = max(1, int(BLOCK_SHARE * seconds_without_blocks / block_seconds), -(-num_tokens // most_tokens))
     # Blocks have at least 64 rows: from there on, more blocks do not make the chunk smaller.
     even_chunk = partial(_even_chunk, num_tokens=num_tokens, vocabulary_rows=vocabulary_rows)
     while (chunk := even_chunk(num_blocks=num_blocks)) > most_tokens:

@@ -69,8 +69,8 @@ class ModelShape:
         """Reason why the draft layers cannot be trained, or None."""
         draft_layers = FAMILIES[self.family].draft_layers
         if draft_layers is None:
-            able = either([name for name, family in FAMILIES.items() if family.draft_layers])
-            return f"trained draft layers are supported for {able} only, not for {self.family}"
+            families = either([name for name, family in FAMILIES.items() if family.draft_layers])
+            return f"trained draft layers are supported for {families} only, not for {self.family}"
         if self.num_kept_layers != 1:
             return f"{draft_layers.num_layers_field} in config.json is {self.num_kept_layers}; only 1 can be trained"
         return None
@@ -167,7 +167,7 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     path = Path(model_folder) / "config.json"
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
-    shape = _named_shape(read_object(path), path, override)
+    shape = _read_shape(read_object(path), path, override)
     return replace(shape, **_packed_fields(path.parent, shape.with_draft_layers(True)))
 
 
@@ -198,10 +198,10 @@ def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None =
         return read_model_shape(model_folder, override)
     if (name := published_name(model_folder)) is None:
         raise DataError(missing_folder(Path(model_folder), "config.json"))
-    return _named_shape(dict(PUBLISHED[name]), Path(name) / "config.json", override)
+    return _read_shape(dict(PUBLISHED[name]), Path(name) / "config.json", override)
 
 
-def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
+def _read_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
     """Return the shape in a config.json, with fields changed by `override`. Errors name the file `path`."""
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:

@@ -75,10 +75,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
     if unread & {"cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.cp"}:
         unread.add("trainer.dp")
     # Most checks depend on the loop. If it is unreadable, their errors would mislead.
-    further = [*([] if "loop" in unread else errors.recipe), *errors.files]
+    further_faults = [*([] if "loop" in unread else errors.recipe), *errors.files]
     # Drop each error that names an unreadable field. Without such fields, the pattern (?!) matches nothing.
     depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
-    raise draft.error([text for text in map(str, further) if not depends.search(text)])
+    raise draft.error([text for text in map(str, further_faults) if not depends.search(text)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +98,29 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
     }
     facts = {"recipe": recipe, "is_start": is_start, "is_trained": is_trained}
     run_faults = list(faults(facts, Cost, per_run=True))
-    # The memory table needs valid sizes and readable models, so compute it only without other errors.
+    # The memory table needs valid sizes and readable models, so compute it faults_of_source without other errors.
     is_sound = not any(source_faults.recipe or source_faults.files for source_faults in by_source.values())
-    sound = next(iter(by_source.values())) if is_sound else None
-    if sound is not None and is_trained:
-        planned = with_memory_defaults(recipe, is_start=is_start)
-        run_faults += map(finding_of, memory_faults(planned, sound.parallel, is_start=is_start))
+    sound_source = next(iter(by_source.values())) if is_sound else None
+    if sound_source is not None and is_trained:
+        planned_recipe = with_memory_defaults(recipe, is_start=is_start)
+        run_faults += map(finding_of, memory_faults(planned_recipe, sound_source.parallel, is_start=is_start))
     if not recipe.mixture:
-        only = by_source[recipe.rollout.environment]
-        return replace(only, recipe=[*only.recipe, *run_faults])
-    wrong = _merge_sources({name: source_faults.recipe for name, source_faults in by_source.items()})
-    broken = _merge_sources({name: source_faults.files for name, source_faults in by_source.items()})
-    return _Faults([*wrong, *run_faults], broken, next(iter(by_source.values())).parallel)
+        faults_of_source = by_source[recipe.rollout.environment]
+        return replace(faults_of_source, recipe=[*faults_of_source.recipe, *run_faults])
+    recipe_faults = _merge_sources({name: source_faults.recipe for name, source_faults in by_source.items()})
+    file_faults = _merge_sources({name: source_faults.files for name, source_faults in by_source.items()})
+    return _Faults([*recipe_faults, *run_faults], file_faults, next(iter(by_source.values())).parallel)
 
 
 def _merge_sources(by_source: Mapping[str, Sequence[Finding]]) -> list[Finding]:
     """Merge the errors of all sources: first the common errors, then the others with their source's name."""
-    first, *further = by_source.values()
-    shared = [fault for fault in first if all(fault in source_faults for source_faults in further)]
-    return shared + [
+    first_faults, *other_faults = by_source.values()
+    common_faults = [fault for fault in first_faults if all(fault in source_faults for source_faults in other_faults)]
+    return common_faults + [
         fault._replace(place=": ".join(filter(None, (f"mixture.{name}", fault.place))))
         for name, source_faults in by_source.items()
         for fault in source_faults
-        if fault not in shared
+        if fault not in common_faults
     ]
 
 
@@ -159,6 +159,6 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     DataError for an invalid config.json, or one ConfigError with all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
-    if wrong := [*ranks(recipe), *model_fit(recipe, shape)]:
-        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+    if misfits := [*ranks(recipe), *model_fit(recipe, shape)]:
+        raise ConfigError(error_page(f"recipe {recipe.name}", misfits))
     return shape, parallel_of(recipe)

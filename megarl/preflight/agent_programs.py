@@ -42,21 +42,21 @@ def command_faults(agent: AgentConfig) -> Iterator[str]:
     if not command:
         yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
     elif agent.sandbox != "process":
-        if (script := _script(command)) is not None and not os.path.isabs(script):
+        if (script := _find_script(command)) is not None and not os.path.isabs(script):
             yield (
                 f"{where}: the container has a working folder of its own, without {script!r}; give its absolute path, "
                 "and its folder in rollout.agent.folders"
             )
     elif shutil.which(command[0]) is None:
         yield f"{where}: there is no program {command[0]!r}; give its full path"
-    elif (script := _script(command)) is not None and not Path(script).is_file():
+    elif (script := _find_script(command)) is not None and not Path(script).is_file():
         yield (
             f"{where}: there is no file {script!r}; give its path from the folder "
             f"that megarl is started in ({Path.cwd()}), or an absolute one"
         )
 
 
-def _script(command: Sequence[str]) -> str | None:
+def _find_script(command: Sequence[str]) -> str | None:
     """Return the script run by an interpreter: the first argument with a script's ending, or None.
 
     Arguments after -m or -c belong to a module or to code, and are no scripts.
@@ -149,8 +149,8 @@ def containers(recipe: Recipe) -> Iterator[str]:
 
 def _socket_fault(place: int, folder: str) -> str | None:
     """Return an error if a shared folder would expose the sockets of containers to a program, else None."""
-    shown, sockets = Path(folder).resolve(), socket_folder().resolve()
-    if not (sockets.is_relative_to(shown) or shown.is_relative_to(sockets)):
+    shared_folder, sockets = Path(folder).resolve(), socket_folder().resolve()
+    if not (sockets.is_relative_to(shared_folder) or shared_folder.is_relative_to(sockets)):
         return None
     # Through another attempt's socket, a program could run commands in that attempt's container.
     return (

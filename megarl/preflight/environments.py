@@ -42,11 +42,11 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "command":
         tools: Sequence[Mapping[str, Any]] = ()
         yield from command_faults(recipe.rollout.agent)
-        yield from _missing_state_and_role_names(recipe, None)
-        yield from _inherited_variables(recipe)
+        yield from _name_faults(recipe, None)
+        yield from _variable_faults(recipe)
     else:
         try:
-            tools = _tools(recipe)
+            tools = _read_tools(recipe)
         except MegarlError as error:
             yield str(error)
             return
@@ -54,9 +54,9 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "single_turn" or not has_model:
         return
     dialogue = Dialogue(tokenizer_of(recipe.model), recipe.rollout.tool_parser)
-    yield from _rewritten_history(recipe, dialogue)
+    yield from _history_faults(recipe, dialogue)
     if tools:
-        yield from _faults_with_tools(name, tools, dialogue)
+        yield from _tool_faults(name, tools, dialogue)
         return
     try:
         # Render a user message after an empty turn. A template that cannot do this raises here, not during the run.
@@ -68,7 +68,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         )
 
 
-def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
+def _history_faults(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
     rollout = recipe.rollout
     if rollout.history != "refuse" or rollout.turns_of_attempt == 1:
         return
@@ -80,7 +80,7 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
         )
 
 
-def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
+def _read_tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     """Return the environment's tools before an attempt. Raises ConfigError if the environment cannot be used."""
     make = environment_factory(recipe)
     with environment_errors(recipe):
@@ -90,12 +90,12 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
         if check := getattr(instance, "check", None):
             check()
         tools = tuple(getattr(instance, "tools", ()))
-    for fault in _missing_state_and_role_names(recipe, instance):
+    for fault in _name_faults(recipe, instance):
         raise ConfigError(fault)
     return tools
 
 
-def _missing_state_and_role_names(recipe: Recipe, instance: object) -> Iterator[str]:
+def _name_faults(recipe: Recipe, instance: object) -> Iterator[str]:
     """Yield an error if the algorithm needs states or roles, but the environment `instance` does not name them.
 
     `instance` None: an agent program, which names neither.
@@ -121,7 +121,7 @@ def _refuse_made_problems(recipe: Recipe) -> None:
             raise ConfigError(f"{field} = {path}: this environment cannot generate problems; give a data file instead")
 
 
-def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
+def _tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
     """Yield errors of the tools' JSON schemas, or of a chat template that cannot render tools, calls and replies."""
     try:
         check_tools(tools)
@@ -151,7 +151,7 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
             )
 
 
-def _inherited_variables(recipe: Recipe) -> Iterator[str]:
+def _variable_faults(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each variable of `rollout.agent.environment` that is unset, or an API key of the run."""
     functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
     keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS

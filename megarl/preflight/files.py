@@ -63,6 +63,6 @@ def data_set_files(recipe: Recipe) -> Iterator[DataError]:
             is_absent = fault.startswith("no such file")
             yield DataError(f"{path}: {field} {'is not there' if is_absent else 'cannot be read'}: {fault}")
             continue
-        # An empty file parses as zero records, and would cause a confusing error later.
-        empty = (file for file in files if not file.stat().st_size)
-        yield from (DataError(f"{file}: {field} is empty; write records into it") for file in empty)
+        # An empty_files file parses as zero records, and would cause a confusing error later.
+        empty_files = (file for file in files if not file.stat().st_size)
+        yield from (DataError(f"{file}: {field} is empty; write records into it") for file in empty_files)

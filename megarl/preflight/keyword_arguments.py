@@ -34,17 +34,17 @@ _TRIAL = "megarl.algorithms.trial"
 def keywords(recipe: Recipe) -> Iterator[str]:
     """Yield the errors of all keyword arguments and of a user's own functions, which are imported here."""
     for field in formula_fields():
-        name, further = value_at(recipe, field), kwargs_field(field)
-        if unmet(recipe, field) is not None or name is None or further is None:
+        name, kwargs_name = value_at(recipe, field), kwargs_field(field)
+        if unmet(recipe, field) is not None or name is None or kwargs_name is None:
             continue
         if is_import_path(name):
-            yield from _own_function(recipe, field, further, name)
+            yield from _own_function_faults(recipe, field, kwargs_name, name)
         else:
-            yield from _unfit_kwargs(recipe, field, further, name, formulas(field)[name])
-            yield from _missing(recipe, field, further, name, formulas(field)[name])
+            yield from _kwargs_faults(recipe, field, kwargs_name, name, formulas(field)[name])
+            yield from _missing_faults(recipe, field, kwargs_name, name, formulas(field)[name])
 
 
-def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterator[str]:
+def _own_function_faults(recipe: Recipe, field: str, kwargs_name: str, name: str) -> Iterator[str]:
     """Yield the errors of a user's function: of its signature and keywords, else of a call on small tensors."""
     try:
         function = import_object(name, field)
@@ -55,20 +55,23 @@ def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterat
     positional = _POSITIONAL[field]
     if field == "algorithm.policy_loss" and "cu_seqlens" in signature.parameters:
         positional += _OF_SEQUENCES
-    if fault := _unfit_positional(field, name, signature, positional):
+    if fault := _positional_fault(field, name, signature, positional):
         yield fault
         return
-    keywords = _keywords_of(signature, len(positional))
-    faults = [*_idle_fields(recipe, field, name, keywords), *_missing(recipe, field, further, name, keywords)]
+    keywords = _read_keywords(signature, len(positional))
+    faults = [
+        *_idle_field_faults(recipe, field, name, keywords),
+        *_missing_faults(recipe, field, kwargs_name, name, keywords),
+    ]
     # A function with **kwargs accepts any keyword.
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        faults += _unfit_kwargs(recipe, field, further, name, keywords)
+        faults += _kwargs_faults(recipe, field, kwargs_name, name, keywords)
     # With wrong keywords, the call would fail for the reason already reported.
-    yield from faults or _failed_call(recipe, field, further, name, function, keywords)
+    yield from faults or _call_faults(recipe, field, kwargs_name, name, function, keywords)
 
 
-def _failed_call(
-    recipe: Recipe, field: str, further: str, name: str, function: Callable[..., Any], keywords: Keywords
+def _call_faults(
+    recipe: Recipe, field: str, kwargs_name: str, name: str, function: Callable[..., Any], keywords: Keywords
 ) -> Iterator[str]:
     """Call a function on small tensors with the recipe's keywords. Yield the error, if the call fails."""
     settings = {
@@ -76,7 +79,7 @@ def _failed_call(
         for keyword, own_field in keyword_fields(field).items()
         if keyword in keywords
     }
-    settings |= value_at(recipe, further)
+    settings |= value_at(recipe, kwargs_name)
     if field == "algorithm.policy_loss":
         needed = recipe.algorithm.needed_loss_metrics
         # Import by name, because an import statement would load torch for every recipe.
@@ -88,14 +91,14 @@ def _failed_call(
         yield f"{field} = {name}: {fault}"
 
 
-def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, keywords: Keywords) -> Iterator[str]:
+def _kwargs_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each unknown keyword of the function, and for each value of the wrong type."""
     measured = formula_fields()[field].measured
     open_to_recipe = [
         keyword for keyword in keywords if keyword not in keyword_fields(field) and keyword not in measured
     ]
-    for keyword, value in value_at(recipe, further).items():
-        setting = f"{further}.{keyword} = {value!r}"
+    for keyword, value in value_at(recipe, kwargs_name).items():
+        setting = f"{kwargs_name}.{keyword} = {value!r}"
         if keyword in keyword_fields(field):
             yield f"{setting}: this keyword is a recipe field of its own; set {keyword_fields(field)[keyword]}"
         elif keyword in measured:
@@ -116,9 +119,9 @@ def _fits(annotation: ast.expr, value: Any) -> bool:
     return accepts(annotation, value)
 
 
-def _unfit_positional(field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]) -> str | None:
+def _positional_fault(field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]) -> str | None:
     """Return why the run cannot call the function with its tensors; None: it can."""
-    keywords = _keywords_of(signature, len(positional))
+    keywords = _read_keywords(signature, len(positional))
     try:
         signature.bind(*positional, **{name: None for name, keyword in keywords.items() if keyword.is_required})
     except TypeError as error:
@@ -130,16 +133,18 @@ def _unfit_positional(field: str, name: str, signature: inspect.Signature, posit
     return None
 
 
-def _keywords_of(signature: inspect.Signature, num_positional: int) -> Keywords:
+def _read_keywords(signature: inspect.Signature, num_positional: int) -> Keywords:
     keywords: dict[str, Keyword] = {}
     for index, parameter in enumerate(signature.parameters.values()):
         by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if by_name and (index >= num_positional or parameter.kind is inspect.Parameter.KEYWORD_ONLY):
-            keywords[parameter.name] = Keyword(_annotation(parameter), parameter.default is inspect.Parameter.empty)
+            keywords[parameter.name] = Keyword(
+                _parse_annotation(parameter), parameter.default is inspect.Parameter.empty
+            )
     return keywords
 
 
-def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
+def _parse_annotation(parameter: inspect.Parameter) -> ast.expr | None:
     annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:
         return None
@@ -151,7 +156,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
         return None
 
 
-def _idle_fields(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
+def _idle_field_faults(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each recipe field set by the user for which the user's function has no keyword."""
     recipe_fields = set(fields_set_by_user(recipe))
     for keyword, own_field in keyword_fields(field).items():
@@ -162,9 +167,11 @@ def _idle_fields(recipe: Recipe, field: str, name: str, keywords: Keywords) -> I
             )
 
 
-def _missing(recipe: Recipe, field: str, further: str, name: str, keywords: Keywords) -> Iterator[str]:
-    supplied = keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, further).keys()
+def _missing_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
+    supplied = (
+        keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, kwargs_name).keys()
+    )
     for keyword, parameter in keywords.items():
         if parameter.is_required and keyword not in supplied:
             remedy = "give it, or a default in its definition" if is_import_path(name) else "give it"
-            yield f"{further}.{keyword}: missing; {name} needs it: {remedy}"
+            yield f"{kwargs_name}.{keyword}: missing; {name} needs it: {remedy}"

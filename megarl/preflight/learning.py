@@ -25,11 +25,11 @@ from megarl.types import ConfigError, DataError
 @checks("optimizer")
 def optimizers(recipe: Recipe) -> Iterator[str]:
     train, critic = recipe.train, recipe.critic
-    yield from _optimizer("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
-    yield from _on_host(recipe)
+    yield from _optimizer_faults("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
+    yield from _host_optimizer_faults(recipe)
     if not recipe.has_critic:
         return
-    yield from _optimizer("critic.optimizer", critic.optimizer, recipe.trainer.distributed_optimizer)
+    yield from _optimizer_faults("critic.optimizer", critic.optimizer, recipe.trainer.distributed_optimizer)
     if critic.warmup_steps >= train.steps > 0:
         yield (
             f"critic.warmup_steps = {critic.warmup_steps}: no step of train.steps {train.steps} would train the "
@@ -190,16 +190,16 @@ def shortened_warmups(recipe: Recipe) -> Iterator[str]:
 def decays(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each final decay (schedule wsd) longer than the updates after the warm-up."""
     for field, optimizer, updates in num_updates(recipe):
-        rest = updates - optimizer.warmup_updates(updates)
-        if recipe.train.steps and optimizer.schedule == "wsd" and (optimizer.decay_steps or 0) > rest:
+        updates_after_warmup = updates - optimizer.warmup_updates(updates)
+        if recipe.train.steps and optimizer.schedule == "wsd" and (optimizer.decay_steps or 0) > updates_after_warmup:
             yield (
-                f"{field}.decay_steps = {optimizer.decay_steps}: the run makes {updates} updates, {rest} of them after "
-                "the warm-up, so the learning rate would fall before its peak is reached; lower it, shorten the "
-                "warm-up, or raise train.steps"
+                f"{field}.decay_steps = {optimizer.decay_steps}: the run makes {updates} updates, "
+                f"{updates_after_warmup} of them after the warm-up, so the learning rate would fall before its peak is "
+                "reached; lower it, shorten the warm-up, or raise train.steps"
             )
 
 
-def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> Iterator[str]:
+def _optimizer_faults(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> Iterator[str]:
     if optimizer.name == "sgd" and is_distributed:
         yield f"{field}.name = sgd: has no state that could be sharded; set trainer.distributed_optimizer=false"
     low, high = optimizer.min_learning_rate, optimizer.learning_rate
@@ -207,7 +207,7 @@ def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> 
         yield f"{field}.min_learning_rate = {low}: is above {field}.learning_rate {high}; lower it"
 
 
-def _on_host(recipe: Recipe) -> Iterator[str]:
+def _host_optimizer_faults(recipe: Recipe) -> Iterator[str]:
     trainer = recipe.trainer
     if not trainer.optimizer_offload_fraction:
         return
@@ -286,7 +286,7 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
             yield str(error)
 
 
-def _reward_order(recipe: Recipe) -> Iterator[str]:
+def _reward_order_faults(recipe: Recipe) -> Iterator[str]:
     """Yield errors of algorithm.reward_order = normalize_then_sum: all parts of the reward must be scores of
     functions.
     """
@@ -320,7 +320,7 @@ def _reward_order(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _dynamic_sampling_faults(algorithm: AlgorithmConfig) -> Iterator[str]:
     if (allowed := algorithm.dynamic_sampling) is None:
         return
     # The spread of a group's rewards has no natural upper limit, so only the lower one is used.
@@ -393,9 +393,9 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"{samples} completions, so all advantages would be zero; lower it, or sample at least "
             f"{algorithm.pass_k + 1}"
         )
-    yield from _dynamic_sampling(algorithm)
+    yield from _dynamic_sampling_faults(algorithm)
     if algorithm.reward_order == "normalize_then_sum":
-        yield from _reward_order(recipe)
+        yield from _reward_order_faults(recipe)
     longest = recipe.rollout.sampling.max_new_tokens
     if algorithm.overlong_buffer and algorithm.overlong_buffer >= longest:
         yield (

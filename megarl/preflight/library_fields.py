@@ -32,12 +32,12 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # Parsing the libraries' sources below takes 0.1 s of CPU time.
     if not settings:
         return
-    follows = reserved_settings("megatron") | reserved_settings("architecture")
+    reserved = reserved_settings("megatron") | reserved_settings("architecture")
     has_sinks = "softmax_type" in FAMILIES[shape.family].settings(shape)
-    follows |= reserved_settings("sinks") if has_sinks else {}
-    follows |= reserved_settings("recompute") if recipe.trainer.recompute != "none" else {}
-    follows |= reserved_settings("experts") if shape.num_experts else {}
-    follows |= reserved_settings("fp8") if recipe.trainer.fp8 != "none" else {}
+    reserved |= reserved_settings("sinks") if has_sinks else {}
+    reserved |= reserved_settings("recompute") if recipe.trainer.recompute != "none" else {}
+    reserved |= reserved_settings("experts") if shape.num_experts else {}
+    reserved |= reserved_settings("fp8") if recipe.trainer.fp8 != "none" else {}
     known_fields: dict[str, ast.expr] = {}
     for file, name in (
         ("core/model_parallel_config.py", "ModelParallelConfig"),
@@ -45,7 +45,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     ):
         known_fields |= class_fields("megatron", file, name)
     # A common mistake: the field belongs to another config class of Megatron-Core 0.16.1, not reachable from here.
-    elsewhere = {
+    fields_elsewhere = {
         name: owner
         for file, owner in (
             ("core/optimizer/optimizer_config.py", "OptimizerConfig"),
@@ -60,23 +60,25 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "loads; set it to blockwise, tensorwise or mxfp8"
         )
     if recipe.trainer.router_replay:
-        yield from _without_replay(settings)
-    undecided = {field: value for field, value in settings.items() if field not in follows}
-    yield from without_effect(undecided, has_experts=bool(shape.num_experts))
+        yield from _replay_faults(settings)
+    free_settings = {field: value for field, value in settings.items() if field not in reserved}
+    yield from without_effect(free_settings, has_experts=bool(shape.num_experts))
     # Without Megatron-Core, `known_fields` is empty, and no field can be called unknown.
     for field, value in settings.items():
-        if field in follows:
-            yield f"trainer.megatron.{field} = {value!r}: megarl sets this from {follows[field]}; remove it"
-        elif known_fields and field not in known_fields and field in elsewhere:
+        if field in reserved:
+            yield f"trainer.megatron.{field} = {value!r}: megarl sets this from {reserved[field]}; remove it"
+        elif known_fields and field not in known_fields and field in fields_elsewhere:
             yield (
-                f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {elsewhere[field]}, but "
+                f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {fields_elsewhere[field]}, but "
                 "trainer.megatron sets fields of TransformerConfig; see the recipe's sections optimizer and trainer"
             )
         elif known_fields:
-            yield from _check("trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known_fields)
+            yield from _field_faults(
+                "trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known_fields
+            )
 
 
-def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
+def _replay_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield errors of settings with which the trainer would not use the engine's experts, despite router replay."""
     if settings.get("moe_router_fusion"):
         yield (
@@ -107,13 +109,13 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
         if is_listed and (fault := engine_field_fault(field)) is not None:
             yield f"rollout.vllm.{field} = {_format_value('rollout.vllm', field, value)}: {fault}"
         elif known_fields:
-            yield from _check("rollout.vllm", "vLLM's EngineArgs", field, value, known_fields)
+            yield from _field_faults("rollout.vllm", "vLLM's EngineArgs", field, value, known_fields)
 
 
 @cache
 def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
     """Return the annotated fields of a class in an installed package, in order; empty if package or file is missing."""
-    source = _read(package, file)
+    source = _parse_source(package, file)
     classes = [node for node in ast.walk(source) if isinstance(node, ast.ClassDef) and node.name == name]
     return {
         statement.target.id: statement.annotation
@@ -126,7 +128,7 @@ def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 def supported_head_sizes() -> list[int]:
     """Return the head sizes of vLLM's attention on CPUs; empty if they cannot be read from its source."""
     # In vLLM 0.30, the return statement of get_supported_head_sizes lists the sizes.
-    source = _read("vllm", "v1/attention/backends/cpu_attn.py")
+    source = _parse_source("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
             returned = [statement.value for statement in node.body if isinstance(statement, ast.Return)]
@@ -136,7 +138,7 @@ def supported_head_sizes() -> list[int]:
     return []
 
 
-def _read(package: str, file: str) -> ast.Module:
+def _parse_source(package: str, file: str) -> ast.Module:
     spec = find_spec(package)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / file).is_file():
@@ -144,7 +146,9 @@ def _read(package: str, file: str) -> ast.Module:
     return ast.Module(body=[], type_ignores=[])
 
 
-def _check(section: str, owner: str, field: str, value: Any, known_fields: Mapping[str, ast.expr]) -> Iterator[str]:
+def _field_faults(
+    section: str, owner: str, field: str, value: Any, known_fields: Mapping[str, ast.expr]
+) -> Iterator[str]:
     if field not in known_fields:
         near = nearest(field, known_fields)
         hint = f"did you mean {near}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"

@@ -27,15 +27,15 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
     # `sizes.fp8_fit` reports a missing Transformer Engine, with the other needs of trainer.fp8.
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
     versions = library_versions() if has_libraries else None
-    asked, engines = needs(recipe, is_trained=is_trained), recipe.cluster.groups.engines
-    engine_needs = {field: need for field, need in asked.items() if field.startswith("rollout.")}
+    needed_formats, engines = needs(recipe, is_trained=is_trained), recipe.cluster.groups.engines
+    engine_needs = {field: need for field, need in needed_formats.items() if field.startswith("rollout.")}
     # Engines may have another kind of GPU. All other needs concern the trainer's GPUs.
     if engines is not None and engines.gpu_memory_gib is not None and engine_needs:
-        named = _list_named_gpus("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
-        yield from unmet_needs(engine_needs, named, versions)
-        asked = {field: need for field, need in asked.items() if field not in engine_needs}
-    if asked:
-        yield from unmet_needs(asked, _gpus(recipe, is_start), versions)
+        engine_gpus = _list_named_gpus("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
+        yield from unmet_needs(engine_needs, engine_gpus, versions)
+        needed_formats = {field: need for field, need in needed_formats.items() if field not in engine_needs}
+    if needed_formats:
+        yield from unmet_needs(needed_formats, _list_gpus(recipe, is_start), versions)
 
 
 @checks("cluster", per_run=True)
@@ -59,12 +59,12 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
         yield fault.removesuffix(".")
 
 
-def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
-    named = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
-    if named and not is_start:
-        return named
+def _list_gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
+    named_gpus = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
+    if named_gpus and not is_start:
+        return named_gpus
     # At a start, trust the installed GPUs, because the recipe may name the wrong one.
-    return (uses_this_machine(recipe) and installed_gpus()) or named
+    return (uses_this_machine(recipe) and installed_gpus()) or named_gpus
 
 
 def _list_named_gpus(field: str, memory: float | str | None) -> list[Gpu]:
@@ -99,10 +99,10 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{', '.join(families)}; set rollout.quantization=none"
         )
     if rollout.quantization == "fp8" and not runs_on_cpu():
-        yield from _groups(recipe, shape, field)
-    yield from _backend(recipe, field, "linear_backend", LINEAR_BACKENDS)
+        yield from _group_faults(recipe, shape, field)
+    yield from _backend_faults(recipe, field, "linear_backend", LINEAR_BACKENDS)
     if shape.num_experts:
-        yield from _backend(recipe, field, "moe_backend", EXPERT_BACKENDS)
+        yield from _backend_faults(recipe, field, "moe_backend", EXPERT_BACKENDS)
         if rollout.quantization == "fp8_per_channel" and runs_on_cpu():
             yield f"{field}: vLLM has no such experts on a CPU; set rollout.quantization=fp8, or use GPUs"
 
@@ -113,7 +113,7 @@ GROUP_COLUMNS = 128
 """
 
 
-def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
+def _group_faults(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
     """Yield an error for each layer whose input on one engine rank is not a whole number of groups."""
     tp = recipe.rollout.tp
     attention, router = shape.attention, shape.router
@@ -140,7 +140,7 @@ def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
             )
 
 
-def _backend(recipe: Recipe, field: str, name: str, backends: tuple[str, ...]) -> Iterator[str]:
+def _backend_faults(recipe: Recipe, field: str, name: str, backends: tuple[str, ...]) -> Iterator[str]:
     backend = recipe.rollout.vllm.get(name, "auto")
     # A backend may be spelled with - or _.
     if str(backend).lower().replace("-", "_") not in backends:

@@ -16,21 +16,21 @@ def overview(recipe: Recipe) -> dict[str, str]:
     """Return the rows of a dry run's table, by title. A loop without an engine has fewer rows."""
     rows: dict[str, str] = {}
     if recipe.has_engine:
-        rows["environment"] = _by_source(recipe, _environment)
-        rows["rewards"] = _by_source(recipe, _rewards) + _reward_model(recipe)
-        rows["KV cache"] = _cache(recipe)
-    rows["algorithm"] = ", ".join(_algorithm(recipe))
+        rows["environment"] = _describe_sources(recipe, _describe_environment)
+        rows["rewards"] = _describe_sources(recipe, _describe_rewards) + _describe_reward_model(recipe)
+        rows["KV cache"] = _describe_cache(recipe)
+    rows["algorithm"] = ", ".join(_describe_algorithm(recipe))
     for field, optimizer, updates in num_updates(recipe):
         name = "learning rate" if field == "optimizer" else "learning rate of the critic"
-        rows[name] = _learning_rate(optimizer, updates)
+        rows[name] = _describe_learning_rate(optimizer, updates)
     rows["trackers"] = ", ".join(recipe.trackers) or "none: metrics.jsonl in the run folder"
-    rows["evaluation"] = _evaluation(recipe)
+    rows["evaluation"] = _describe_evaluation(recipe)
     if recipe.train.steps != 0:
         rows["lost rank"] = describe_loss(recipe)
     return rows
 
 
-def _by_source(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
+def _describe_sources(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
     """Return a description of the recipe's sources. If descriptions differ, each follows its source's name."""
     texts = {source.name: describe(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
@@ -38,33 +38,33 @@ def _by_source(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def _environment(recipe: Recipe) -> str:
+def _describe_environment(recipe: Recipe) -> str:
     rollout = recipe.rollout
     program = f" ({' '.join(rollout.agent.command)})" if rollout.environment == "command" else ""
     turns = f", at most {rollout.turns_of_attempt} turns" if rollout.turns_of_attempt > 1 else ""
     return f"{rollout.environment}{program}{turns}"
 
 
-def _rewards(recipe: Recipe) -> str:
+def _describe_rewards(recipe: Recipe) -> str:
     functions = recipe.reward.functions
     factor = recipe.reward.function_weight
     return ", ".join(f"{function.name} * {factor * function.weight:g}" for function in functions) or "none"
 
 
-def _reward_model(recipe: Recipe) -> str:
+def _describe_reward_model(recipe: Recipe) -> str:
     if (model := recipe.further_models.get("reward.model")) is None:
         return ""
     return f"; reward model {model} * {recipe.reward.model_weight:g}"
 
 
-def _cache(recipe: Recipe) -> str:
+def _describe_cache(recipe: Recipe) -> str:
     share = recipe.rollout.gpu_memory_utilization
     if share is not None:
         return f"what is left of {share:g} of a GPU"
     return f"{recipe.rollout.kv_cache_gib:g} GiB a rank"
 
 
-def _algorithm(recipe: Recipe) -> Iterator[str]:
+def _describe_algorithm(recipe: Recipe) -> Iterator[str]:
     """Yield the name of the loss and its further terms (KL, entropy, importance correction)."""
     if recipe.loop == "sft":
         yield "cross-entropy"
@@ -75,7 +75,7 @@ def _algorithm(recipe: Recipe) -> Iterator[str]:
         if recipe.trains_rewards:
             yield f"advantage {recipe.algorithm.advantage} of rewards"
     else:
-        yield from _reinforcement(recipe)
+        yield from _describe_reinforcement(recipe)
     if recipe.lora.rank:
         yield f"LoRA of rank {recipe.lora.rank}" + ", sent alone" * recipe.sends_adapter
 
@@ -85,7 +85,7 @@ def _teacher_names(recipe: Recipe) -> str:
     return ", ".join(names[model] for model in recipe.teacher_models)
 
 
-def _reinforcement(recipe: Recipe) -> Iterator[str]:
+def _describe_reinforcement(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     if algorithm.preset is not None:
         yield f"preset {algorithm.preset}"
@@ -97,10 +97,10 @@ def _reinforcement(recipe: Recipe) -> Iterator[str]:
     if algorithm.importance_sampling not in (None, "none"):
         yield f"importance sampling {algorithm.importance_sampling}"
     if algorithm.dynamic_sampling is not None:
-        yield _selected_groups(recipe, *algorithm.dynamic_sampling)
+        yield _describe_groups(recipe, *algorithm.dynamic_sampling)
 
 
-def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
+def _describe_groups(recipe: Recipe, low: float, high: float) -> str:
     """Return, in words, which groups dynamic sampling trains.
 
     Without dynamic_sampling_metric, this depends on whether answers have verdicts.
@@ -118,14 +118,14 @@ def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
     return f"groups of {accuracy}, or without verdicts of {spread}"
 
 
-def _learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
+def _describe_learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
     warmup = optimizer.warmup_updates(updates)
     end = "" if optimizer.schedule == "constant" else f" to {optimizer.min_learning_rate:g}"
     begin = f" after {warmup} of {updates} updates of warm-up" if warmup else ""
     return f"{optimizer.learning_rate:g}, {optimizer.schedule}{end}{begin}; {optimizer.name}"
 
 
-def _evaluation(recipe: Recipe) -> str:
+def _describe_evaluation(recipe: Recipe) -> str:
     """Return the row about evaluation: validation sets, steps, attempts per problem, temperature."""
     if not (names := recipe.validation_sets):
         return "none: no data.validation"

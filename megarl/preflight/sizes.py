@@ -32,7 +32,7 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
                 "PATH, or set cluster.launcher=local"
             )
         elif cluster.groups.engines is not None:
-            yield from _components(cluster)
+            yield from _component_faults(cluster)
         elif int(nodes) != cluster.nodes + cluster.spare_nodes:
             num_nodes, spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
             more = f" and cluster.spare_nodes = {spare}" if spare else ""
@@ -59,22 +59,22 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
         )
 
 
-def _components(cluster: ClusterConfig) -> Iterator[str]:
+def _component_faults(cluster: ClusterConfig) -> Iterator[str]:
     """Yield an error unless trainer nodes and engine nodes are the two components of a heterogeneous Slurm job."""
     engines = cluster.groups.engines
     assert engines is not None
     # Slurm numbers the components of a heterogeneous job from 0. The trainer's nodes come first.
     component_nodes = [os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(2)]
-    asked = [str(cluster.nodes), str(engines.nodes)]
-    if component_nodes != asked or os.environ.get("SLURM_HET_SIZE") != "2":
-        have = (
+    expected_nodes = [str(cluster.nodes), str(engines.nodes)]
+    if component_nodes != expected_nodes or os.environ.get("SLURM_HET_SIZE") != "2":
+        nodes_text = (
             f"components of {', '.join(filter(None, component_nodes))} nodes"
             if any(component_nodes)
             else "one kind of nodes"
         )
         yield (
-            f"cluster.groups.engines: the job has {have}, not components of {' and '.join(asked)}; submit it with "
-            "megarl slurm submit"
+            f"cluster.groups.engines: the job has {nodes_text}, not components of {' and '.join(expected_nodes)}; "
+            "submit it with megarl slurm submit"
         )
 
 

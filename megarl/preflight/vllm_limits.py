@@ -24,10 +24,10 @@ from megarl.types import DataError
 def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not recipe.has_engine:
         return
-    yield from _head_size(recipe, shape)
-    yield from _kv_cache(recipe, shape)
-    yield from _stop_tokens(recipe, shape)
-    yield from _drafter(recipe, shape)
+    yield from _head_size_faults(recipe, shape)
+    yield from _cache_faults(recipe, shape)
+    yield from _stop_token_faults(recipe, shape)
+    yield from _drafter_faults(recipe, shape)
     if recipe.rollout.async_scheduling and runs_on_cpu():
         yield (
             "rollout.async_scheduling = True: vLLM has no asynchronous scheduling on a CPU; leave it out, so that "
@@ -42,17 +42,17 @@ _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 _CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 
 
-def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _drafter_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of `speculative_config`: draft models and methods unsupported by megarl's engines."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
         return
-    method = config.get("method") or _method_of(config.get("model"))
+    method = config.get("method") or _derive_method(config.get("model"))
     field = f"rollout.vllm.speculative_config = {dict(config)}"
     if method == MODEL_LAYERS:
         yield from model_drafter_faults(recipe, field)
     elif (folder := drafter_folder(config)) is not None:
-        yield from _published_drafter(recipe, shape, field, folder)
+        yield from _published_drafter_faults(recipe, shape, field, folder)
     elif method not in _WEIGHTLESS:
         # megarl's vLLM initialises all weights randomly, and a reshard writes only the policy's weights.
         kind = f"an {method} drafter's" if method and method.startswith("eagle") else "the draft model's"
@@ -77,7 +77,7 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str) -> Iterator[str]:
+def _published_drafter_faults(recipe: Recipe, shape: ModelShape, field: str, model: str) -> Iterator[str]:
     """Yield errors of an EAGLE-3 drafter in a separate folder."""
     settings = recipe.rollout.vllm["speculative_config"]
     for name in ("draft_load_config", "quantization", "parallel_drafting"):
@@ -99,7 +99,7 @@ def _published_drafter(recipe: Recipe, shape: ModelShape, field: str, model: str
         yield f"{field}: {fault}; give a published EAGLE-3 drafter of this policy, or take ngram"
 
 
-def _method_of(model: object) -> str | None:
+def _derive_method(model: object) -> str | None:
     """Return the speculative method that vLLM 0.30 derives from a draft model's name; None: it is a model with
     weights.
     """
@@ -111,7 +111,7 @@ def _method_of(model: object) -> str | None:
     return "custom_class" if is_class else None
 
 
-def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _head_size_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if isinstance(shape.attention, Latent):
         cached = shape.attention.cached_numbers(tp=1)
         if runs_on_cpu() and cached != _CPU_LATENT_CHANNELS:
@@ -128,7 +128,7 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _cache_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if a rank's KV cache cannot hold the longest possible sequence."""
     rollout = recipe.rollout
     # With gpu_memory_utilization, vLLM sizes the cache itself. `preflight.memory.memory_fit` checks that case.
@@ -149,7 +149,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _stop_token_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error for each stop token id outside the vocabulary: vLLM accepts it and never samples it."""
     stop_tokens = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,

@@ -16,7 +16,7 @@ from megarl.families.registry import FAMILIES
 from megarl.families.shape import read_model_shape
 from megarl.preflight import check
 from megarl.preflight.model.trained_drafter import drafter_fit
-from megarl.preflight.vllm_limits import HOST_DRAFTERS, _drafter
+from megarl.preflight.vllm_limits import HOST_DRAFTERS, _drafter_faults
 from megarl.types import ConfigError
 from tests.eagle3 import make_eagle3
 from tests.shapes import small_shape
@@ -88,7 +88,7 @@ def test_drafts_are_refused_with_recorded_experts(faults: Callable[..., list[str
 def test_models_with_states_may_draft(recipe: Callable[..., Recipe]) -> None:
     made = recipe(rollout={"vllm": {"speculative_config": NGRAM}})
     for family in ("qwen3", "qwen3_next", "qwen3_5_text"):
-        assert list(_drafter(made, small_shape(family))) == []
+        assert list(_drafter_faults(made, small_shape(family))) == []
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def eagle_faults(policy: Path, recipe: Callable[..., Recipe]) -> Callable[..., l
     def found(folder: Path, **settings: Any) -> list[str]:
         drafter = EAGLE3 | {"model": str(folder)} | settings
         changed = recipe(model={"path": str(policy)}, rollout={"vllm": {"speculative_config": drafter}})
-        return list(_drafter(changed, read_model_shape(policy)))
+        return list(_drafter_faults(changed, read_model_shape(policy)))
 
     return found
 

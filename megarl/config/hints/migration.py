@@ -57,7 +57,7 @@ class Option:
     @property
     def fields(self) -> tuple[str, ...]:
         """Recipe fields: `data.validation` for `data.validation.math=math.jsonl`."""
-        return tuple(dict.fromkeys(_field_around(item.partition("=")[0]) for item in self.assignments))
+        return tuple(dict.fromkeys(_find_field(item.partition("=")[0]) for item in self.assignments))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -65,9 +65,9 @@ class Option:
 
         The recipe field's own name is left out: for it, the hint about a field of another section is better.
         """
-        names = (_plain(spelling) for spelling in self.spellings if not _is_short(spelling))
-        own_name = _last(self.fields[0]) if self.fields and self.program != OTHERS else None
-        return tuple(name for name in names if _last(name) != own_name)
+        names = (_plain_name(spelling) for spelling in self.spellings if not _is_short(spelling))
+        own_name = _last_part(self.fields[0]) if self.fields and self.program != OTHERS else None
+        return tuple(name for name in names if _last_part(name) != own_name)
 
     @property
     def text(self) -> str:
@@ -98,15 +98,15 @@ class Meaning:
 
         `is_only`: the option means the same in all programs. Otherwise the text names the programs.
         """
-        where = "elsewhere" if OTHERS in self.programs else f"in {_join(self.programs)}"
-        notes = self._notes()
+        where = "elsewhere" if OTHERS in self.programs else f"in {_join_words(self.programs)}"
+        notes = self._notes_text()
         if not self.fields:
             return f"has no counterpart: {notes}" if is_only else f"{where} it has no counterpart: {notes}"
         option = self.options[0]
         fields = " ".join(option.assignments) if option.value else " and ".join(self.fields)
         return f"{'here' if is_only else where} it is {fields}" + (f" ({notes})" if notes else "")
 
-    def _notes(self) -> str:
+    def _notes_text(self) -> str:
         """Return how the options differ from the fields. Empty: one option has the same values as the field."""
         programs: defaultdict[str, list[str]] = defaultdict(list)
         for option in self.options:
@@ -114,7 +114,7 @@ class Meaning:
         if len(programs) == 1 or "" in programs:
             return "" if "" in programs else self.options[0].note
         return "; ".join(
-            note if OTHERS in names else f"{_join(list(dict.fromkeys(names)))}: {note}"
+            note if OTHERS in names else f"{_join_words(list(dict.fromkeys(names)))}: {note}"
             for note, names in programs.items()
         )
 
@@ -144,7 +144,7 @@ def meanings(name: str, value: str | None = None) -> list[Meaning]:
 
     `value` is the option's value: with some values, some options mean another field.
     """
-    parts = _plain(name).split(".")
+    parts = _plain_name(name).split(".")
     tails = (".".join(parts[start:]) for start in range(len(parts)))
     by_tail = [_options_by_name().get(tail, []) for tail in tails]
     # If all rows of a name are about other values, try the next shorter name.
@@ -164,10 +164,12 @@ def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning
 
     With `value` None, rows about single values apply only if no row is about all values.
     """
-    exact = [option for option in rows if option.value and value and _plain(option.value) == _plain(value)]
-    decided = {field for option in exact for field in option.fields}
-    general = [option for option in rows if not option.value and not decided & set(option.fields)]
-    matches = [*exact, *general] or (rows if value is None else [])
+    rows_of_value = [
+        option for option in rows if option.value and value and _plain_name(option.value) == _plain_name(value)
+    ]
+    decided_fields = {field for option in rows_of_value for field in option.fields}
+    rows_of_all_values = [option for option in rows if not option.value and not decided_fields & set(option.fields)]
+    matches = [*rows_of_value, *rows_of_all_values] or (rows if value is None else [])
     groups: defaultdict[tuple[str, ...], list[Option]] = defaultdict(list)
     for option in matches:
         groups[option.assignments if option.value else tuple(sorted(option.fields))].append(option)
@@ -188,11 +190,11 @@ def describe_option(several: Sequence[Meaning], value: str | None = None, *, wit
     return "; ".join(texts)
 
 
-def _join(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return name.lstrip("-").lower().replace("-", "_")
 
 
@@ -200,11 +202,11 @@ def _is_short(spelling: str) -> bool:
     return spelling.startswith("-") and not spelling.startswith("--")
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _field_around(name: str) -> str:
+def _find_field(name: str) -> str:
     """Return the recipe field of a dotted name: `data.validation` for `data.validation.math`."""
     while name and name not in all_fields():
         name = name.rpartition(".")[0]
@@ -232,17 +234,23 @@ def overrides_of(option: Option) -> list[str]:
     base = _base_recipe()
     unmet = [condition for field in option.fields for condition in conditions(field) if not condition.holds(base)]
     needed = " ".join(condition.example for condition in unmet).split()
-    assignments = [item if "=" in item else f"{item}={_default(item)}" for item in option.assignments]
+    assignments = [item if "=" in item else f"{item}={_default_text(item)}" for item in option.assignments]
     companions = " ".join(_COMPANIONS.get(field, "") for field in option.fields).split()
-    before = _other_overrides(needed, than=assignments)
-    return [*before, *assignments, *_other_overrides(companions, than=[*before, *assignments])]
+    condition_overrides = _other_overrides(needed, than=assignments)
+    return [
+        *condition_overrides,
+        *assignments,
+        *_other_overrides(companions, than=[*condition_overrides, *assignments]),
+    ]
 
 
 def _other_overrides(overrides: Sequence[str], than: Sequence[str]) -> list[str]:
     """Return the first override of each field that `than` does not override."""
-    written = {_name(override) for override in than}
-    first = {_name(override): override for override in reversed(overrides)}
-    return [first[name] for name in dict.fromkeys(map(_name, overrides)) if name not in written]
+    overridden_fields = {_field_name(override) for override in than}
+    first_overrides = {_field_name(override): override for override in reversed(overrides)}
+    return [
+        first_overrides[name] for name in dict.fromkeys(map(_field_name, overrides)) if name not in overridden_fields
+    ]
 
 
 @cache
@@ -252,11 +260,11 @@ def _base_recipe() -> Recipe:
     return Recipe.model_validate(BASE_RECIPE)
 
 
-def _name(override: str) -> str:
+def _field_name(override: str) -> str:
     return override.partition("=")[0]
 
 
-def _default(field: str) -> str:
+def _default_text(field: str) -> str:
     import yaml
 
     value = all_fields()[field].get_default(call_default_factory=True)

@@ -18,7 +18,7 @@ def nearest_value(place: str, value: object) -> str | None:
     """Return the valid value that the user probably meant, or None."""
     if not isinstance(value, str):
         return None
-    choices = _choices(place)
+    choices = _list_choices(place)
     plain = value.lower().replace("-", "_")
     for translation, spellings in VALUES.get(recipe_field(place), {}).items():
         if plain in spellings.split() and translation in choices:
@@ -26,20 +26,20 @@ def nearest_value(place: str, value: object) -> str | None:
     return nearest(value, choices)
 
 
-def _choices(place: str) -> list[str]:
+def _list_choices(place: str) -> list[str]:
     name = recipe_field(place)
     if name in formula_fields():
         return list(formulas(name))
     field = field_at(name) or field_at(name.rpartition(".")[0])
-    return [] if field is None else list(_words(field.annotation))
+    return [] if field is None else list(_literal_words(field.annotation))
 
 
-def _words(kind: Any) -> Iterator[str]:
+def _literal_words(kind: Any) -> Iterator[str]:
     for argument in get_args(kind):
         if get_origin(kind) is Literal:
             yield from [argument] if isinstance(argument, str) else []
         else:
-            yield from _words(argument)
+            yield from _literal_words(argument)
 
 
 def written_override(field: str, value: str | None) -> str:

@@ -33,9 +33,9 @@ def explain_error(
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
     written = reference_around(loc, references) or printable(value, loc, references)
     if kind == "missing":
-        return _missing(place)
+        return _missing_lines(place)
     if kind == "extra_forbidden":
-        return "\n".join(_unknown(place, written))
+        return "\n".join(_unknown_lines(place, written))
     if kind == "two_answers":
         answer = f"{place}.fields.answer"
         where = (*loc, "fields", "answer")
@@ -43,42 +43,43 @@ def explain_error(
         return f"{answer} = {shorten_value(name)}: {message} (~{answer} on the command line)"
     assignment = f"{place} = {shorten_value(written)}"
     if kind == "model_type":
-        return f"{assignment}: is a section; leave it out or set {', '.join(_children(place))}"
+        return f"{assignment}: is a section; leave it out or set {', '.join(_list_children(place))}"
     if is_key and kind == "literal_error":
         keys = message.removeprefix("Input should be ").replace("'", "")
-        return f"{place}: {written!r} is not a key of {place.rpartition('.')[0]}; its keys are {keys}. {_around(place)}"
+        parent = place.rpartition(".")[0]
+        return f"{place}: {written!r} is not a key of {parent}; its keys are {keys}. {_describe_place(place)}"
     if is_key:
         return f"{place}: bad name {written!r}; use letters, digits, dots, dashes and underscores"
-    return f"{assignment}: {_wrong_value(kind, place, value, message)}"
+    return f"{assignment}: {_explain_value(kind, place, value, message)}"
 
 
-def _missing(place: str) -> str:
+def _missing_lines(place: str) -> str:
     fields = all_fields()
     required = [name for name, field in fields.items() if name.startswith(place + ".") and field.is_required()]
     lines = [(name, field_at(name)) for name in required or [place]]
     return "\n".join(f"{name}: missing; add it: {description(field) if field else ''}" for name, field in lines)
 
 
-def _children(place: str) -> list[str]:
+def _list_children(place: str) -> list[str]:
     section = section_at(place)
     return [f"{place}.{name}" for name in section.model_fields] if section else []
 
 
-def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
+def _explain_value(kind: str, place: str, value: Any, message: str) -> str:
     """Return the fault of a value, the nearest valid value or the way to remove it, and the field's description."""
     # pydantic's texts become sentences about a recipe.
-    wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
+    sentence = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
     if kind in ("literal_error", "formula") and (near := nearest_value(place, value)):
-        wrong += f"; did you mean {near!r}?"
+        sentence += f"; did you mean {near!r}?"
     elif field is not None and value is None and not field.is_required():
-        wrong += f"; {removal(place)} on the command line removes it."
+        sentence += f"; {removal(place)} on the command line removes it."
     else:
-        wrong += "."
-    return f"{wrong} {_around(place)}".removesuffix(". ")
+        sentence += "."
+    return f"{sentence} {_describe_place(place)}".removesuffix(". ")
 
 
-def _around(place: str) -> str:
+def _describe_place(place: str) -> str:
     """Return the description of the field at a place (keys and indices), or of the section around it. May be empty."""
     parts = place.split(".")
     fields = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
@@ -86,12 +87,12 @@ def _around(place: str) -> str:
 
 
 # A misspelt section gets one line. Another program's section gets a line per value, because remedies differ.
-def _unknown(place: str, value: Any) -> Iterator[str]:
+def _unknown_lines(place: str, value: Any) -> Iterator[str]:
     """Yield the error line of an unknown key, or one line for each value of an unknown section."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
-    is_misspelt = nearest(place.rpartition(".")[2], _siblings(place)) is not None
+    is_misspelt = nearest(place.rpartition(".")[2], _list_siblings(place)) is not None
     is_foreign = any(meanings(name) for name, _ in leaves)
-    is_elsewhere = not is_misspelt and any(_elsewhere(name) for name, _ in leaves)
+    is_elsewhere = not is_misspelt and any(_find_elsewhere(name) for name, _ in leaves)
     for name, item in leaves if is_foreign or is_elsewhere else [(place, value)]:
         written = str(item).lower() if isinstance(item, bool) else str(item)
         yield f"{name} = {shorten_value(item)}: unknown key; {key_hint(name, written)}"
@@ -107,7 +108,7 @@ def key_hint(place: str, value: str | None = None) -> str:
     if (replacement := REMOVED.get(place)) is not None:
         return f"the field was removed: {replacement}"
     # Other sections do not have the fields of list items, so they are not searched for them.
-    fields, short = [] if _is_in_item(place) else _elsewhere(place), short_meanings(place, value)
+    fields, short = [] if _is_in_item(place) else _find_elsewhere(place), short_meanings(place, value)
     if foreign := meanings(place, value) or ([] if fields else short):
         return describe_option(foreign)
     if place.startswith("mixture."):
@@ -117,7 +118,7 @@ def key_hint(place: str, value: str | None = None) -> str:
         parents = [name.rpartition(".")[0] or "the top level" for name in fields]
         also = f"; ColossalRL's -{place}: {describe_option(short)}" if short else ""
         return f"it belongs under {' or '.join(parents)}: {', '.join(fields)}{also}"
-    key, siblings = place.rpartition(".")[2], _siblings(place)
+    key, siblings = place.rpartition(".")[2], _list_siblings(place)
     if near := _nearest_field(place):
         return f"did you mean {near}?"
     return f"known are {', '.join(siblings.values())}" if siblings else f"no section has a field like {key}"
@@ -132,7 +133,7 @@ def _is_in_item(place: str) -> bool:
 def _nearest_field(place: str) -> str | None:
     """Return the recipe fields with the most similar name, as `a or b`. Fields of the same section come first."""
     key = place.rpartition(".")[2]
-    siblings = _siblings(place)
+    siblings = _list_siblings(place)
     if (near := nearest(key, siblings)) is not None:
         return siblings[near]
     candidates = {} if _is_in_item(place) else all_fields()
@@ -140,14 +141,14 @@ def _nearest_field(place: str) -> str | None:
     return None if near is None else " or ".join(name for name in candidates if name.rpartition(".")[2] == near)
 
 
-def _siblings(place: str) -> dict[str, str]:
+def _list_siblings(place: str) -> dict[str, str]:
     parent = place.rpartition(".")[0]
     section = section_at(parent)
     prefix = f"{parent}." if parent else ""
     return {} if section is None else {name: f"{prefix}{name}" for name in section.model_fields}
 
 
-def _elsewhere(place: str) -> list[str]:
+def _find_elsewhere(place: str) -> list[str]:
     key = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == key]
 
@@ -159,16 +160,15 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     option or field. `options` are the command's valid options.
     """
     name, recipe_fields = option.lstrip("-").replace("-", "_"), all_fields()
-    matches = [name] if name in recipe_fields else _elsewhere(name)
+    matches = [name] if name in recipe_fields else _find_elsewhere(name)
     is_recipe_field = option.startswith("--") and bool(matches)
     if foreign := meanings(name, value) or ([] if is_recipe_field else short_meanings(option.lstrip("-"), value)):
         return describe_option(foreign, value, with_override=True)
     if fields := [field for field in matches if section_of(recipe_fields[field]) is None]:
         return f"write {' or '.join(written_override(field, value) for field in fields)}"
     if matches:
-        return (
-            f"is a section here; write {' or '.join(written_override(field, value) for field in _children(matches[0]))}"
-        )
+        overrides = [written_override(field, value) for field in _list_children(matches[0])]
+        return f"is a section here; write {' or '.join(overrides)}"
     if near := nearest(name, [choice.lstrip("-") for choice in options]):
         return f"did you mean --{near}?"
     near = _nearest_field(name)

@@ -98,17 +98,17 @@ class _Merging:
         if fault := _form_fault(override):
             self.problems.append(f"{override!r}: {fault}")
         elif key.startswith("~"):
-            self._remove(key[1:])
+            self._remove_value(key[1:])
         elif value.strip() == "default" and default_removes(key):
-            self._remove(key)
+            self._remove_value(key)
         else:
             try:
-                self._set(key, value)
+                self._set_value(key, value)
             except (OmegaConfBaseException, TypeError, yaml.YAMLError) as error:
                 fault = f"{_one_line(error)}; write the value as YAML, text with special characters in quotes"
                 self.problems.append(f"{override!r}: {fault}")
 
-    def _set(self, key: str, text: str) -> None:
+    def _set_value(self, key: str, text: str) -> None:
         from omegaconf import OmegaConf
 
         from megarl.config.reading import strict_yaml
@@ -116,12 +116,12 @@ class _Merging:
         if doubtful := strict_yaml.problems(text, key):
             self.problems += doubtful
             return
-        value = _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        value = _to_plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
         list_name = self._list_around(key)
         if list_name is not None:
             self._set_in_list(list_name, key, value)
             return
-        _empty(self.tree, key, value)
+        _empty_mappings(self.tree, key, value)
         # `OmegaConf.merge` copies the whole tree, which took two thirds of a search of layouts.
         self.tree.merge_with(OmegaConf.from_dotlist([f"{key}={text}"]))
         self.overridden |= {key + rest for rest, _ in leaves_of(value)}
@@ -134,12 +134,13 @@ class _Merging:
         for end in range(1, len(parts)):
             place = ".".join(parts[:end])
             if parts[end].isdecimal() and (
-                OmegaConf.is_list(self._at(place)) or (self._at(place) is None and _default_list(place) is not None)
+                OmegaConf.is_list(self._select(place))
+                or (self._select(place) is None and _default_list(place) is not None)
             ):
                 return place
         return None
 
-    def _at(self, place: str) -> Any:
+    def _select(self, place: str) -> Any:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -155,41 +156,41 @@ class _Merging:
         """
         from omegaconf import OmegaConf
 
-        items = self._items(place)
+        items = self._list_items(place)
         number, _, rest = key[len(place) + 1 :].partition(".")
         if int(number) >= len(items):
-            self.problems.append(f"{key}: {_numbers(place, items, f'write {place}=[VALUE]')}")
+            self.problems.append(f"{key}: {_numbers_text(place, items, f'write {place}=[VALUE]')}")
             return
         if rest:
             item = items[int(number)]
             # A reward function may be a plain name. To set one of its fields, make it a mapping.
             item = {"name": item} if isinstance(item, str) and section_at(f"{place}.{number}") is not None else item
             node = OmegaConf.create({"item": item})
-            _empty(node, f"item.{rest}", value)
+            _empty_mappings(node, f"item.{rest}", value)
             OmegaConf.update(node, f"item.{rest}", value, force_add=True)
-            value = _plain(node)["item"]
+            value = _to_plain(node)["item"]
         items[int(number)] = value
         OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
         self.overridden.add(place)
 
-    def _items(self, place: str) -> list[Any]:
+    def _list_items(self, place: str) -> list[Any]:
         """Return the items of a list in the tree as plain values; if the tree lacks it, the default items."""
-        items = self._at(place)
-        items = self._at(recipe_field(place)) if items is None else items
-        return (_default_list(place) or []) if items is None else _plain(items)
+        items = self._select(place)
+        items = self._select(recipe_field(place)) if items is None else items
+        return (_default_list(place) or []) if items is None else _to_plain(items)
 
     def _remove_item(self, place: str, number: int) -> None:
         from omegaconf import OmegaConf
 
-        items = self._items(place)
+        items = self._list_items(place)
         if number >= len(items):
-            self.problems.append(f"~{place}.{number}: {_numbers(place, items, 'nothing can be removed')}")
+            self.problems.append(f"~{place}.{number}: {_numbers_text(place, items, 'nothing can be removed')}")
             return
         del items[number]
         OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
         self.overridden.add(place)
 
-    def _remove(self, key: str) -> None:
+    def _remove_value(self, key: str) -> None:
         """Remove a value, a section or a list item from the tree. A field without a value stays as it is."""
         from omegaconf import OmegaConf
 
@@ -197,7 +198,7 @@ class _Merging:
         if parent and self._list_around(key) == parent:
             self._remove_item(parent, int(name))
             return
-        section = self._at(parent) if parent else self.tree
+        section = self._select(parent) if parent else self.tree
         if OmegaConf.is_dict(section) and name in section:
             del section[name]
         elif field_at(key) is None:
@@ -208,7 +209,7 @@ class _Merging:
 
 
 # Merging an empty mapping changes nothing, so the earlier value is removed before the merge.
-def _empty(tree: Any, key: str, value: Any) -> None:
+def _empty_mappings(tree: Any, key: str, value: Any) -> None:
     """Empty each mapping in the tree, at `key` or below, for which the new value has an empty mapping."""
     from omegaconf import OmegaConf
 
@@ -217,15 +218,15 @@ def _empty(tree: Any, key: str, value: Any) -> None:
     elif isinstance(value, dict):
         for name, inner in value.items():
             # Names in brackets may have dots.
-            _empty(tree, f"{key}[{name}]", inner)
+            _empty_mappings(tree, f"{key}[{name}]", inner)
 
 
-def _numbers(place: str, items: list[Any], remedy: str) -> str:
+def _numbers_text(place: str, items: list[Any], remedy: str) -> str:
     """Return the valid item numbers of a list as a sentence. `remedy` ends the sentence for an empty list."""
     return f"{place} has {len(items)} items; " + (f"their numbers are 0 to {len(items) - 1}" if items else remedy)
 
 
-def _plain(tree: Any) -> Any:
+def _to_plain(tree: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(tree, resolve=False)

@@ -91,11 +91,14 @@ def _problems_of_scalar(node: yaml.ScalarNode, field: str) -> Iterator[str]:
         yield f"{field} = {written}: has {len(node.value)} {TOO_LONG}; write fewer, or text in quotes"
     elif is_plain and node.tag in NUMBERS and (":" in node.value or OCTAL.fullmatch(node.value)):
         base = 60 if ":" in node.value else 8
-        meant = yaml.safe_load(node.value)
-        yield f"{field} = {written}: YAML reads this as {meant} (base {base}); write {meant}, or text in quotes"
+        parsed_value = yaml.safe_load(node.value)
+        yield (
+            f"{field} = {written}: YAML reads this as {parsed_value} (base {base}); write {parsed_value}, or text in "
+            "quotes"
+        )
     if is_plain and node.tag == BOOLEAN and node.value.lower() not in ("true", "false"):
-        meant = str(yaml.safe_load(node.value)).lower()
-        yield f"{field} = {written}: YAML reads this as {meant}; write {meant}, or text in quotes"
+        parsed_value = str(yaml.safe_load(node.value)).lower()
+        yield f"{field} = {written}: YAML reads this as {parsed_value}; write {parsed_value}, or text in quotes"
 
 
 def _too_deep(field: str) -> str:

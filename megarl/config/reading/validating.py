@@ -54,14 +54,14 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
         data.setdefault("train", "<data.train>")  # only sources had a data.train
     if (field := recipe_field(name)) != name:
         if recipe_fields[field].is_required():
-            _put(values, parts, f"<{field}>")
+            _put_value(values, parts, f"<{field}>")
         return {name}
     required = [field for field in recipe_fields if field == name or field.startswith(f"{name}.")]
     required = [
         field for field in required if recipe_fields[field].is_required() and section_of(recipe_fields[field]) is None
     ]
     for field in required:
-        _put(values, field.split("."), _PLACEHOLDERS.get(field, f"<{field}>"))
+        _put_value(values, field.split("."), _PLACEHOLDERS.get(field, f"<{field}>"))
     return {name, *required}
 
 
@@ -86,7 +86,7 @@ def take_value(values: Any, parts: Sequence[str]) -> bool:
     return True
 
 
-def _put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+def _put_value(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     for part in parts[:-1]:
         values = values.setdefault(part, {})
     values[parts[-1]] = value

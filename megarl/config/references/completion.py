@@ -25,45 +25,45 @@ def override_candidates(arguments: list[str], incomplete: str) -> list[tuple[str
     """
     fields = {name: field for name, field in all_fields().items() if section_of(field) is None}
     # In bash's `name = seed` the word seed is a value, although it is a field's name too.
-    before, last = ["", "", *(arguments[:-1] if arguments[-1:] == ["="] else arguments)][-2:]
-    if last in fields and before != "=":
-        return [(value, "") for value in _values(last, fields[last])]
+    word_before, last_word = ["", "", *(arguments[:-1] if arguments[-1:] == ["="] else arguments)][-2:]
+    if last_word in fields and word_before != "=":
+        return [(value, "") for value in _list_values(last_word, fields[last_word])]
     name, equals, _ = incomplete.partition("=")
     if equals:
-        return [(f"{name}={value}", "") for value in _values(name, fields[name])] if name in fields else []
+        return [(f"{name}={value}", "") for value in _list_values(name, fields[name])] if name in fields else []
     mark = "~" if incomplete.startswith("~") else ""
     matching = [name for name in fields if name.startswith(incomplete.removeprefix("~"))]
-    heads = _heads(matching, incomplete.removeprefix("~"))
+    heads = _next_parts(matching, incomplete.removeprefix("~"))
     # A section alone is expanded to its fields: otherwise the shell would end the word after the dot.
     while len(heads) == 1 and heads[0].endswith("."):
-        heads = _heads(matching, heads[0])
-    candidates = [(f"{mark}{head}{'' if mark or head.endswith('.') else '='}", _help(head)) for head in heads]
+        heads = _next_parts(matching, heads[0])
+    candidates = [(f"{mark}{head}{'' if mark or head.endswith('.') else '='}", _help_text(head)) for head in heads]
     if len(heads) == 1 and not mark:
         # A second candidate keeps the shell from adding a blank after the equals sign.
-        candidates += [(f"{heads[0]}={value}", "") for value in _values(heads[0], fields[heads[0]])]
+        candidates += [(f"{heads[0]}={value}", "") for value in _list_values(heads[0], fields[heads[0]])]
     return candidates
 
 
-def _heads(names: Sequence[str], begun: str) -> list[str]:
+def _next_parts(names: Sequence[str], begun: str) -> list[str]:
     """Return the names up to the next dot after `begun`, without repetitions: `trainer.` for all its fields."""
     ends = (name.find(".", len(begun)) for name in names)
     return list(dict.fromkeys(name[: end + 1] if end >= 0 else name for name, end in zip(names, ends, strict=True)))
 
 
-def _help(head: str) -> str:
+def _help_text(head: str) -> str:
     return textwrap.shorten(description(all_fields()[head.rstrip(".")]), _HELP_CHARACTERS, placeholder="...")
 
 
-def _values(name: str, field: FieldInfo) -> list[str]:
+def _list_values(name: str, field: FieldInfo) -> list[str]:
     """Return a field's choices or its default, then the word `default` if it removes the recipe's value."""
     default = field.default
-    choices = list(dict.fromkeys(_choices(field.annotation)))
+    choices = list(dict.fromkeys(_list_choices(field.annotation)))
     if not choices and isinstance(default, int | float | str):
         choices = [default if isinstance(default, str) else json.dumps(default)]
     return [*choices, *(["default"] if default_removes(name) else [])]
 
 
-def _choices(kind: Any) -> Iterator[str]:
+def _list_choices(kind: Any) -> Iterator[str]:
     """Yield the values of a finite type: true and false, or the words of a Literal."""
     if kind is bool:
         yield from ("true", "false")
@@ -71,4 +71,4 @@ def _choices(kind: Any) -> Iterator[str]:
         yield from map(str, get_args(kind))
     elif get_origin(kind) in (Union, UnionType, Annotated):
         for inner in get_args(kind):
-            yield from _choices(inner)
+            yield from _list_choices(inner)

@@ -28,10 +28,10 @@ _BOUNDS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<"
 
 
 def fields_markdown() -> str:
-    return "\n".join([HEAD, *(_section_text(*section) for section in _sections())])
+    return "\n".join([HEAD, *(_section_text(*section) for section in _list_sections())])
 
 
-def _sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
+def _list_sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
     """Yield title, description and fields of each section, also of sections in lists and of settings of HTTP
     rewards.
     """
@@ -62,7 +62,7 @@ def _docstring(section: type[Section]) -> str:
 
 def _section_text(title: str, about: str, fields: Mapping[str, FieldInfo]) -> str:
     rows = [
-        f"| `{name}` | {_escape_cell(type_text(field.annotation, field.metadata))} | {_default(name, field)} "
+        f"| `{name}` | {_escape_cell(type_text(field.annotation, field.metadata))} | {_default_text(name, field)} "
         f"| {_escape_cell(description(field))} |"
         for name, field in fields.items()
         if section_of(field) is None
@@ -78,7 +78,7 @@ def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _default(name: str, field: FieldInfo) -> str:
+def _default_text(name: str, field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = printable(field.get_default(call_default_factory=True), (name,), {})
@@ -104,7 +104,7 @@ def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
             text = f"mapping to {type_text(arguments[1])}"
         case _:
             text = _TYPES.get(kind) or ("section" if hasattr(kind, "model_fields") else "any value")
-    return " ".join([text, *_bounds(metadata)])
+    return " ".join([text, *_bound_texts(metadata)])
 
 
 def _flatten_metadata(metadata: Sequence[Any]) -> list[Any]:
@@ -112,7 +112,7 @@ def _flatten_metadata(metadata: Sequence[Any]) -> list[Any]:
     return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
-def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
+def _bound_texts(metadata: Sequence[Any]) -> Iterator[str]:
     for item in metadata:
         if type(item) in _BOUNDS:
             attribute, sign = _BOUNDS[type(item)]

@@ -19,7 +19,7 @@ _REFERENCE = {
 }
 """JSON Schema of a reference (`${a.b}`) in place of a value."""
 _NOTES = ("description", "default", "deprecated")
-"""Keys of a property for readers. They stay outside its `anyOf`, because editors show only outer ones."""
+"""Keys of a property that are for readers. They stay outside its `anyOf`, because editors show only outer ones."""
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -37,10 +37,10 @@ def recipe_schema() -> dict[str, Any]:
             assert section is not None
             # pydantic's description is the docstring without the notes of annotations.
             schema["$defs"][section.__name__]["properties"][key]["description"] = description(field)
-    definitions = {name: _with_references(kind) for name, kind in schema.pop("$defs").items()}
+    definitions = {name: _allow_references(kind) for name, kind in schema.pop("$defs").items()}
     # data.train is not required: a mixture's source may have it, which JSON Schema cannot express.
     definitions["DataConfig"].pop("required")
-    recipe = _with_references(schema)
+    recipe = _allow_references(schema)
     recipe["required"] = [name for name in recipe["required"] if name != "data"]
     head = {"$schema": GenerateJsonSchema.schema_dialect}
     return {**head, **recipe, "$defs": {**definitions, "Reference": _REFERENCE}}
@@ -52,27 +52,27 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
-def _with_references(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _allow_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema with a reference (`${a.b}`) accepted in place of each value inside, except sections."""
     changed = dict(schema)
     if "properties" in changed:
-        changed["properties"] = {name: _or_reference(inner) for name, inner in changed["properties"].items()}
+        changed["properties"] = {name: _allow_reference(inner) for name, inner in changed["properties"].items()}
     for key in ("items", "additionalProperties"):
         if isinstance(changed.get(key), Mapping):
-            changed[key] = _or_reference(changed[key])
+            changed[key] = _allow_reference(changed[key])
     if "prefixItems" in changed:
-        changed["prefixItems"] = [_or_reference(inner) for inner in changed["prefixItems"]]
+        changed["prefixItems"] = [_allow_reference(inner) for inner in changed["prefixItems"]]
     if "anyOf" in changed:
-        changed["anyOf"] = [_with_references(inner) for inner in changed["anyOf"]]
+        changed["anyOf"] = [_allow_references(inner) for inner in changed["anyOf"]]
     return changed
 
 
-def _or_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _allow_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a value with a reference as alternative.
 
     Schemas of sections, and schemas that accept every text, are unchanged.
     """
-    inner = _with_references(schema)
+    inner = _allow_references(schema)
     notes = {name: inner.pop(name) for name in _NOTES if name in inner}
     branches = inner.get("anyOf", [inner])
     # No alternative for a section: editors would report all errors inside it at the section's own line.

@@ -15,7 +15,7 @@ from megarl.config.section import Section
 GpuKind = PositiveFloat | Literal["h100", "h200", "b200"]
 
 
-def _on_one_line(option: str) -> str:
+def _require_one_line(option: str) -> str:
     """Return a command-line option unchanged. Raises PydanticCustomError if it has a control character.
 
     A line end inside an option would start a new line of the Slurm batch script.
@@ -25,11 +25,11 @@ def _on_one_line(option: str) -> str:
     return option
 
 
-CommandOption = Annotated[str, AfterValidator(_on_one_line)]
+CommandOption = Annotated[str, AfterValidator(_require_one_line)]
 """Option of sbatch or srun, for example --partition=NAME."""
 
 
-def _resource_name(name: str) -> str:
+def _require_resource_name(name: str) -> str:
     """Return the name of a Ray resource unchanged. Raises PydanticCustomError for other characters.
 
     KubeRay puts the name into a shell command, so it must have no quotes and no $.
@@ -39,7 +39,7 @@ def _resource_name(name: str) -> str:
     return name
 
 
-RayResource = Annotated[str, AfterValidator(_resource_name)]
+RayResource = Annotated[str, AfterValidator(_require_resource_name)]
 """Name of a Ray resource, for example accelerator_type:H100."""
 
 

@@ -70,9 +70,9 @@ def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, An
     inner_mappings = [
         pair for name, value in values.items() for pair in two_answers(value, f"{place}.{name}".lstrip("."))
     ]
-    fields, alone = values.get("fields"), values.get("answer_field")
+    fields, answer_field = values.get("fields"), values.get("answer_field")
     by_role = fields.get("answer") if isinstance(fields, Mapping) else None
-    is_double = isinstance(by_role, str) and isinstance(alone, str) and by_role != alone
+    is_double = isinstance(by_role, str) and isinstance(answer_field, str) and by_role != answer_field
     return [(place, values), *inner_mappings] if is_double else inner_mappings
 
 
@@ -80,7 +80,7 @@ def path_of(data_set: str | DataSetConfig) -> str:
     return data_set if isinstance(data_set, str) else data_set.path
 
 
-def _of_forms(value: Any) -> Any:
+def _read_data_set(value: Any) -> Any:
     """Return a path unchanged, and a mapping as a DataSetConfig, so that errors name fields of the mapping."""
     if isinstance(value, str | DataSetConfig) or value is None:
         return value
@@ -89,18 +89,18 @@ def _of_forms(value: Any) -> Any:
     return DataSetConfig.model_validate(value)
 
 
-DataSet = Annotated[str | DataSetConfig, BeforeValidator(_of_forms)]
-OptionalDataSet = Annotated[str | DataSetConfig | None, BeforeValidator(_of_forms)]
+DataSet = Annotated[str | DataSetConfig, BeforeValidator(_read_data_set)]
+OptionalDataSet = Annotated[str | DataSetConfig | None, BeforeValidator(_read_data_set)]
 
 
-def _path_alone(value: Any) -> Any:
+def _require_path(value: Any) -> Any:
     if isinstance(value, Mapping):
         text = "must be a path; the names of its fields are data.format, data.fields and data.answer_field"
         raise PydanticCustomError("training_data", text)
     return value
 
 
-TrainingData = Annotated[str, BeforeValidator(_path_alone)]
+TrainingData = Annotated[str, BeforeValidator(_require_path)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 

@@ -70,8 +70,8 @@ class JudgeConfig(ServedConfig):
     completion that ends, or is cut, inside its thoughts has no answer: with the default choices, or with correct_from,
     it gets the lowest score without a call."""
     max_shown_characters: PositiveInt = 100_000
-    """Maximum number of the completion's characters in the judge's prompt. Of a longer one the judge sees only the
-    end."""
+    """Maximum number of the completion's characters in the judge's prompt. If the completion is longer, the judge sees
+    only its end."""
     temperature: NonNegativeFloat | None = 0.0
     """Sampling temperature of the judge. null: the server's default."""
     max_tokens: PositiveInt | None = 1024

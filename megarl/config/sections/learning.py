@@ -81,14 +81,14 @@ def fused_targets(targets: Any) -> Any:
         return targets
     names = list(dict.fromkeys(targets))
     for fused, parts in _FUSED.items():
-        named = [name for name in names if name in parts]
-        if not named:
+        named_parts = [name for name in names if name in parts]
+        if not named_parts:
             continue
-        if len(named) < len(parts):
-            missing = [name for name in parts if name not in named]
+        if len(named_parts) < len(parts):
+            missing_parts = [name for name in parts if name not in named_parts]
             text = (
-                f"has {', '.join(named)} without {', '.join(missing)}, but they form one projection with one A here; "
-                f"name all of {', '.join(parts)}, or none"
+                f"has {', '.join(named_parts)} without {', '.join(missing_parts)}, but they form one projection with "
+                f"one A here; name all of {', '.join(parts)}, or none"
             )
             raise PydanticCustomError("part_of_a_projection", text)  # pyright: ignore[reportArgumentType]
         names = list(dict.fromkeys(fused if name in parts else name for name in names))

@@ -120,8 +120,8 @@ class AgentConfig(Section):
     MemoryLimit. An attempt waits for a node with this memory and disk_gib free. Default: none."""
     sampled_tokens: PositiveInt | None = None
     """Maximum number of tokens sampled in all calls of an attempt together. The next call is refused, and the attempt
-    ends with TokenLimit. Parallel calls may exceed the limit by their own lengths. Default: only rollout.max_turns and
-    the maximum tokens of an attempt are limits."""
+    ends with TokenLimit. Parallel calls may exceed the limit by their own lengths. Default: none, except
+    rollout.max_turns and the maximum tokens of an attempt."""
     disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, LAYERED)] = None
     """Maximum size of an attempt's new files in GiB. They are in memory, which an attempt reserves before it starts. A
     program that fills it ends with DiskLimit. Default: 4."""
@@ -151,7 +151,7 @@ class BudgetConfig(Section):
 
     sampled_tokens: PositiveInt | None = None
     """Maximum number of tokens sampled by the policy in all turns of an attempt together. At the limit the attempt ends
-    with reason `length`. Default: only the maximum tokens of an attempt are a limit (see rollout.max_turns)."""
+    with reason `length`. Default: none, except the maximum tokens of an attempt (see rollout.max_turns)."""
     tool_calls: PositiveInt | None = None
     """Maximum number of tool calls in an attempt. A turn with more calls ends the attempt with reason `calls`. Default:
     none."""

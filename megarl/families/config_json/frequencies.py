@@ -26,14 +26,14 @@ def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pair
     if rotary.scaling == "linear":
         return plain / rotary.factor
     if rotary.scaling == "llama3":
-        return _llama3(plain, rotary, where)
+        return _llama3_frequencies(plain, rotary, where)
     if rotary.scaling == "yarn":
         divided = 1.0 / (rotary.factor * rotary.theta**exponents)
-        return _yarn(plain, divided, pairs, rotary, num_channels)
+        return _yarn_frequencies(plain, divided, pairs, rotary, num_channels)
     return plain
 
 
-def _llama3(plain: Array, rotary: Rotary, where: Where) -> Array:
+def _llama3_frequencies(plain: Array, rotary: Rotary, where: Where) -> Array:
     """Return Llama 3.1's frequencies [pairs]: long wavelengths are divided by the factor, medium ones interpolated."""
     wavelengths = 2 * math.pi / plain
     longest = rotary.original_positions / rotary.low_factor
@@ -44,7 +44,7 @@ def _llama3(plain: Array, rotary: Rotary, where: Where) -> Array:
     return where(wavelengths < shortest, plain, scaled)
 
 
-def _yarn(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channels: int) -> Array:
+def _yarn_frequencies(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channels: int) -> Array:
     """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2).
 
     Fast pairs have their `plain` frequency, slow pairs the `divided` one, and pairs between them a linear mixture.

@@ -65,15 +65,15 @@ def read_latent(config: Mapping[str, Any]) -> Parts:
         raise DataError(f"moe_layer_freq {quote(config['moe_layer_freq'])} is not supported; only 1 is.")
     require_field(config, "first_k_dense_replace", "vLLM needs it: copy it from the base model's config.json.")
     return Parts(
-        _attention(config),
-        _rotary(config),
+        _read_attention(config),
+        _read_rotary(config),
         sigmoid_router(config),
         first_layers_dense(config, size(config, "num_hidden_layers")),
         num_kept_layers=size(config, "num_nextn_predict_layers", null=0),
     )
 
 
-def _attention(config: Mapping[str, Any]) -> Latent:
+def _read_attention(config: Mapping[str, Any]) -> Latent:
     num_heads = size(config, "num_attention_heads")
     if (num_kv_heads := size(config, "num_key_value_heads", null=num_heads)) != num_heads:
         raise DataError(
@@ -89,7 +89,7 @@ def _attention(config: Mapping[str, Any]) -> Latent:
     )
 
 
-def _rotary(config: Mapping[str, Any]) -> Rotary:
+def _read_rotary(config: Mapping[str, Any]) -> Rotary:
     """Return unscaled or YaRN embeddings. Raises DataError for settings that vLLM 0.30 reads differently."""
     rope = rope_settings(config)
     rotary = read_rotary(config)
@@ -124,7 +124,7 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
     attention, hidden = model.attention, model.hidden_size
     assert isinstance(attention, Latent)
     decoder, checkpoint = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
-    latent, raised = attention.kv_rank, attention.plain_channels + attention.value_head_dim
+    latent_channels, head_channels = attention.kv_rank, attention.plain_channels + attention.value_head_dim
 
     def norm(kind: str, rank: int) -> Rule:
         rule = replicate(f"{decoder}{kind}_layernorm.weight", f"{checkpoint}{kind}_a_layernorm.weight", (rank,))
@@ -145,16 +145,16 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
     direct = (
         column(decoder + "linear_q_proj.weight", checkpoint + "q_proj.weight", (attention.score_channels, hidden)),
     )
-    shape = (latent + attention.rotary_channels, hidden)
+    shape = (latent_channels + attention.rotary_channels, hidden)
     return (
         *(queries if attention.query_rank else direct),
         replicate(decoder + "linear_kv_down_proj.weight", checkpoint + "kv_a_proj_with_mqa.weight", shape),
-        norm("kv", latent),
+        norm("kv", latent_channels),
         # Megatron and the checkpoint have the same row order: head by head, keys before values.
         column(
             decoder + "linear_kv_up_proj.weight",
             checkpoint + "kv_b_proj.weight",
-            (attention.num_heads * raised, latent),
+            (attention.num_heads * head_channels, latent_channels),
         ),
         row(decoder + "linear_proj.weight", checkpoint + "o_proj.weight", (hidden, attention.value_channels)),
     )

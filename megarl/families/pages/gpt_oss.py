@@ -36,15 +36,20 @@ def read(config: Mapping[str, Any]) -> Parts:
     refuse_biases(config, ignored=("attention_bias",))
     num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window")
     alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
-    fixed = {"attention_bias": True, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "tie_word_embeddings": False}
-    fixed |= {"layer_types": alternating, "rms_norm_eps": 1e-5}
-    for field, value in fixed.items():
+    fixed_values = {
+        "attention_bias": True,
+        "swiglu_alpha": _ALPHA,
+        "swiglu_limit": _LIMIT,
+        "tie_word_embeddings": False,
+    }
+    fixed_values |= {"layer_types": alternating, "rms_norm_eps": 1e-5}
+    for field, value in fixed_values.items():
         if config.get(field) not in (None, value):
             raise DataError(f"{field} is {quote(config[field])}; in vLLM 0.30 it is always {quote(value)}.")
     rotary = read_rotary(config)
-    usual = {**rope_settings(config), "attention_factor": None, "mscale": None}
-    plain = read_rotary({**config, "rope_parameters": usual, "rope_scaling": None})
-    if rotary.scaling != "yarn" or rotary != plain:
+    usual_rope = {**rope_settings(config), "attention_factor": None, "mscale": None}
+    usual_rotary = read_rotary({**config, "rope_parameters": usual_rope, "rope_scaling": None})
+    if rotary.scaling != "yarn" or rotary != usual_rotary:
         raise DataError(
             "rope_parameters: for this family vLLM 0.30 supports only YaRN with the default attention factor; use "
             "rope_type yarn without attention_factor and mscale."

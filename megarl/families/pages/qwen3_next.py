@@ -54,7 +54,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
             "use another model."
         )
     attention = grouped_query(config, qkv_bias=False, qk_norm=True)
-    kinds = zip(_mixers(config), has_experts, strict=True)
+    kinds = zip(_read_mixers(config), has_experts, strict=True)
     return Parts(
         replace(attention, has_output_gate=True),
         read_rotary(config, fraction=0.25),
@@ -73,7 +73,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
     )
 
 
-def _mixers(config: Mapping[str, Any]) -> list[Any]:
+def _read_mixers(config: Mapping[str, Any]) -> list[Any]:
     """Return the mixer of each layer. Raises DataError for an unknown mixer, or unless both kinds occur."""
     num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
     if types is None:

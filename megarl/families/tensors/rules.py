@@ -95,7 +95,7 @@ def overlap(first: Rule, second: Rule) -> bool:
     return bool(first.layers & second.layers)
 
 
-def _whole(tensor: str, shape: tuple[int, ...], dim: int) -> tuple[Segment, ...]:
+def _whole_segment(tensor: str, shape: tuple[int, ...], dim: int) -> tuple[Segment, ...]:
     return (Segment(tensor, 0, shape[dim]),)
 
 
@@ -108,23 +108,23 @@ def replicate(
 ) -> Rule:
     """Return the rule of a parameter replicated on all tensor-parallel ranks."""
     variant = Variant(transformer_engine) if transformer_engine else None
-    return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, variant)
+    return Rule(parameter, place, ((tensor, shape),), None, (_whole_segment(tensor, shape, 0),), False, variant)
 
 
 def column(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
     """Return the rule of a weight split over its output features (Megatron's ColumnParallelLinear)."""
-    return Rule(parameter, "every_layer", ((tensor, shape),), 0, (_whole(tensor, shape, 0),))
+    return Rule(parameter, "every_layer", ((tensor, shape),), 0, (_whole_segment(tensor, shape, 0),))
 
 
 def row(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
     """Return the rule of a weight split over its input features (Megatron's RowParallelLinear)."""
-    return Rule(parameter, "every_layer", ((tensor, shape),), 1, (_whole(tensor, shape, 1),))
+    return Rule(parameter, "every_layer", ((tensor, shape),), 1, (_whole_segment(tensor, shape, 1),))
 
 
 def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> Rule:
     """Return the rule of a weight split over the vocabulary, padded at its end."""
     shape = (model.vocab_size, model.hidden_size)
-    return Rule(parameter, place, ((tensor, shape),), 0, (_whole(tensor, shape, 0),), padded=True)
+    return Rule(parameter, place, ((tensor, shape),), 0, (_whole_segment(tensor, shape, 0),), padded=True)
 
 
 def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
@@ -132,7 +132,11 @@ def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
     first.
     """
     return Rule(
-        parameter, "every_layer", ((gate, shape), (up, shape)), 0, (_whole(gate, shape, 0), _whole(up, shape, 0))
+        parameter,
+        "every_layer",
+        ((gate, shape), (up, shape)),
+        0,
+        (_whole_segment(gate, shape, 0), _whole_segment(up, shape, 0)),
     )
 
 
@@ -148,7 +152,7 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
         segment
         for group in range(model.num_kv_heads)
         for segment in (
-            *_queries(q, range(group * heads, (group + 1) * heads), width, model.attention.has_output_gate),
+            *_query_segments(q, range(group * heads, (group + 1) * heads), width, model.attention.has_output_gate),
             Segment(k, group * width, (group + 1) * width),
             Segment(v, group * width, (group + 1) * width),
         )
@@ -159,7 +163,7 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
     return Rule(parameter, "every_layer", tensors, 0, (block,))
 
 
-def _queries(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment, ...]:
+def _query_segments(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment, ...]:
     if not has_gates:
         return (Segment(q, heads.start * width, heads.stop * width),)
     kinds = ((0, width), (width, 2 * width))
@@ -173,9 +177,9 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
 
     `router` is the router's name in the checkpoint. Each expert is a separate parameter.
     """
-    mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
+    mlp, checkpoint_mlp = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     hidden, channels = model.hidden_size, model.moe_intermediate_size
-    gate, up, down = (theirs + f"experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    gate, up, down = (checkpoint_mlp + f"experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
     routed = model.layers_where(lambda kind: kind.has_experts)
     dense_layers = model.layers_where(lambda kind: not kind.has_experts)
 
@@ -192,14 +196,15 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
         # A router reads the norm's output too, so no linear layer can absorb the norm.
         replace(norm, transformer_engine=None, layers=routed),
         replace(
-            replicate(mlp + "router.weight", f"{theirs}{router}.weight", (model.num_experts, hidden)), layers=routed
+            replicate(mlp + "router.weight", f"{checkpoint_mlp}{router}.weight", (model.num_experts, hidden)),
+            layers=routed,
         ),
         expert(gate_up(first, gate, up, (channels, hidden)), "linear_fc1"),
         expert(row(second, down, (hidden, channels)), "linear_fc2"),
     )
 
 
-def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) -> tuple[Rule, ...]:
+def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, checkpoint_name: str) -> tuple[Rule, ...]:
     """Add the model's shared expert, if any, to the rules of the layers with experts.
 
     `theirs` is its name in the checkpoint: `shared_expert` or `shared_experts`.
@@ -207,7 +212,7 @@ def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) 
     hidden, shared = model.hidden_size, model.shared_intermediate_size
     if not shared:
         return rules
-    decoder, checkpoint = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp." + theirs
+    decoder, checkpoint = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp." + checkpoint_name
     gate, up, down = (f"{checkpoint}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
     added = (
         gate_up(decoder + "linear_fc1.weight", gate, up, (shared, hidden)),

@@ -21,8 +21,8 @@ _SAME_GPU = 0.95
 def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -> Iterator[str]:
     """Yield an error if phases need more than a GPU's memory, with the cheapest changes that fit."""
     if recipe.rollout.gpu_memory_utilization is not None and recipe.has_engine:
-        yield from _utilization(recipe)
-    yield from _other_gpu(recipe, is_start)
+        yield from _utilization_faults(recipe)
+    yield from _gpu_faults(recipe, is_start)
     if (gpus := gpu_memory(recipe)) is None:
         return
     try:
@@ -31,8 +31,8 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
         return  # The checks of the model folder report it.
     judge = MemoryJudge(models, gpus)
     table = judge.predict(recipe)
-    if over := judge.overfull_phases(table):
-        yield refusal(recipe, judge, over)
+    if overfull := judge.overfull_phases(table):
+        yield refusal(recipe, judge, overfull)
     # With gpu_memory_utilization, the cache gets the rest of the GPU, possibly too little.
     elif table.cache is not None and not table.cache.longest_requests:
         yield (
@@ -41,7 +41,7 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
         )
 
 
-def _utilization(recipe: Recipe) -> Iterator[str]:
+def _utilization_faults(recipe: Recipe) -> Iterator[str]:
     if gpu_gib(recipe) is None and runs_on_cpu():
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: the ranks run on CPUs, which "
@@ -49,7 +49,7 @@ def _utilization(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
+def _gpu_faults(recipe: Recipe, is_start: bool) -> Iterator[str]:
     """Yield an error if this machine's GPUs have less memory than cluster.gpu_memory_gib."""
     if not is_start or recipe.cluster.launcher != "local" or not uses_this_machine(recipe):
         return

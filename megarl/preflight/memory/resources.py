@@ -35,7 +35,7 @@ _RANKS_PER_CORE = 4
 
 def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]:
     """Yield warnings about a valid recipe on these machines, one line each."""
-    yield from _weakened_sandbox(recipe)
+    yield from _sandbox_notices(recipe)
     if not ranks_on_cpu(recipe):
         yield from untried_on_gpus(recipe)
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
@@ -175,7 +175,7 @@ def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
     return f"raise rollout.kv_cache_gib {alternatives}"
 
 
-def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
+def _sandbox_notices(recipe: Recipe) -> Iterator[str]:
     """Yield a notice about missing isolation layers on this machine that sandbox.require does not demand."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return

@@ -86,7 +86,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
         # Draft layers that the trainer cannot train are an error of the recipe, not of the folder.
         is_trained = recipe.trainer.trains_draft_layers and shape.draft_layers_problem is None
         yield from map(DataError, tensor_faults(folder, shape.with_draft_layers(is_trained)))
-    yield from map(DataError, _tokens_beyond(folder, shape))
+    yield from map(DataError, _vocabulary_faults(folder, shape))
 
 
 @checks("model", training_only=True)
@@ -117,7 +117,7 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
         fit += tuple(model_rules.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
-            if _tokens(folder) != _tokens(recipe.model.folder):
+            if _read_vocabulary(folder) != _read_vocabulary(recipe.model.folder):
                 yield f"{field} = {folder}: its tokenizer is not the policy's; use a model of the same family"
         except DataError as error:
             yield error
@@ -132,10 +132,10 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
                 yield f"{field} = {folder}: {error}"
         if is_teacher:
             yield from teacher_fit(recipe, field, further_shape, shape)
-            yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, further_shape))
+            yield from (DataError(f"{field}: {fault}") for fault in _vocabulary_faults(folder, further_shape))
 
 
-def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
+def _vocabulary_faults(folder: str, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the tokenizer has token ids without an embedding in the model."""
     if not (Path(folder) / TOKENIZER[0]).is_file():
         return  # Reported by check_model_folder.
@@ -147,7 +147,7 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _tokens(folder: str) -> tuple[object, object]:
+def _read_vocabulary(folder: str) -> tuple[object, object]:
     """Return vocabulary and added tokens of a folder's tokenizer, for a comparison of two tokenizers.
 
     Embedding sizes are not compared, because models pad them differently.

@@ -63,11 +63,11 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "trainer.router_replay = True: recomputed layers would choose other experts; set "
             "trainer.recompute=selective"
         )
-    yield from _dispatcher(recipe, shape)
+    yield from _dispatcher_faults(recipe, shape)
     yield from model_sizes.recomputed_modules_fit(recipe, shape)
 
 
-def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _dispatcher_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of trainer.moe_dispatcher = flex: DeepEP sends tokens to experts."""
     trainer = recipe.trainer
     if trainer.moe_dispatcher != "flex":
