@@ -227,9 +227,7 @@ def fork_run(
 
 
 def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
-    """Return a context that imports the ranks' libraries in the background, because this takes longer than the
-    checks.
-    """
+    """Import the ranks' libraries in the background within this context: imports take longer than the checks."""
     from megarl.cluster.launchers.run_nodes import importing_early
 
     return importing_early(recipe.cluster)
@@ -242,7 +240,6 @@ def _folder_hint(path: Path) -> str:
 
 
 def _folder_fields(run_folder: Path) -> dict[str, str]:
-    """Return the recipe fields with a run folder's place."""
     absolute = run_folder.absolute()
     return {"runs_folder": str(absolute.parent), "name": absolute.name}
 

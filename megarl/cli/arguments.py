@@ -14,7 +14,6 @@ from megarl.types import ConfigError
 
 
 def _complete_override(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return the candidates for the override at the shell's cursor, each with a description."""
     from megarl.config.references.completion import override_candidates
 
     return override_candidates(list(ctx.params.get("overrides") or ()), incomplete)
@@ -64,7 +63,7 @@ class CommandGroup(TyperGroup):
 
 
 def command_group(name: str, help: str) -> typer.Typer:
-    """Return a group for commands of one subject, such as `megarl slurm`. Its help needs no rich."""
+    """Return a group for commands of one subject, such as `megarl slurm`. Its help has no Rich markup."""
     return typer.Typer(name=name, cls=CommandGroup, help=help, no_args_is_help=True, rich_markup_mode=None)
 
 

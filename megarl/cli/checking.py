@@ -27,8 +27,8 @@ def check_completely(
 ) -> tuple[ParallelConfig, dict[str, int], Dropped, RecordDigests]:
     """Check a recipe completely and print its warnings.
 
-    Returns the parallel layout, the number of records per data source, the number left out as too long, and the digests
-    of the remaining training records. `is_start`: see `preflight.check`.
+    Returns the parallel layout, the records per data source, the records left out as too long, and digests of the
+    others. `is_start`: see `preflight.check`.
     """
     from megarl.datasets.counts import count_records
     from megarl.datasets.reward_trials import check_rewards

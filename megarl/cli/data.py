@@ -185,7 +185,6 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflict
 
 
 def _load_tokenizer(recipe: Recipe) -> Tokenizer | None:
-    """Return the tokenizer of the recipe's model. For a missing folder, print a notice and return None."""
     from megarl.data.chat import tokenizer_of
 
     if Path(recipe.model.folder).is_dir():

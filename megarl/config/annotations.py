@@ -4,8 +4,8 @@ They stand in `Annotated`, after the field's type:
 
     ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
 
-From them come errors about fields without effect, errors about refused settings of vLLM and Megatron-Core, and notices
-about values that have not run on a GPU.
+Three texts are generated from them: errors about fields without effect, errors about refused settings of vLLM and
+Megatron-Core, and notices about values untried on a GPU.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Condition:
 class OnlyIf:
     """Conditions for the annotated field, or all fields of the annotated section, to have an effect. All must hold.
 
-    A field inherits the conditions of its section; its own condition on the same fields replaces an inherited one. For
-    a section at several places of the recipe, an item may be a function from the section's dotted name to the
-    condition.
+    A field inherits the conditions of its section; its own condition on the same fields replaces an inherited one. Some
+    sections occur at several places of the recipe. For them, an item may be a function from the section's dotted name
+    to the condition.
     """
 
     conditions: tuple[Condition | Callable[[str], Condition], ...]

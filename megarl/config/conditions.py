@@ -109,7 +109,7 @@ EVALUATED = Condition(
     "give data.validation",
     lambda recipe: bool(recipe.validation_sets) or recipe.checkpoint.best is None,
 )
-# Both coefficient 0 and data null are overrides that disable ptx, so neither needs the other field.
+# The overrides algorithm.ptx_coefficient=0 and data.ptx=null both disable ptx. Neither needs the other field.
 PTX = Condition(
     ("data.ptx",), "give data.ptx", lambda recipe: bool(recipe.data.ptx or not recipe.algorithm.ptx_coefficient)
 )

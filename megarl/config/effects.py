@@ -63,7 +63,9 @@ def unmet(recipe: Recipe, field: str) -> Condition | None:
     if recipe.mixture and (condition := next(on_mixture, None)) is not None:
         return condition
     unmet_by_source = [unmet_in(source.recipe, field) for source in recipe.sources if source.place(field) == field]
-    return NOT_OWN if not unmet_by_source else None if None in unmet_by_source else unmet_by_source[0]
+    if not unmet_by_source:
+        return NOT_OWN
+    return None if None in unmet_by_source else unmet_by_source[0]
 
 
 def unmet_in(recipe: Recipe, field: str) -> Condition | None:

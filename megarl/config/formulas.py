@@ -1,7 +1,7 @@
 """Names and keyword arguments of the formulas in `megarl.algorithms` (losses, advantage estimators, KL estimators).
 
 They are parsed from the source code, because recipes are checked without importing torch. A recipe field with a
-`Formula` annotation accepts the names in a table of the source, and keyword arguments become recipe settings: a new
+`Formula` annotation accepts the names in a table of the source. Keyword arguments become recipe settings. So a new
 formula needs no second registration. pydantic is imported where it is used, so that `megarl --help` is fast.
 """
 

@@ -191,5 +191,4 @@ def _drop_unread(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
 
 # A check of several fields makes their whole section unread.
 def _is_unread(field: str, unread: set[str]) -> bool:
-    """Return whether `unread` has a field, or a section around it."""
     return any(f"{field}.".startswith(f"{name}.") for name in unread)

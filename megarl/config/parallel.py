@@ -86,7 +86,7 @@ class ParallelConfig:
     def layers_by_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Return the number of layers in each of the pp * vpp model chunks, in layer order. They differ by at most one.
 
-        The first chunk also has the embedding and the last one the head, so these two are the last to get an additional
+        The first chunk also has the embedding and the last one the head. These two are the last to get an additional
         layer.
         """
         chunks = self.pp * self.vpp

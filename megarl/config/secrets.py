@@ -184,7 +184,6 @@ def _is_harmless(name: str, value: str) -> bool:
 
 
 def _is_clear_secret(name: str, value: str) -> bool:
-    """Return whether the option or variable `name` is named like a secret, and its value is in clear text."""
     # A variable of the shell is no secret.
     return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
 

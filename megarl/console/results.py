@@ -86,24 +86,22 @@ def _accuracy_lines(evaluation: RecordedEvaluation, first: RecordedEvaluation | 
     """
     from megarl.report.evaluations import differences
 
-    differences_by_set = (
-        {}
-        if first is None
-        else {set_difference.name: set_difference for set_difference in differences(first, evaluation)}
+    comparisons = (
+        {} if first is None else {comparison.name: comparison for comparison in differences(first, evaluation)}
     )
     for name, measures in evaluation.measures.items():
         measure = "accuracy" if "accuracy" in measures else "reward/mean"
         line = f"{evaluation.name}: {name} "
         line += f"{measure} {measure_text(measure, measures[measure])}" if measure in measures else "not measured"
-        if (set_difference := differences_by_set.get(name)) is not None and set_difference.difference is not None:
-            points = " points" if set_difference.measure == "accuracy" else f" {set_difference.measure}"
+        if (comparison := comparisons.get(name)) is not None and comparison.difference is not None:
+            points = " points" if comparison.measure == "accuracy" else f" {comparison.measure}"
             line += (
-                f"; {measure_text(set_difference.measure, set_difference.difference, signed=True)}{points} on "
-                f"{set_difference.problems} problems of both, {set_difference.gained} gained, {set_difference.lost} "
+                f"; {measure_text(comparison.measure, comparison.difference, signed=True)}{points} on "
+                f"{comparison.problems} problems of both, {comparison.gained} gained, {comparison.lost} "
                 "lost"
             )
-        if set_difference is not None and set_difference.left_out:
-            line += f"; {set_difference.left_out} problems are not in both and left out"
+        if comparison is not None and comparison.left_out:
+            line += f"; {comparison.left_out} problems are not in both and left out"
         yield line
 
 

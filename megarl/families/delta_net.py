@@ -18,7 +18,7 @@ class DeltaNet(LinearAttention):
     tensor_part = "linear_attn"
     megatron_lm_variant = "gated_delta_net"
     kernels = ("fla", "flash-linear-attention")
-    # True of Megatron-Core 0.16.1.
+    # As in Megatron-Core 0.16.1.
     sums_norm_gradient = False
 
     num_key_heads: int

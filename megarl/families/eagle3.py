@@ -149,7 +149,7 @@ def drafter_folder(speculative_config: object) -> str | None:
 
 
 def stored_bytes(folder: str) -> int:
-    """Return the bytes of a drafter's weight files. Raises DataError like `weight_files`."""
+    """Return the bytes of a drafter's weight files. Raises DataError for broken files."""
     return sum((Path(folder) / name).stat().st_size for name in weight_files(folder))
 
 
@@ -219,7 +219,6 @@ def _tensor_faults(
 
 
 def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
-    """Yield a fault of `d2t`, the map from drafted tokens to the policy's tokens."""
     offsets = np.asarray(read_vocabulary_maps(folder)[OFFSETS], np.int64)
     tokens = offsets + np.arange(len(offsets))
     if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= policy.vocab_size:

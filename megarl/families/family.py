@@ -49,7 +49,7 @@ class Family:
     """A model family. `registry.FAMILIES` lists it by `model_type`."""
 
     architecture: str
-    """Architecture of the family's language models, for example `Qwen3ForCausalLM`."""
+    """Architecture of the language models, for example `Qwen3ForCausalLM`."""
     read: Read
     """Read the model's parts from config.json. Raises DataError for values that megarl would compute wrongly."""
     rules: Callable[[ModelShape], tuple[Rule, ...]]

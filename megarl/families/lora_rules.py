@@ -59,7 +59,6 @@ def adapter_tensor(tensor: str, letter: str) -> str:
 
 
 def _linear_rules(rule: Rule, rank: int) -> tuple[Rule, ...]:
-    """Return the rules of the A and B matrices of one linear layer's adapter."""
     stem = rule.parameter.removesuffix("weight") + "adapter."
     a, b = ({name: adapter_tensor(name, letter) for name, _ in rule.tensors} for letter in "AB")
     shape_a = tuple((a[name], (rank, shape[1])) for name, shape in rule.tensors)

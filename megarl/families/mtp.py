@@ -1,6 +1,6 @@
 """Layers for multi-token prediction (MTP), stored in a checkpoint with the model.
 
-An MTP layer reads the hidden state of token t and the embedding of token t + 1, and predicts token t + 2 with the
+An MTP layer reads the hidden state of token t and the embedding of token t + 1. It predicts token t + 2 with the
 model's head. Source: DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). In Megatron-Core 0.16.1 it is a layer of
 `MultiTokenPredictionBlock`, in vLLM 0.30 the draft model of the method `mtp`.
 
@@ -61,7 +61,7 @@ class MtpForm(NamedTuple):
         return model.layers[_last_attention(model)]
 
     def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-        # The parameters have no placeholder for the layer.
+        # Names of the parameters have no {layer}, so each rule names the layer in `layers`.
         layers, hidden, like = frozenset({self._number(model)}), model.hidden_size, _last_attention(model)
 
         def move_name(parameter: str) -> str:

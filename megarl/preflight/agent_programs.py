@@ -200,7 +200,6 @@ def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
 
 
 def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> Iterator[str]:
-    """Yield an error for each resource that the task needs and the recipe's containers do not provide."""
     caps = (
         ("agent.timeout_sec", task["agent_seconds"], 1, "rollout.agent.timeout_seconds", agent.timeout_seconds),
         ("environment.memory_mb", task["memory_bytes"], 1 << 20, "rollout.agent.memory_gib", agent.memory_gib),

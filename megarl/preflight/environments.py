@@ -152,7 +152,6 @@ def _tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialog
 
 
 def _variable_faults(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each variable of `rollout.agent.environment` that is unset, or an API key of the run."""
     functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
     keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS
     for place, name in enumerate(recipe.rollout.agent.environment):

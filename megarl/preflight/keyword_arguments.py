@@ -157,7 +157,7 @@ def _parse_annotation(parameter: inspect.Parameter) -> ast.expr | None:
 
 
 def _idle_field_faults(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
-    """Yield an error for each recipe field set by the user for which the user's function has no keyword."""
+    """Yield an error for each field set in the recipe whose keyword is missing in the user's function."""
     recipe_fields = set(fields_set_by_user(recipe))
     for keyword, own_field in keyword_fields(field).items():
         if own_field in recipe_fields and keyword not in keywords:

@@ -154,7 +154,6 @@ def rollbacks(recipe: Recipe) -> Iterator[str]:
 
 @checks("train")
 def profiles(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for profiled steps after the last step, and for memory profiles on CPUs."""
     train = recipe.train
     if beyond := [step for step in train.profile_steps if step > train.steps]:
         steps = list(train.profile_steps)

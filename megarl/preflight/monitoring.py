@@ -19,7 +19,6 @@ def monitor_port(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 @checks("rollout", Cost.FILES)
 def endpoint_port(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
-    """Yield an error if the agents' endpoint cannot listen on its port, or has the monitor's port."""
     if not (recipe.has_engine and is_agent(recipe.rollout.environment)):
         return
     host, port = recipe.rollout.endpoint.host, recipe.rollout.endpoint.port

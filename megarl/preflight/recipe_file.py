@@ -38,7 +38,6 @@ class RecipeFile:
 
 
 def _field_faults(recipe: Recipe) -> list[str]:
-    """Return the errors of all sources of a recipe, by the rules about fields."""
     messages: list[str] = []
     facts = {"is_start": False, "is_trained": True, "has_model": False}
     for source in recipe.sources:

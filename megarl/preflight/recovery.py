@@ -25,7 +25,6 @@ def recovery(recipe: Recipe) -> Iterator[str]:
 
 @checks("checkpoint", training_only=True)
 def replication(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if copies of the training state in host memory would be incomplete."""
     if recipe.checkpoint.replicate and recipe.trainer.router_replay:
         yield (
             f"checkpoint.replicate = {recipe.checkpoint.replicate}: copies in host memory do not hold the experts "

@@ -41,7 +41,6 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
 
 @checks("reward")
 def verdicts(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each recipe field that needs accuracy, if no reward function judges answers."""
     if not recipe.has_engine or judges_answers(recipe) != "none":
         return
     for need in accuracy_needs(recipe):

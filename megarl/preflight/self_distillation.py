@@ -37,7 +37,6 @@ def own_teacher(recipe: Recipe) -> Iterator[str]:
 
 @checks("distillation", training_only=True)
 def teacher_prompts(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of the teacher's prompt and of the sources of its context."""
     config = recipe.distillation
     if recipe.loop != "distillation" or config.teacher_prompt is None:
         return
@@ -85,7 +84,6 @@ def teacher_positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def longest_teacher_sequence(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
-    """Yield an error if the teacher's longest sequence exceeds its positions."""
     if recipe.teacher_tokens > teacher.max_position_embeddings:
         yield (
             f"distillation.max_teacher_tokens = {recipe.teacher_tokens}: exceeds the teacher's "

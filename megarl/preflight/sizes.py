@@ -84,7 +84,6 @@ checks("train")(sizes.batches)
 
 @checks("trainer")
 def forward_rows(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if passes without gradients have a lower token limit than passes of an update."""
     trainer = recipe.trainer
     if (
         forward_tokens := trainer.max_tokens_per_forward

@@ -129,7 +129,6 @@ def _head_size_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _cache_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if a rank's KV cache cannot hold the longest possible sequence."""
     rollout = recipe.rollout
     # With gpu_memory_utilization, vLLM sizes the cache itself. `preflight.memory.memory_fit` checks that case.
     if rollout.gpu_memory_utilization is not None or (block := block_tokens(recipe)) is None:

@@ -207,7 +207,7 @@ def _last_part(name: str) -> str:
 
 
 def _find_field(name: str) -> str:
-    """Return the recipe field of a dotted name: `data.validation` for `data.validation.math`."""
+    """Return the recipe field of a name: `data.validation` for `data.validation.math`."""
     while name and name not in all_fields():
         name = name.rpartition(".")[0]
     return name

@@ -125,7 +125,6 @@ def key_hint(place: str, value: str | None = None) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Return whether a key belongs to a section inside a list or a mapping, as in reward.functions."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 

@@ -55,7 +55,6 @@ def _help_text(head: str) -> str:
 
 
 def _list_values(name: str, field: FieldInfo) -> list[str]:
-    """Return a field's choices or its default, then the word `default` if it removes the recipe's value."""
     default = field.default
     choices = list(dict.fromkeys(_list_choices(field.annotation)))
     if not choices and isinstance(default, int | float | str):

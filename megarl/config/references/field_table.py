@@ -108,7 +108,6 @@ def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _flatten_metadata(metadata: Sequence[Any]) -> list[Any]:
-    """Return the bounds in an annotation's metadata, with those inside pydantic's `Field`."""
     return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 

@@ -19,13 +19,13 @@ class DistillationConfig(Section):
     """Teachers and loss of a distillation."""
 
     teacher: str | None = None
-    """Teacher: policy (its weights before each update), reference (the initial policy, moved by
-    algorithm.reference_update_steps), or the folder or Hub name of a language model with the policy's tokenizer
-    (further vocabulary rows are ignored as padding). Each source of a mixture may have its own teacher."""
+    """Teacher. policy: its weights before each update. reference: the initial policy, moved by
+    algorithm.reference_update_steps. Else the folder or Hub name of a language model with the policy's tokenizer;
+    further vocabulary rows are ignored as padding. Each source of a mixture may have its own teacher."""
     teacher_prompt: str | None = None
-    """Last user message of the teacher's own prompt, with {prompt} for the policy's message and {context} for text
-    hidden from the policy. Self-distillation: OPSD (arXiv 2601.18734), SDFT (2601.19897), SDPO (2601.20802).
-    Default: the teacher reads the policy's prompt."""
+    """Last user message of the teacher's own prompt. {prompt} is the policy's message, {context} a text hidden from the
+    policy. Self-distillation: OPSD (arXiv 2601.18734), SDFT (2601.19897), SDPO (2601.20802). Default: the teacher reads
+    the policy's prompt."""
     context: Annotated[tuple[str, ...], OnlyIf(TEACHER_PROMPT)] = ()
     """Parts of {context} in teacher_prompt, joined by empty lines. record.NAME: a field of the record. feedback: the
     environment's messages after the last completion. success: the first other attempt of the group with a correct

@@ -60,7 +60,7 @@ Kwargs = dict[str, bool | int | float | str | None]
 """Type of fields like preference.loss_kwargs: keyword arguments of a formula without a recipe field of their own."""
 
 
-# In the trainer q, k and v are one linear layer (gate and up too) with one adapter, so with one matrix A.
+# The trainer has one linear layer for q, k and v, and one for gate and up. Each has one adapter with one matrix A.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Fused projections, each with PEFT's names of its parts."""
 _ALL_LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -361,9 +361,9 @@ class AlgorithmConfig(Section):
     beta, the strength of its penalty: {beta: 0.1}."""
     # Only for loop rl, the section's condition: in loop distillation each token has its own advantage.
     off_policy_limit: PositiveFloat | None = None
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556; TRL: 0.5): drop the policy loss of sequences with a
-    negative advantage and a mean of old minus new log-probs above this limit, in nats. Denominators still count them.
-    Default: none. Metric: train/off_policy_fraction."""
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556; TRL: 0.5): drop the policy loss of a sequence if
+    its advantage is negative and the mean of its old minus new log-probs is above this limit, in nats. Denominators
+    still count it. Default: none. Metric: train/off_policy_fraction."""
     skip_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, OnlyIf(*ADVANTAGES)] = None
     """Skip an update if its mean probability ratio over tokens is above this limit (ColossalRL's skip_threshold: 20).
     Default: never."""
@@ -377,8 +377,8 @@ class AlgorithmConfig(Section):
     # clip_cov_share and kl_cov_share select tokens once per step, by the log-probs before its first update.
     clip_cov_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Clip-Cov (arXiv 2505.22617: 2e-4) against a loss of entropy: drop the policy loss of this share of a step's
-    trained tokens, drawn from those with a covariance of log-prob and advantage within clip_cov_range. Default: none.
-    Needs old_logprobs trainer."""
+    trained tokens. They are drawn from the tokens with a covariance of log-prob and advantage within clip_cov_range.
+    Default: none. Needs old_logprobs trainer."""
     clip_cov_range: Annotated[tuple[float, float], OnlyIf(non_empty("algorithm.clip_cov_share", "2e-4"))] = (1.0, 5.0)
     """Range of covariances, [low, high], from which clip_cov_share draws tokens."""
     kl_cov_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -410,7 +410,7 @@ class AlgorithmConfig(Section):
     kl_horizon: Annotated[PositiveFloat, OnlyIf(KL, non_empty("algorithm.kl_target"))] = 10000.0
     """Horizon n of the adaptive KL controller: n samples change the coefficient by at most a fifth."""
     reference_update_steps: Annotated[PositiveInt | None, OnlyIf(*REFERENCE)] = None
-    """Steps between two updates of the reference model towards the policy (Gorbatovski et al. 2024), for the KL
+    """Steps between two updates of the reference model towards the policy (Gorbatovski et al. 2024). It serves the KL
     penalty, a preference loss, or distillation.teacher reference. Default: none, the reference stays the initial model.
     Metric: kl/reference_moved."""
     reference_mixing: Annotated[

@@ -199,10 +199,10 @@ class RolloutConfig(Section):
     """Let vLLM start a step before the previous step's tokens have arrived on the host, so that the GPU does not wait.
     Default: on where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an error
     without this support. Metric: perf/steps_ahead."""
-    # Resume: a run is bit-equal in float32 if its loss reads no engine log-probs (algorithm.old_logprobs trainer, no
-    # importance_sampling). Otherwise it is bit-equal only while all requests of a step fit in the engines at once and
-    # async_scheduling is off, because an engine's rounding depends on the requests decoded together. Base classes of
-    # your own: megarl.environments.Environment, megarl.environments.tools.ToolEnvironment; for interact see
+    # A resumed run is bit-equal in float32 if its loss reads no engine log-probs (algorithm.old_logprobs trainer, no
+    # importance_sampling). Otherwise all requests of a step must fit in the engines at once, with async_scheduling off:
+    # an engine's rounding depends on the requests decoded together. Base classes for your environment:
+    # megarl.environments.Environment, megarl.environments.tools.ToolEnvironment. For interact see
     # megarl.environments.interact.
     environment: str = "single_turn"
     """Environment: single_turn (default), calculator, search, python, countdown, guess_number, mastermind,
@@ -262,11 +262,10 @@ class RolloutConfig(Section):
     """Copy weights to the engines only every n steps (placement separate). Between copies, samples are up to n - 1
     steps older, so rollout.max_staleness must be at least n - 1. Evaluations and the first step of a resumed run always
     get new weights."""
-    # With a retained cache, later tokens come from new weights over old keys and values. Recorded log-probs are those
-    # of the draw but belong to no version, so the trainer's log-probs of that version differ by more than rounding.
-    # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
-    # checkpoint has no tokens of an unfinished completion: a resume samples it again, as other replicas do when its
-    # engine is lost.
+    # With a retained cache, new weights read old keys and values. The recorded log-probs are those of the draw, but no
+    # weight version alone gives them: they differ from the trainer's by more than rounding. Corrections and weight
+    # versions of tokens do not change, and later requests never share the retained cache. A checkpoint has no tokens of
+    # an unfinished completion. A resume samples the completion again, as other replicas do when its engine is lost.
     recompute_kv: Annotated[bool, OnlyIf(RL, PACED), UntriedOnGpu("false")] = True
     """Recompute the KV cache of requests interrupted by a weight update (placement separate, sampling ahead). Default:
     true. false: keep the cache; this saves a prefill, but log-probs drift from the trainer's (logprob_gap/mean/age_0).
@@ -287,8 +286,8 @@ class RolloutConfig(Section):
     ] = None
     """Share of a GPU's memory for the engine's weights, activations and KV cache together, as in vLLM. Set this or
     kv_cache_gib, not both. Trainer states outside trainer.offload must fit in the remaining memory."""
-    # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
-    # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
+    # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights, and each rank
+    # quantises its part. The result equals vLLM's for the exported model. See also the metrics logprob_gap/ess, and
     # importance/clipped_share for the effect of a correction (tis; icepop for experts).
     quantization: Annotated[
         Literal["none", "fp8", "fp8_per_channel"],

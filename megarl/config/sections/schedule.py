@@ -80,7 +80,7 @@ class TrainConfig(Section):
     drop the update. skip: continue. rollback: load the newest checkpoint, and continue with new data. stop: save, and
     end with exit code 79. Metrics: train/spikes, train/rollbacks (megarl/training/README.md#spikes)."""
     spike_factor: Annotated[float, Field(gt=1.0), OnlyIf(SPIKES)] = 10.0
-    """An update is a spike if its gradient norm before clipping is above this factor times the median of the last
+    """Factor of a spike: the update's gradient norm before clipping is above this factor times the median of the last
     spike_window updates."""
     spike_loss_factor: Annotated[float | None, Field(gt=1.0), OnlyIf(SPIKES, LOSSES)] = 2.0
     """An update with a loss above this factor times the median is a spike too. null: losses are not compared."""
@@ -131,22 +131,22 @@ class WeightsConfig(Section):
     # The trainer waits for a running transfer before the next reshard, before an evaluation, after the last step, and
     # after a replica came back.
     overlap: Annotated[bool, OnlyIf(RL, PACED), UntriedOnGpu("true")] = False
-    """Send weights from a copy while the next step already samples, so that the trainer waits only for the copy
-    (placement separate, max_staleness above 0). Needs memory for a second copy of a trainer rank's weights. Default:
-    false. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
+    """Send weights from a copy while the next step already samples: the trainer waits only for the copy. For placement
+    separate with max_staleness above 0. Needs memory for a second copy of a trainer rank's weights. Default: false.
+    Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
     verify_every: Annotated[NonNegativeInt, OnlyIf(*ENGINE)] = 50
     """Compare the engines' weights with the trainer's before training and after the reshard of every n-th step: by
     checksums, or if the engine converts its weights (to FP8, for example) by log-probs of a prompt. 0: only before
     training."""
     # A check needs two checksums of the trainer's weights and two of the engines', each a pass over the memory.
     check_every: NonNegativeInt = 0
-    """Compute checksums of the weights after every n-th step, and compare trainer and engines with them before weights
+    """Compute checksums of the weights after every n-th step. Trainer and engines are compared with them before weights
     are used, saved or sent. A changed bit ends the run; the message names tensor and rank. 0 (default): never. Metric:
     time/weight_check_seconds. See megarl/training/README.md#checksums-of-each-version."""
     canary_every: Annotated[NonNegativeInt, UntriedOnGpu("1 and more")] = 0
-    """Before the updates of every n-th step, compute a fixed batch of random tokens twice on every trainer rank. If the
-    bits of the passes or of the replicas differ, the run ends with exit code 76 and excludes the faulty node. 0
-    (default): never. Metric: time/canary_seconds. See megarl/training/README.md#canary."""
+    """Before the updates of every n-th step, compute a fixed batch of random tokens twice on every trainer rank. If
+    bits differ between passes or replicas, the run ends with exit code 76 and excludes the faulty node. 0 (default):
+    never. Metric: time/canary_seconds. See megarl/training/README.md#canary."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
     """Maximum mean difference between trainer and engine log-probs after a reshard, in nats (metric reshard/probe_gap).
     A larger one ends the run. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need more."""
@@ -166,9 +166,9 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write checkpoints in the background while training continues, from a copy in host memory. Default: true."""
     replicate: Annotated[NonNegativeInt, UntriedOnGpu("a number above 0")] = 0
-    """Every n steps, copy each rank's training state to host memory of its node and of another one, for cluster.recover
-    restart and shrink. 0: never. Default: 1 if cluster.recover recovers and the copies fit into 3/4 of a node's memory
-    (10 in loops that do not sample), else 0. `megarl plan` shows the memory. See megarl/loops/README.md."""
+    """Every n steps, copy each rank's training state to host memory of two nodes, for cluster.recover restart and
+    shrink. 0: never. Default: 0 without such recovery, or if copies need more than 3/4 of a node's memory; else 1 (10
+    in loops that do not sample). `megarl plan` shows the memory. See megarl/loops/README.md."""
     export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None

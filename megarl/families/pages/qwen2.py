@@ -20,7 +20,6 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def biases(model: ModelShape) -> Rule:
-    """Return the rule of the fused bias of query, key and value projections."""
     q, k, v = (f"{llama.LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
     return query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ())
 

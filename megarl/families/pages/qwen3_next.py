@@ -96,7 +96,6 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     wide, narrow = LINEAR + "in_proj_qkvz.weight", LINEAR + "in_proj_ba.weight"
 
     def part(tensor: str, step: int, start: int, length: int) -> tuple[Segment, ...]:
-        """Return the rows of one part (queries, keys, ...) in each key head's group of rows."""
         firsts = (head * step + start for head in range(linear.num_key_heads))
         return tuple(Segment(tensor, first, first + length) for first in firsts)
 

@@ -91,5 +91,5 @@ def row(tensor: str, storage: str | None = None) -> Stack:
 
 
 def float32(tensor: str) -> Stack:
-    """Return a tensor that every rank stores whole, in float32."""
+    """Return a tensor stored whole and in float32 by every rank."""
     return Stack(tensor, 0, (Part(tensor, "copy"),), dtype="float32")

@@ -50,7 +50,6 @@ def _utilization_faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _gpu_faults(recipe: Recipe, is_start: bool) -> Iterator[str]:
-    """Yield an error if this machine's GPUs have less memory than cluster.gpu_memory_gib."""
     if not is_start or recipe.cluster.launcher != "local" or not uses_this_machine(recipe):
         return
     expected_gib, installed_gib = gpu_gib(recipe), installed_gpu_gib()
