@@ -159,7 +159,7 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflict
     from megarl.config.recipe import load
     from megarl.datasets.surveys import survey_as_training, surveys
 
-    # An option would silently contradict the recipe.
+    # These options would silently contradict the recipe.
     if conflicting:
         raise ConfigError(
             f"{conflicting[0]}: the recipe of --recipe already decides this; remove one of the two options"

@@ -30,7 +30,7 @@ def _print_migration(is_asked: bool) -> None:
 def show_config(
     recipe: RecipePath,
     overrides: Overrides = None,
-    # Both pages are eager options, so they need no recipe.
+    # Both options are eager: they print their page before RECIPE is required.
     markdown: Annotated[
         bool,
         typer.Option(

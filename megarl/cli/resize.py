@@ -80,7 +80,9 @@ def _read_sizes(
 
 
 def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after: str, *, as_json: bool) -> None:
-    """Print about how many bytes ranks exchange when a run of the recipe changes its sizes from `before` to `after`."""
+    """Print the approximate bytes that ranks exchange when a run of the recipe changes its sizes from `before` to
+    `after`.
+    """
     from megarl.config.recipe import load
     from megarl.loops.models import trained_shape
     from megarl.loops.ranks.resizing import with_sizes

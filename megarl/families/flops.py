@@ -35,7 +35,7 @@ def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
 
 
 def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
-    """Return the multiply-adds of one token in a layer's projections of attention or linear attention, without
+    """Return the multiply-adds of one token in a layer's attention projections (also linear attention), without
     scores.
     """
     linear = shape.linear_attention

@@ -27,7 +27,7 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
     # Waiting groups have log-probs of the older weights that sampled them.
     if recipe.rollout.carries_groups:
         return
-    # Another check reports an importance weight with one of these losses, with the same remedy.
+    # Another check reports these losses if the recipe also has an importance weight. Its remedy is the same.
     corrects_twice = algorithm.importance_sampling is not None and algorithm.policy_loss in CORRECTING_LOSSES
     if algorithm.policy_loss in (*CORRECTING_LOSSES, "dro") and not corrects_twice:
         yield f"algorithm.policy_loss = {algorithm.policy_loss}: {_SAME_POLICY}"

@@ -44,7 +44,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         ("core/transformer/transformer_config.py", "TransformerConfig"),
     ):
         known_fields |= class_fields("megatron", file, name)
-    # A common mistake: the field belongs to another config class of Megatron-Core 0.16.1, not reachable from here.
+    # A common mistake: the field belongs to another config class of Megatron-Core 0.16.1, which users cannot set.
     fields_elsewhere = {
         name: owner
         for file, owner in (

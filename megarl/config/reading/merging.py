@@ -233,7 +233,7 @@ def _to_plain(tree: Any) -> Any:
 
 
 def _form_fault(override: str) -> str | None:
-    """Return the fault in the form of an override and its remedy, or None."""
+    """Return what is wrong with the form of an override, and the remedy; None: nothing."""
     key, equals, value = override.partition("=")
     if key.startswith("+"):
         return f"a field is set without the +; write {override.lstrip('+')}"

@@ -33,12 +33,13 @@ def validate_values(values: dict[str, Any], references: Mapping[Place, str]) -> 
             for fault in error.errors(include_url=False):
                 lines = explain_error(fault["type"], fault["loc"], fault["input"], fault["msg"], references)
                 problems += lines.split("\n")
-                unread |= _take_out(values, fault["loc"], is_unknown=fault["type"] == "extra_forbidden")
+                unread |= _remove_wrong_value(values, fault["loc"], is_unknown=fault["type"] == "extra_forbidden")
 
 
-def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown: bool) -> set[str]:
-    """Remove the wrong value of a pydantic error; a missing required value gets a placeholder. Returns the fields'
-    names.
+def _remove_wrong_value(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown: bool) -> set[str]:
+    """Remove the wrong value of a pydantic error, and return the fields' names.
+
+    A missing required value gets a placeholder.
     """
     recipe_fields = all_fields()
     parts = [str(part) for part in loc]

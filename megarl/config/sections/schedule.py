@@ -101,8 +101,8 @@ class EvaluationConfig(Section):
     """When and how the validation sets are evaluated."""
 
     every_steps: NonNegativeInt = 0
-    """Evaluate the validation sets every n steps, before the first and after the last step. 0 (default): only before
-    the first and after the last."""
+    """Evaluate the validation sets before the first step, every n steps, and after the last step. 0 (default): only
+    before the first and after the last step."""
     at_start: bool = True
     """Evaluate before the first step (default: true). A run of 0 steps always evaluates."""
     max_problems: PositiveInt | None = None

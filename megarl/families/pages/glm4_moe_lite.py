@@ -23,7 +23,7 @@ def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mappin
     """
     if config.get("first_k_dense_replace") is not None:
         return {}
-    # Without the list the class makes the first layer dense.
+    # Without mlp_layer_types, transformers' class makes only the first layer dense.
     kinds = config.get("mlp_layer_types") or ["dense", "sparse"]
     is_known = isinstance(kinds, list) and "sparse" in kinds
     return {"first_k_dense_replace": kinds.index("sparse")} if is_known else {}

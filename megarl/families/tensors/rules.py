@@ -128,8 +128,9 @@ def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> 
 
 
 def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
-    """Return the rule of gate and up projection in one tensor, split over output features. A rank has the gate's rows
-    first.
+    """Return the rule of gate and up projection in one tensor, split over output features.
+
+    A rank has the gate's rows before the up projection's.
     """
     return Rule(
         parameter,
