@@ -23,7 +23,7 @@ def reach(point: str, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
     """Inject the fault set by a test for this point, if any. `tensors` returns the tensors that the fault may
     change.
     """
-    # The only cost in a run without faults.
+    # This condition is the only cost in a run without faults.
     if _injector is not None:
         _injector.reach(point, tensors)
 

@@ -106,7 +106,7 @@ def _is_within(place: Place, field: str) -> bool:
 
 # A field that is idle even without overrides is the user's mistake, and stays an error.
 def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> dict[str, tuple[str, str]]:
-    """Return the file's fields without effect because of overrides, each with its value as written and the reason."""
+    """Return the file's fields that overrides make idle, each with its value as written and the reason."""
     superseded: dict[str, tuple[str, str]] = {}
     from_file: list[Idle] = []
     for idle in _drop_unread(idle_fields(recipe), origin.unread):

@@ -239,7 +239,7 @@ def read_vocabulary_maps(folder: str) -> dict[str, np.ndarray]:
 
 
 def read_stored_bytes(folder: str) -> int:
-    """Return `stored_bytes`, or 0 for broken files, which checks before the start report."""
+    """Return `stored_bytes`; 0 for broken files. Checks before the start report broken files."""
     try:
         return stored_bytes(folder)
     except (DataError, OSError):

@@ -107,7 +107,7 @@ class Meaning:
         return f"{'here' if is_only else where} it is {fields}" + (f" ({notes})" if notes else "")
 
     def _notes_text(self) -> str:
-        """Return how the options differ from the fields. Empty: one option has the same values as the field."""
+        """Return how the options differ from the fields; empty: one option is the same as the field."""
         programs: defaultdict[str, list[str]] = defaultdict(list)
         for option in self.options:
             programs[option.note].append(option.program)

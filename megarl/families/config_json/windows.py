@@ -1,7 +1,7 @@
 """Sliding attention windows of a model's layers, read from config.json. No torch.
 
-A token attends to the last `sliding_window` tokens, itself included. For families with these functions, vLLM 0.30 has
-windows in all layers or in none; another arrangement is an error.
+A token attends to the last `sliding_window` tokens, itself included. vLLM 0.30 has windows in all layers of these
+families or in none. Another arrangement is an error.
 """
 
 from __future__ import annotations

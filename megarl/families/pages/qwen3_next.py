@@ -74,7 +74,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
 
 
 def _read_mixers(config: Mapping[str, Any]) -> list[Any]:
-    """Return the mixer of each layer. Raises DataError for an unknown mixer, or unless both kinds occur."""
+    """Return the mixer of each layer. Raises DataError for an unknown mixer, or if all layers have the same one."""
     num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
     if types is None:
         # Releases without the field have an interval. Its default is that of transformers.
