@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, cycle
+from itertools import chain, cycle, pairwise
 from typing import Any
 
 from megarl.data.tools.records import with_standard_calls
@@ -58,6 +58,14 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
         _standard_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)
     ]
     _refuse_unknown_call_ids(standard, field)
+    roles = [message.get("role", message.get("from")) if isinstance(message, Mapping) else None for message in messages]
+    for number, pair in enumerate(pairwise(roles), start=1):
+        if pair == (_CALLS, _CALLS):
+            # As two turns, the first would end before its second call.
+            raise ValueError(
+                f"{field}[{number}] of role {_CALLS} follows another one; give parallel calls as a list in one message, "
+                "and a result (observation) between others"
+            )
     return standard
 
 

@@ -110,6 +110,10 @@ REFUSED = {
     ),
     "function_call": (turns(("human", "q"), ("function_call", "{}"), ("observation", "4")), "function_call"),
     "a call in sharegpt without JSON": (turns(("human", "q"), ("function_call", "add(2)")), "function_call.*JSON"),
+    "two turns of calls in sharegpt": (
+        turns(("human", "q"), ("function_call", SHAREGPT_CALL), ("function_call", SHAREGPT_CALL), ("observation", "4")),
+        r"conversations\[2\] of role function_call follows",
+    ),
     "a call in sharegpt without arguments": (
         turns(("human", "q"), ("function_call", '{"name": "add"}')),
         "tool_calls.*arguments",
