@@ -63,8 +63,8 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
         if pair == (_CALLS, _CALLS):
             # As two turns, the first would end before its second call.
             raise ValueError(
-                f"{field}[{number}] of role {_CALLS} follows another one; give parallel calls as a list in one message, "
-                "and a result (observation) between others"
+                f"{field}[{number}] of role {_CALLS} follows another one; give parallel calls as a list in one "
+                "message, and a result (observation) between others"
             )
     return standard
 
