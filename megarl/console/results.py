@@ -170,7 +170,10 @@ def print_token_account(account: TokenAccount) -> None:
     table.add_row(*map(str, counts.values()))
     console = Console()
     console.print(table)
-    console.print("untrained: of attempts without a reward, undelivered, aborted, or dropped", style="dim")
+    console.print(
+        "untrained: of attempts without a reward or with a skipped update, undelivered, aborted, or dropped",
+        style="dim",
+    )
     console.print("lost: of tries that a kill ended, or of steps that a resumed run undid", style="dim")
     if account.unreported_calls:
         console.print(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, nullcontext
 from typing import Any
 
@@ -67,14 +67,21 @@ class OnPolicyRollout:
         await self._run.reshard_schedule.sleep_engines()
         return groups
 
-    def log_samples(self, step: Step, groups: Sequence[Group]) -> None:
-        """Log the metrics of the step's samples, of which `groups` were trained on."""
+    def log_samples(self, step: Step, groups: Sequence[Group], trained_samples: Collection[int]) -> None:
+        """Log the metrics of the step's samples. `groups` are those of its batch.
+
+        `trained_samples` are the indices of their trajectories with an applied update.
+        """
         with span("metrics"):
             step.log(step_metrics(self.buffer.sampled, groups, self._recipe, weight_version=step.number))
             step.log(served_metrics(self._run.data.sources))
         if self._journal is not None:
             # Before the checkpoint, so that the journal has all attempts trained until then.
-            trained = [(t.journaled_as, self._num_trained(t)) for t in flatten(groups) if t.journaled_as]
+            trained = [
+                (trajectory.journaled_as, self._num_trained(trajectory) if number in trained_samples else 0)
+                for number, trajectory in enumerate(flatten(groups))
+                if trajectory.journaled_as
+            ]
             self._journal.settle(step.number, trained, self.state.journaled_names)
 
     def _num_trained(self, trajectory: Trajectory) -> int:

@@ -338,6 +338,24 @@ def test_updates_end_with_the_first_one_beyond_the_limit(exceeded: list[bool], e
     assert outcome == StepOutcome(excess_mismatch=expected)
 
 
+def test_samples_of_skipped_updates_are_not_trained() -> None:
+    """The second update of the first pass is skipped, and so is the first one of the second pass."""
+    settings = recipe(train={"updates_per_step": 2, "epochs_per_step": 2})
+    batch = rl_batch("xx", "xx", "xx", "xx")
+    _, second, third, _ = batch.samples_by_update(settings, 1)
+    for applied, expected in (
+        ([True, False, False], {0, 1}),
+        ([False, False, True], set(third.tolist())),
+        ([True, True, False, False], {0, 1, 2, 3}),
+        ([False], set()),
+    ):
+        updates = PolicyUpdates(batch, settings, step=1)
+        for is_applied in applied:
+            updates.add(Update(UpdateOutcome(is_applied, 1.0, 0.1), {}))
+        assert updates.trained_samples == expected
+    assert second.tolist() == [2, 3] and sorted(third.tolist()) != [0, 1]
+
+
 def skipped_update(*, mismatch_exceeded: bool) -> Update:
     """An update without metrics, whose log-probs were 0.3 nats from the engine's."""
     return Update(UpdateOutcome(False, 1.0, 0.1, mismatch_exceeded=mismatch_exceeded, mismatch=Mean(0.3, 4)), {})

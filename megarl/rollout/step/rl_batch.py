@@ -142,23 +142,28 @@ class RLBatch(TokenBatch):
         `conversations` are distributed over the updates for an additional loss (`algorithm.ptx_coefficient`). Steps
         training only the critic (`critic.warmup_steps`) have no minibatches.
         """
-        if step <= recipe.frozen_steps:
-            return []
         updates, longest = recipe.train.updates_per_step, recipe.longest_trajectory
         minibatches: list[TokenBatch] = []
-        for number in range(recipe.train.epochs_per_step):
-            for update, samples in enumerate(parts(_order(len(self.groups), recipe.seed, step, number), updates)):
-                minibatch = self.select_samples(samples)
-                assign_token_weights(minibatch, recipe.algorithm, longest)
-                if conversations is not None:
-                    dealt = conversations.select_samples(np.arange(update, len(conversations.num_segments), updates))
-                    minibatch = _add_conversations(minibatch, dealt, recipe.algorithm.ptx_coefficient)
-                minibatches.append(minibatch)
+        for number, samples in enumerate(self.samples_by_update(recipe, step)):
+            minibatch = self.select_samples(samples)
+            assign_token_weights(minibatch, recipe.algorithm, longest)
+            if conversations is not None:
+                first = number % updates
+                dealt = conversations.select_samples(np.arange(first, len(conversations.num_segments), updates))
+                minibatch = _add_conversations(minibatch, dealt, recipe.algorithm.ptx_coefficient)
+            minibatches.append(minibatch)
         if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
             # From the second update on, trainer and engine have different weights. A comparison would mean nothing.
             for minibatch in minibatches[1:]:
                 minibatch.per_token["rollout_logprobs"] = np.full(len(minibatch.token_ids), np.nan, np.float32)
         return minibatches
+
+    def samples_by_update(self, recipe: Recipe, step: int) -> list[NDArray[np.int64]]:
+        """Return the indices of the samples of each of a step's minibatches."""
+        if step <= recipe.frozen_steps:
+            return []
+        orders = [_order(len(self.groups), recipe.seed, step, number) for number in range(recipe.train.epochs_per_step)]
+        return [samples for order in orders for samples in parts(order, recipe.train.updates_per_step)]
 
     def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
         """Return the minibatch of each critic update of a step. The critic's loss is the mean over tokens."""

@@ -35,6 +35,7 @@ class PolicyUpdates:
         # A mismatch above the limit before the first update skips the whole step.
         self._excess = excess_mismatch(batch, recipe.logprob_gap_limit)
         self._minibatches = [] if self._excess is not None else batch.minibatches(recipe, step, conversations)
+        self._samples_by_update = batch.samples_by_update(recipe, step)
         self._updates: list[Update] = []
 
     def __iter__(self) -> Iterator[TokenBatch]:
@@ -46,6 +47,12 @@ class PolicyUpdates:
 
     def add(self, update: Update) -> None:
         self._updates.append(update)
+
+    @property
+    def trained_samples(self) -> set[int]:
+        """Indices of the samples with at least one applied update."""
+        pairs = zip(self._updates, self._samples_by_update, strict=False)
+        return {int(index) for update, samples in pairs if update.outcome.applied for index in samples}
 
     def add_to(self, outcome: StepOutcome) -> None:
         outcome.add("policy", [update.outcome for update in self._updates])
