@@ -461,3 +461,13 @@ def test_a_line_is_json_with_its_checksum() -> None:
     line = encode_line({"kind": "start", "version": 1})
     checksum, _, content = line.rstrip(b"\n").partition(b" ")
     assert int(checksum, 16) == zlib.crc32(content) and json.loads(content) == {"kind": "start", "version": 1}
+
+
+async def test_a_start_before_the_newest_answers_is_counted(tmp_path: Path) -> None:
+    """Only a file that another program wrote has such a start after its answers."""
+    journal = opened(tmp_path, 1)
+    await play(journal.begin("a", "s"), Pool(version=2), FIRST)
+    journal.close()
+    with (tmp_path / "attempts.journal").open("ab") as file:
+        file.write(encode_line({"kind": "start", "version": 1}))
+    assert account_tokens(tmp_path) == TokenAccount(sampled=2, lost=2)

@@ -103,10 +103,11 @@ class JournaledTry:
             self.ended = self.opened = None
         num_removed = 0
         for answer in map(self.answers.pop, stale):
-            assert answer.call is not None, "tries without tokens are settled"
-            num_retained = int((answer.call.parts[0].weight_versions <= version).sum())
-            self.aborted[answer.call.identity] += num_retained
-            num_removed += answer.num_tokens - num_retained
+            num_removed += answer.num_tokens
+            if answer.call is not None:
+                num_retained = int((answer.call.parts[0].weight_versions <= version).sum())
+                self.aborted[answer.call.identity] += num_retained
+                num_removed -= num_retained
         return num_removed
 
     def has_answer(self, identity: str) -> bool:
