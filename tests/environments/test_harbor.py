@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,19 +253,31 @@ DRIVER = """
 import asyncio
 from megarl.environments.harbor import Harbor
 agent = Harbor("tasks", agent="my:Agent", environment="my:Environment")
-asyncio.run(agent.run({"index": 0, "record": {}}, "http://endpoint/v1", "secret"))
+async def make_trials():
+    problems = [{"index": index, "record": {}} for index in range(2)]
+    await asyncio.gather(*(agent.run(problem, "http://endpoint/v1", "secret") for problem in problems))
+asyncio.run(make_trials())
 """
 
 
 def test_a_trial_stops_its_container_after_a_kill_of_the_driver(tasks: Path) -> None:
-    (tasks / "0/outcome").write_text(json.dumps("hangs"))
+    """Also after the end of another trial, which no driver hears of."""
+    (tasks / "0/outcome").write_text(json.dumps("stuck"))
+    (tasks / "1/outcome").write_text(json.dumps("hangs"))
+    folder = tasks.parent
+    (folder / "slow").touch()
     with subprocess.Popen([sys.executable, "-c", DRIVER]) as driver:
-        wait_until(lambda: driver.poll() is not None or [*tasks.parent.glob("trials/*/pid")], seconds=120)
+        wait_until(lambda: driver.poll() is not None or len([*folder.glob("trials/*/pid")]) == 2, seconds=120)
         assert driver.poll() is None
-        [container] = tasks.parent.glob("containers/*")
+        [pid] = [path.read_text() for path in folder.glob("trials/0-*/pid")]
+        [container] = folder.glob("containers/1-*")
         driver.kill()
+    wait_until(lambda: not Path("/proc", pid).exists() and (folder / "stopping").exists(), seconds=60)
+    # Time for the parent of both to end, if it could not report the first one's end.
+    time.sleep(1.0)
+    (folder / "slow").unlink()
     wait_until(lambda: not container.exists(), seconds=60)
-    wait_until(lambda: not [*tasks.parent.glob("trials/.live/*")], seconds=60)
+    wait_until(lambda: len([*folder.glob("trials/.live/*")]) == 1, seconds=60)
 
 
 @pytest.mark.parametrize("outcome", ["hangs", "stuck"])

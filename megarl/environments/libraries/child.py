@@ -158,7 +158,9 @@ def answer_in_forks(connection, answer, frames, end_seconds):
             os.read(woken, 512)
             for number, status in reap_forks(running, ends, process_tree.kill_tree):
                 error = f"ended with {os.waitstatus_to_exitcode(status)}"
-                frames.send(connection, {"id": number, "error": error})
+                # After the end of the driver, its other forks still stop what they have started.
+                with contextlib.suppress(OSError):
+                    frames.send(connection, {"id": number, "error": error})
         return ready
 
     while True:
