@@ -308,6 +308,12 @@ def test_every_rank_has_two_partners_where_there_are_three(nodes: str) -> None:
         assert {len(own) for own in partners[kind]} == {min(size - 1, 2)}
 
 
+def test_ranks_without_a_partner_on_a_smaller_node_take_no_part() -> None:
+    rounds = pairings("aaabb")
+    assert [pairs for kind, pairs in rounds if kind == WITHIN] == [{0: 1, 1: 0, 3: 4, 4: 3}, {1: 2, 2: 1}, {0: 2, 2: 0}]
+    assert [pairs for kind, pairs in rounds if kind == ACROSS] == [{0: 3, 3: 0, 1: 4, 4: 1}]
+
+
 def measured() -> dict[str, float]:
     return Bandwidth(dist.get_rank(), 4, [("a",), ("a",), ("b",), ("b",)], 60.0).measure()
 

@@ -187,6 +187,15 @@ async def test_a_late_group_ends_if_its_rank_is_outside_of_a_collective(stacks: 
     assert run_once.await_count == int(is_ended)
 
 
+async def test_a_call_within_its_limit_ends_no_group() -> None:
+    ranks = PlayedRanks([WORKING])
+    answer = asyncio.get_running_loop().create_future()
+    call = Call("reshard", Limit(600.0), {ranks.handles[0]: answer}, (), time.monotonic())
+    diagnosis, run_once = played_diagnosis(ranks, [call])
+    await diagnosis.end_if_absent("reshard", Limit(600.0))
+    assert run_once.await_count == 0
+
+
 @pytest.mark.parametrize(
     ("search_seconds", "late_seconds", "expected"), [(0.01, 30.0, "search"), (30.0, 0.01, "report")]
 )

@@ -247,6 +247,22 @@ def test_a_template_of_the_recipe_and_its_variables(tiny_model: Callable[..., Pa
         load_tokenizer(tiny_model(), template=str(tmp_path / "absent"))
 
 
+def test_code_of_a_model_folder_is_never_run(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A tokenizer of a class of the folder's own writes a file when its module is imported."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    trace = tmp_path / "imported"
+    (folder / "own.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast as Own\n"
+    )
+    file = folder / "tokenizer_config.json"
+    own_class = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own_class))
+    # Without the folder's code, transformers 5.23 loads its own class for the rules in tokenizer.json.
+    load_tokenizer(folder)
+    assert not trace.exists()
+
+
 def test_given_variables_go_before_the_recipes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """The exported template has the recipe's values as defaults, which its user may still change."""
     (tmp_path / "thinking.jinja").write_text(THINKING)

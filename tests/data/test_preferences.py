@@ -107,6 +107,29 @@ def test_judged_answers(tmp_path, tokenizer):
         assert sequence.advantages is None
 
 
+def test_a_prompt_that_ends_with_the_answer_is_the_whole_conversation(tmp_path, tokenizer):
+    def record(answer: str) -> dict[str, Any]:
+        return GOOD | {"messages": [USER, {"role": "assistant", "content": answer}]}
+
+    (good,), _ = judged(tmp_path, tokenizer, record("5"), BAD)
+    assert tokenizer.decode(good.token_ids) == PROMPT + "5<|im_end|>"
+    with pytest.raises(DataError, match="'messages' ends with an answer, and 'response' has another one"):
+        judged(tmp_path, tokenizer, record("7"), BAD)
+
+
+def test_the_prompt_of_a_pair_may_not_end_with_one_of_its_answers(tmp_path, tokenizer):
+    answered = [USER, {"role": "assistant", "content": "5"}]
+    with pytest.raises(DataError, match="'messages' ends with an answer, and 'rejected' has another one"):
+        read(tmp_path, tokenizer, {"messages": answered, "chosen": "5", "rejected": "6"})
+
+
+def test_a_second_prompt_of_a_judged_answer_may_not_hold_another_answer(tmp_path, tokenizer):
+    prompt = [USER, {"role": "assistant", "content": "7"}, {"role": "user", "content": "2 + 3?"}]
+    record = {"messages": [USER], "prompt": prompt, "response": "5", "label": True}
+    with pytest.raises(DataError, match=r"'prompt' is .*, but the prompt is read from 'messages'"):
+        judged(tmp_path, tokenizer, record, BAD)
+
+
 @pytest.mark.parametrize(
     ("records", "told"),
     [

@@ -53,6 +53,12 @@ MULTIPLYING = {
     "bytes of bytes": {"pre_tokenizer": sequence(*[{"type": "ByteLevel"}] * 12, name="pretokenizers")},
     "table": {"normalizer": table(b"a" * 100, b"b")},
 }
+LIMITS = {
+    "between all characters": (replace({"Regex": ""}, "a" * 63), replace({"Regex": ""}, "a" * 64)),
+    "one literal": (replace({"String": "a"}, "a" * 64), replace({"String": "a"}, "a" * 65)),
+    "a beginning": ({"type": "Prepend", "prepend": "a" * 63}, {"type": "Prepend", "prepend": "a" * 64}),
+}
+"""A rule that makes a text 64 times as long, the limit, and one that makes it longer."""
 PUBLISHED = [
     {"normalizer": None, "decoder": {"type": "ByteLevel"}},
     {"normalizer": sequence({"type": "Prepend", "prepend": "\u2581"}, replace({"String": " "}, "\u2581"))},
@@ -70,6 +76,14 @@ PUBLISHED = [
 def test_replacements_that_multiply_a_text_are_refused(name: str) -> None:
     with pytest.raises(DataError, match=r"^tokenizer\.json: (normalizer|\w+ken\w+|decoder|post_\w+): .*times as long"):
         refuse_growth(MULTIPLYING[name], Path("tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_limit_of_growth_itself_is_accepted(name: str) -> None:
+    at_limit, beyond = LIMITS[name]
+    refuse_growth({"normalizer": at_limit}, Path("tokenizer.json"))
+    with pytest.raises(DataError, match="65 times as long; the limit is 64"):
+        refuse_growth({"normalizer": beyond}, Path("tokenizer.json"))
 
 
 @pytest.mark.parametrize("tokenizer", PUBLISHED, ids=str)

@@ -235,6 +235,15 @@ def test_a_call_with_two_readings_is_faulty(name: str, text: str) -> None:
     assert "occurs twice" in str(error) or "has both" in str(error)
 
 
+def test_constants_of_json_and_python_are_values_of_a_pythonic_call() -> None:
+    tool = {"type": "function", "function": {"name": "set", "parameters": {"type": "object", "properties": {}}}}
+    text = "[set(a=true, b=false, c=null, d=True, e=False, f=None, g=[false, {'x': true}])]"
+    (call,) = parse("pythonic", text, (tool,)).calls
+    assert call.error is None
+    constants = {"a": True, "b": False, "c": None, "d": True, "e": False, "f": None}
+    assert call.arguments == {**constants, "g": [False, {"x": True}]}
+
+
 @pytest.mark.parametrize("value", ["b'x'", "{1, 2}", "1j", "...", "{1: 2}", "{[1]: 2}", "[b'x']", "(1, {b'x': 1})"])
 def test_a_python_value_that_json_does_not_have_is_a_faulty_call(value: str) -> None:
     ((tool, arguments, error),) = made("pythonic", f"[weather(city={value})]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -13,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.parallel import ParallelConfig
+from megarl.config.parallel import RANK_ORDERS, ParallelConfig
 from megarl.families.model_tensors import hf_tensors, list_aliases
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
-from megarl.reshard.forecast.cost_model import count
+from megarl.reshard.forecast.cost_model import count, rank_orders
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankPlan, Transfer, make_plan
@@ -535,3 +536,14 @@ def test_absent_source_is_refused_by_name() -> None:
     wanted = (Piece(Box("model.norm.weight", (0,), (5,)), "b", 0, (1,)),)
     with pytest.raises(ValueError, match=r"no elements for a part of model.norm.weight"):
         make_plan([()], [wanted], itemsize=4, bucket_bytes=100)
+
+
+def test_other_rank_orders_are_tried_for_shared_ranks_only() -> None:
+    model = small_shape()
+    shared = ParallelConfig(tp=2, pp=2, dp=2, rollout_tp=4)
+    orders = dict(rank_orders(model, shared))
+    assert {(sizes.order, sizes.rank_permutation) for sizes in orders.values()} == {
+        (RANK_ORDERS[1], (1, 1)),
+        (RANK_ORDERS[0], (2, 2)),
+    }
+    assert not dict(rank_orders(model, dataclasses.replace(shared, rollout_ranks=4)))

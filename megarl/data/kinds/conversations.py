@@ -127,10 +127,19 @@ def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapp
     record.require("response")
     field = record.field(record.format.response)
     record.refuse_other_responses(field)
-    response = record.messages(field, role="assistant")
+    return new_messages(record, prompt, record.messages(field, role="assistant"), field)
+
+
+def new_messages(
+    record: Record, prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], field: str
+) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages that the answer in `field` adds to the prompt. Empty: the prompt already ends with them.
+
+    Raises DataError if the prompt ends with another answer.
+    """
     if prompt[-1]["role"] != "assistant":
-        return response
-    if have_same_texts(prompt[-len(response) :], response):
+        return tuple(answer)
+    if have_same_texts(prompt[-len(answer) :], answer):
         return ()
     raise record.error(
         f"'{record.field(record.format.prompt)}' ends with an answer, and '{field}' has another one; remove one of them"

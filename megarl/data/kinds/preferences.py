@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from megarl.data.kinds.base import TokenisedKind
-from megarl.data.kinds.conversations import Conversation, check_is_trained, encode_conversation, make_conversation
+from megarl.data.kinds.conversations import (
+    Conversation,
+    check_is_trained,
+    encode_conversation,
+    make_conversation,
+    new_messages,
+)
 from megarl.data.messages import have_same_texts
 from megarl.data.records import Record, TooLongError
 from megarl.data.token_batch import TokenBatch, borders
@@ -199,8 +205,10 @@ def _conversation(record: Record, field: str, system_prompt: str | None) -> tupl
         # The error for a record without any prompt field names the fields to add.
         record.require("prompt")
         raise record.error(f"'{field}' has no prompt; give it in 'messages', 'prompt' or 'context'")
-    if not before or (answer and answer[0]["role"] == "assistant"):
-        return (*before, *answer)
+    if not before:
+        return tuple(answer)
+    if answer and answer[0]["role"] == "assistant":
+        return (*before, *new_messages(record, before, answer, field))
     # Compare without the system message: an answer that repeats the prompt may lack it, or the recipe may have added it
     # to the prompt.
     asked = before[1:] if before[0]["role"] == "system" else before
