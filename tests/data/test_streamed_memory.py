@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.resident_memory import peak_bytes
+from tests.resident_memory import peak_bytes, resident_bytes, restart_peak
 from tools.runs import run_python
 
 pytestmark = pytest.mark.end_to_end
@@ -65,7 +65,9 @@ def read(path: Path) -> dict[str, float]:
         text = record.prompt()[0]["content"]
         return index, hashlib.sha256(text.encode()).hexdigest() == record.answer()
 
-    start = peak_bytes()
+    # Imports that compile modules have a peak of their own, which could hide that of reading.
+    restart_peak()
+    start = resident_bytes()
     streamed: Streamed[tuple[int, bool]] = Streamed(read_records(path), make, None, folder=path.parent)
     places = random.Random(0).sample(range(len(streamed)), min(_NUM_TAKEN, len(streamed)))
     wrong = sum(streamed[place] != (place, True) for place in places)
@@ -96,4 +98,5 @@ def test_a_source_is_streamed(tmp_path: Path, kind: str, megabytes: int, limit_m
     assert done.returncode == 0, done.stderr
     measures = json.loads(done.stdout)
     assert measures["records"] == megabytes * 10**6 // (64 << 10) and measures["wrong"] == 0
-    assert 0 < measures["peak_megabytes"] <= limit_megabytes, measures
+    # It may be 0: memory that the imports freed serves the reading.
+    assert measures["peak_megabytes"] <= limit_megabytes, measures
