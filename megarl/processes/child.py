@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import signal
 import socket
 import sys
 import traceback
 from typing import Any, NoReturn
 
 from megarl.processes.frames import Answer, Start, answer_requests
-from megarl.processes.process_tree import ENDING_SIGNALS, limit_memory
+from megarl.processes.process_tree import ignore_ending_signals, limit_memory
 
 
 def run(server: str, descriptor: str) -> NoReturn:
@@ -23,7 +22,7 @@ def run(server: str, descriptor: str) -> NoReturn:
         connection.set_inheritable(False)
         assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)
-        _ignore_ending_signals()
+        ignore_ending_signals()
         module, _, name = server.partition(":")
         answer_requests(connection, _limit_memory_after(getattr(importlib.import_module(module), name)))
         sys.stdout.flush()
@@ -44,24 +43,3 @@ def _limit_memory_after(start: Start) -> Start:
         return child_process
 
     return start_then_limit
-
-
-def _ignore_ending_signals() -> None:
-    """Ignore stop signals sent to the whole job. Child processes of this process get the default handlers back."""
-    # A Python handler, not SIG_IGN: exec resets handlers to the default, but keeps ignored signals ignored.
-    for number in ENDING_SIGNALS:
-        signal.signal(number, lambda *_: None)
-
-    def restore() -> None:
-        for number in ENDING_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        unblock()
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
-
-    def block() -> None:
-        """Block stop signals during a fork, so no signal reaches the child before `restore`."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)

@@ -36,6 +36,27 @@ _WALL_PER_CPU_SECOND = 10.0
 _LIBC = ctypes.CDLL(None)
 
 
+def ignore_ending_signals() -> None:
+    """Ignore stop signals sent to the whole job. Child processes of this process get the default handlers back."""
+    # A Python handler, not SIG_IGN: exec resets handlers to the default, but keeps ignored signals ignored.
+    for number in ENDING_SIGNALS:
+        signal.signal(number, lambda *_: None)
+
+    def restore() -> None:
+        for number in ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+
+    def block() -> None:
+        """Block stop signals during a fork, so no signal reaches the child before `restore`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
+
+
 def die_with(parent: int | None) -> None:
     """Have the kernel kill this process when the thread that started it ends. Exit if `parent` has already ended."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -25,6 +25,7 @@ from megarl.environments.harbor import Harbor
 from megarl.environments.libraries.harbor_adapter import LIVE, Library
 from megarl.environments.libraries.library_process import ChildError, ForeignError, LibraryProcess, check_installed
 from megarl.environments.shared import close_shared
+from megarl.processes.process_tree import ENDING_SIGNALS, descendants, send_signal
 from megarl.types import ConfigError
 from tests.child_processes import is_alive
 from tests.rewards.pools import wait_until
@@ -280,6 +281,20 @@ def test_a_trial_stops_its_container_after_a_kill_of_the_driver(tasks: Path) -> 
     wait_until(lambda: len([*folder.glob("trials/.live/*")]) == 1, seconds=60)
 
 
+@pytest.mark.parametrize("number", ENDING_SIGNALS, ids=lambda number: number.name)
+def test_a_trial_stops_its_container_after_a_signal_to_all_processes(tasks: Path, number: signal.Signals) -> None:
+    (tasks / "0/outcome").write_text(json.dumps("hangs"))
+    (tasks / "1/outcome").write_text(json.dumps("hangs"))
+    folder = tasks.parent
+    with subprocess.Popen([sys.executable, "-c", DRIVER]) as driver:
+        wait_until(lambda: driver.poll() is not None or len([*folder.glob("trials/*/pid")]) == 2, seconds=120)
+        assert driver.poll() is None and len([*folder.glob("containers/*")]) == 2
+        for pid in [driver.pid, *descendants(driver.pid)]:
+            send_signal(pid, number)
+    wait_until(lambda: not [*folder.glob("containers/*")], seconds=60)
+    wait_until(lambda: not [*folder.glob("trials/.live/*")], seconds=60)
+
+
 @pytest.mark.parametrize("outcome", ["hangs", "stuck"])
 async def test_the_container_of_a_killed_trial_is_stopped_by_the_next(
     tasks: Path, outcome: str, caplog: pytest.LogCaptureFixture
@@ -335,6 +350,25 @@ async def test_a_trial_that_is_cancelled_while_its_container_stops_waits_for_it(
         while not (tasks.parent / "cancelled").exists():
             await asyncio.sleep(0.02)
         slow.unlink()
+    finally:
+        await close_shared()
+    assert not container.exists() and not [*tasks.parent.glob("trials/.live/*")]
+
+
+async def test_further_signals_do_not_cancel_the_stop_of_a_trial_s_container(tasks: Path) -> None:
+    slow, stopping = tasks.parent / "slow", tasks.parent / "stopping"
+    slow.touch()
+    try:
+        running, pid = await begin_trial(tasks, "hangs")
+        [container] = tasks.parent.glob("containers/*")
+        for _ in range(6):
+            os.kill(pid, signal.SIGTERM)
+            while not stopping.exists():
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.02)
+            stopping.unlink()
+        slow.unlink()
+        await asyncio.gather(running, return_exceptions=True)
     finally:
         await close_shared()
     assert not container.exists() and not [*tasks.parent.glob("trials/.live/*")]

@@ -123,12 +123,11 @@ def answer(play, request):
     return {"value": value}
 
 
-def answer_in_forks(connection, answer, frames, end_seconds):
+def answer_in_forks(connection, answer, frames, process_tree, end_seconds):
     """Fork a process for each request, until the driver closes the connection.
 
     A fork that must end gets SIGTERM, and is killed `end_seconds` later.
     """
-    process_tree = load_file("processes/process_tree.py")
     # Through this pipe SIGCHLD wakes `select`, so ended forks are noticed at once.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -220,6 +219,8 @@ def main():
     os.dup2(2, 1)
     name, descriptor = sys.argv[1:]
     frames = load_file("processes/frames.py")
+    process_tree = load_file("processes/process_tree.py")
+    process_tree.ignore_ending_signals()
     connection = socket.socket(fileno=int(descriptor))
     # Programs started by the library must not inherit the connection.
     connection.set_inheritable(False)
@@ -250,7 +251,7 @@ def main():
     with contextlib.suppress(EOFError, OSError):
         answer_request = frames.introduce(connection, start)
         if answer_request is not None:
-            answer_in_forks(connection, answer_request, frames, end_seconds)
+            answer_in_forks(connection, answer_request, frames, process_tree, end_seconds)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,16 @@ class Library:
         async def make_trial():
             trial = asyncio.current_task()
             assert trial is not None
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, trial.cancel)
+            loop = asyncio.get_running_loop()
+
+            def cancel_once():
+                # A second cancellation would end the wait for the stop of the environments.
+                loop.add_signal_handler(signal.SIGTERM, lambda: None)
+                trial.cancel()
+
+            # A launcher may signal all processes of a job. The parent ends this trial by SIGTERM.
+            for number in self.process_tree.ENDING_SIGNALS:
+                loop.add_signal_handler(number, cancel_once if number == signal.SIGTERM else lambda: None)
             notes = await self.sweep()
             with self.live_trial(request["trial_name"], self.tasks[request["task"]]) as live_trial:
                 rewards, errors = await self.make_trial(config, live_trial)
