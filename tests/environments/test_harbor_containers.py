@@ -119,7 +119,7 @@ def podman_network(folder: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
     ):
         assert keeper.stdin is not None and keeper.stdout is not None
         if keeper.stdout.readline() != "up\n":
-            pytest.skip("needs root: podman's networks are made in a network namespace of their own")
+            pytest.skip("needs root and ip (package iproute2): podman's networks are made in a namespace of their own")
         path = f"{Path(command).parent}:{os.environ['PATH']}"
         yield ["nsenter", f"--net=/proc/{keeper.pid}/ns/net"], {**variables, "PATH": path}
 
@@ -174,12 +174,16 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 needs_docker = pytest.mark.parametrize("engine", ["docker"], indirect=True)
 
 
-def begin_hanging_trial(engine: Engine) -> subprocess.Popen[str]:
-    """Start a driver with a trial that never ends. Returns once its agent runs in the container."""
-    driver = engine.start_driver("hangs")
-    wait_until(lambda: driver.poll() is not None or engine.has_begun, seconds=300)
-    assert driver.poll() is None and engine.num_left == (2, 1, 1)
-    return driver
+@contextmanager
+def hanging_trial(engine: Engine) -> Iterator[subprocess.Popen[str]]:
+    """Start a driver with a trial that never ends. Yields once its agent runs in the container. Kills the driver."""
+    with engine.start_driver("hangs") as driver:
+        try:
+            wait_until(lambda: driver.poll() is not None or engine.has_begun, seconds=300)
+            assert driver.poll() is None and engine.num_left == (2, 1, 1)
+            yield driver
+        finally:
+            driver.kill()
 
 
 def test_a_trial_has_its_reward_and_leaves_nothing(engine: Engine) -> None:
@@ -191,15 +195,15 @@ def test_a_trial_has_its_reward_and_leaves_nothing(engine: Engine) -> None:
 
 @needs_docker
 def test_after_a_kill_of_the_driver_its_trial_stops_its_containers(engine: Engine) -> None:
-    with begin_hanging_trial(engine) as driver:
-        driver.kill()
+    with hanging_trial(engine):
+        pass
     wait_until(lambda: engine.num_left == (0, 0, 0), seconds=120)
     wait_until(lambda: not [*engine.folder.glob("trials/.live/*")], seconds=120)
 
 
 @needs_docker
 def test_after_a_kill_of_driver_and_trial_the_next_trial_stops_the_containers(engine: Engine) -> None:
-    with begin_hanging_trial(engine) as driver:
+    with hanging_trial(engine) as driver:
         started = [driver.pid, *descendants(driver.pid)]
         kill_tree(driver.pid)
         wait_until(lambda: not any(map(is_alive, started[1:])), seconds=60)
