@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megarl.processes.process_tree import descendants, kill_tree
+from megarl.processes.process_tree import descendants, kill_tree, send_signal
 from tests.child_processes import is_alive
 from tests.rewards.pools import wait_until
 from tests.sandbox.images import make_image
@@ -197,6 +198,15 @@ def test_a_trial_has_its_reward_and_leaves_nothing(engine: Engine) -> None:
 def test_after_a_kill_of_the_driver_its_trial_stops_its_containers(engine: Engine) -> None:
     with hanging_trial(engine):
         pass
+    wait_until(lambda: engine.num_left == (0, 0, 0), seconds=120)
+    wait_until(lambda: not [*engine.folder.glob("trials/.live/*")], seconds=120)
+
+
+@needs_docker
+def test_after_a_signal_to_all_processes_a_trial_stops_its_containers(engine: Engine) -> None:
+    with hanging_trial(engine) as driver:
+        for pid in [driver.pid, *descendants(driver.pid)]:
+            send_signal(pid, signal.SIGTERM)
     wait_until(lambda: engine.num_left == (0, 0, 0), seconds=120)
     wait_until(lambda: not [*engine.folder.glob("trials/.live/*")], seconds=120)
 
