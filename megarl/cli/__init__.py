@@ -148,7 +148,7 @@ def train(
             earlier.refuse_newer_version()
             for checkpoint in earlier.checkpoints[:1]:
                 refuse_other_schema(checkpoint)
-        # The run's folder may have been moved or renamed since its config.yaml was written_recipe.
+        # The run's folder may have been moved or renamed since its config.yaml was written.
         override_texts = [override_text(name, value) for name, value in _folder_fields(path).items()] + override_texts
         path /= "config.yaml"
     display = Display()
@@ -253,19 +253,20 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     from megarl.tracking.run_folder import run_path
     from megarl.tracking.run_record import RunRecord
 
-    earlier = RunRecord.read(run_path(recipe))
+    run_record = RunRecord.read(run_path(recipe))
+    # Without --resume, an existing run must not be continued.
     if resume is None:
-        earlier.refuse_new_start()
+        run_record.refuse_new_start()
         return True
-    earlier.refuse_newer_version()
-    if finished := earlier.finished_text(recipe.train.steps):
-        print(finished)
-        as_it_was_run = earlier.recipe()
-        for change in recipe_changes(as_it_was_run, recipe) if as_it_was_run else ():
+    run_record.refuse_newer_version()
+    if finished_text := run_record.finished_text(recipe.train.steps):
+        print(finished_text)
+        recipe_of_run = run_record.recipe()
+        for change in recipe_changes(recipe_of_run, recipe) if recipe_of_run else ():
             print(f"the recipe differs from the finished run: {change}")
         return False
     if resume == "must":
-        earlier.require_checkpoint()
+        run_record.require_checkpoint()
     return True
 
 
@@ -295,14 +296,14 @@ def doctor(
     from megarl.cluster.checks.doctor import differences, examine, examine_nodes
     from megarl.config.recipe import error_page, load
     from megarl.planner.predictions import planned_host_bytes
-    from megarl.preflight.sizes import machines
+    from megarl.preflight.sizes import check_machines
 
     # Without a recipe only this machine is examined, so no ranks start.
     if recipe is None:
         examinations, notices = {"here": examine()}, []
     else:
         loaded = with_notices_shown(load(recipe, overrides or ()))
-        if machine_faults := [*machines(loaded)]:
+        if machine_faults := [*check_machines(loaded)]:
             raise ConfigError(error_page(f"recipe {loaded.name}", machine_faults))
         examinations, notices = asyncio.run(examine_nodes(loaded, planned_host_bytes(loaded)))
     rows = differences(examinations)

@@ -52,7 +52,7 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
     critic, reward model and teachers may be missing. Raises one exception with all errors: ConfigError if any is in the
     recipe, else DataError.
     """
-    errors = _faults(recipe, is_start=is_start, is_trained=is_trained)
+    errors = _find_faults(recipe, is_start=is_start, is_trained=is_trained)
     if errors.recipe:
         raise ConfigError(error_page(f"recipe {recipe.name}", list(map(str, [*errors.recipe, *errors.files]))))
     if errors.files:
@@ -69,7 +69,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
         return draft.recipe
-    errors = _faults(draft.recipe, is_start=is_start)
+    errors = _find_faults(draft.recipe, is_start=is_start)
     unread = set(draft.unread)
     # The data-parallel size follows from these fields, so errors about it are not reliable either.
     if unread & {"cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.cp"}:
@@ -90,15 +90,15 @@ class _Faults:
     parallel: ParallelConfig
 
 
-def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
+def _find_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
     """Return the errors of a recipe, in a mixture of all sources. Errors common to all sources are listed once."""
     by_source = {
-        source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
+        source.name: _find_source_faults(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
     }
     facts = {"recipe": recipe, "is_start": is_start, "is_trained": is_trained}
     run_faults = list(faults(facts, Cost, per_run=True))
-    # The memory table needs valid sizes and readable models, so compute it faults_of_source without other errors.
+    # The memory table needs valid sizes and readable models, so compute it only without other errors.
     is_sound = not any(source_faults.recipe or source_faults.files for source_faults in by_source.values())
     sound_source = next(iter(by_source.values())) if is_sound else None
     if sound_source is not None and is_trained:
@@ -124,7 +124,8 @@ def _merge_sources(by_source: Mapping[str, Sequence[Finding]]) -> list[Finding]:
     ]
 
 
-def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _Faults:
+def _find_source_faults(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _Faults:
+    """Return the errors of one source's recipe and files, and the ranks' layout."""
     parallel, folder = parallel_of(recipe), recipe.model.folder
     incomplete = check_model_folder(folder)
     facts: dict[str, Any] = {"recipe": recipe, "dp": parallel.dp, "is_start": is_start, "is_trained": is_trained}

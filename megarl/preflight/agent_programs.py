@@ -37,6 +37,7 @@ _ENDING_LAUNCHERS = {
 
 
 def command_faults(agent: AgentConfig) -> Iterator[str]:
+    """Yield an error if the program of the agents is missing, or its script is not found where it will run."""
     command = agent.command
     where = f"rollout.agent.command = {list(command)!r}"
     if not command:
@@ -70,7 +71,8 @@ def _find_script(command: Sequence[str]) -> str | None:
 
 
 @checks("rollout")
-def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
+def check_endpoint_address(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if other nodes cannot reach the endpoint of the model."""
     rollout = recipe.rollout
     is_elsewhere = rollout.agent.nodes == "all" and recipe.cluster.launcher != "local"
     if is_elsewhere and rollout.endpoint.host in LOOPBACK:
@@ -81,7 +83,7 @@ def nodes_reach_endpoint(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("rollout")
-def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
+def check_outliving_programs(recipe: Recipe) -> Iterator[str]:
     """Yield errors of settings with which agent programs could not continue with the next driver."""
     rollout = recipe.rollout
     where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
@@ -104,7 +106,7 @@ def programs_find_endpoint_again(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("rollout", Cost.FILES)
-def containers(recipe: Recipe) -> Iterator[str]:
+def check_containers(recipe: Recipe) -> Iterator[str]:
     """Yield errors of the container: missing folders, or a machine on which no container starts."""
     agent = recipe.rollout.agent
     tasks = harbor_tasks(recipe)
@@ -122,11 +124,11 @@ def containers(recipe: Recipe) -> Iterator[str]:
         for place, folder in enumerate(agent.folders)
         if not (os.path.isabs(folder) and os.path.exists(folder))
     ]
-    faults += [fault for place, folder in enumerate(agent.folders) if (fault := _socket_fault(place, folder))]
+    faults += [fault for place, folder in enumerate(agent.folders) if (fault := _find_socket_fault(place, folder))]
     own_images = [task_image(task, agent.image, is_file=agent.images_are_files) for task in tasks]
     images = dict.fromkeys(own_images or [agent.image])
-    faults += [fault for task in tasks for fault in _task_faults(task, agent)]
-    faults += [fault for image in images if (fault := _image_fault(image, agent)) is not None]
+    faults += [fault for task in tasks for fault in _find_task_faults(task, agent)]
+    faults += [fault for image in images if (fault := _find_image_fault(image, agent)) is not None]
     yield from faults
     # With these errors a trial start would fail too, with a less clear message.
     if faults:
@@ -147,7 +149,7 @@ def containers(recipe: Recipe) -> Iterator[str]:
             yield f"rollout.agent.sandbox = {agent.sandbox}, image {image}: no container starts ({fault}); {remedy}"
 
 
-def _socket_fault(place: int, folder: str) -> str | None:
+def _find_socket_fault(place: int, folder: str) -> str | None:
     """Return an error if a shared folder would expose the sockets of containers to a program, else None."""
     shared_folder, sockets = Path(folder).resolve(), socket_folder().resolve()
     if not (sockets.is_relative_to(shared_folder) or shared_folder.is_relative_to(sockets)):
@@ -159,7 +161,8 @@ def _socket_fault(place: int, folder: str) -> str | None:
     )
 
 
-def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
+def _find_image_fault(image: str | None, agent: AgentConfig) -> str | None:
+    """Return why no container can start from an image, with the remedy, or None."""
     if agent.sandbox != "sandbox":
         if shutil.which(agent.sandbox) is None:
             return (
@@ -183,9 +186,10 @@ def _image_fault(image: str | None, agent: AgentConfig) -> str | None:
     )
 
 
-def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
+def _find_task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
+    """Yield the errors of one task of the data: its limits, its image and its network."""
     where = f"{task['folder']}/{TASK_FILE}"
-    yield from _limit_faults(task, agent, where)
+    yield from _find_limit_faults(task, agent, where)
     is_known = task["image"] is not None and not agent.images_are_files
     if agent.image is None and not is_known and (task["has_dockerfile"] or task["image"]):
         yield (
@@ -199,18 +203,20 @@ def _task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
         )
 
 
-def _limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> Iterator[str]:
-    caps = (
+def _find_limit_faults(task: Mapping[str, Any], agent: AgentConfig, where: str) -> Iterator[str]:
+    """Yield an error for each resource of which a task asks for more than the recipe or this machine allows."""
+    task_limits = (
         ("agent.timeout_sec", task["agent_seconds"], 1, "rollout.agent.timeout_seconds", agent.timeout_seconds),
         ("environment.memory_mb", task["memory_bytes"], 1 << 20, "rollout.agent.memory_gib", agent.memory_gib),
         ("environment.storage_mb", task["storage_bytes"], 1 << 20, "rollout.agent.disk_gib", agent.disk_gib),
     )
-    for name, needed, unit, cap, value in caps:
+    for name, task_value, unit, recipe_field, recipe_value in task_limits:
         # Seconds need no conversion. Memory and files are in bytes in the task, in GiB in the recipe.
-        limit = None if value is None else value * (1 if unit == 1 else 1 << 30)
-        if needed is not None and limit is not None and needed > limit:
+        recipe_limit = None if recipe_value is None else recipe_value * (1 if unit == 1 else 1 << 30)
+        if task_value is not None and recipe_limit is not None and task_value > recipe_limit:
             yield (
-                f"{where}: {name} = {needed / unit:g}: is more than {cap} = {value:g}; raise that, or lower the task's"
+                f"{where}: {name} = {task_value / unit:g}: is more than {recipe_field} = {recipe_value:g}; raise "
+                "that, or lower the task's"
             )
     if task["storage_bytes"] is not None and agent.sandbox != "sandbox":
         yield (

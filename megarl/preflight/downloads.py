@@ -24,10 +24,17 @@ def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_mo
     paths = recipe.model_paths if with_models else {}
     was_downloaded = [download_model(path, field, notify) for field, path in paths.items()]
     for field, source in data_paths(recipe).items():
-        missing = None if num_made(source) is not None else missing_data_set(source)
-        if missing is not None:
-            _download(missing.name, "dataset", field, download_command(missing.name, "dataset"), notify, missing.only)
-        was_downloaded.append(missing is not None)
+        missing_files = None if num_made(source) is not None else missing_data_set(source)
+        if missing_files is not None:
+            _download(
+                missing_files.name,
+                "dataset",
+                field,
+                download_command(missing_files.name, "dataset"),
+                notify,
+                missing_files.only,
+            )
+        was_downloaded.append(missing_files is not None)
     return any(was_downloaded)
 
 
@@ -55,6 +62,7 @@ def _download(
     only: Patterns | None = None,
     without: Patterns | None = None,
 ) -> None:
+    """Download a model or data set from the Hub. Raises DataError with the `commands` to run elsewhere."""
     notify(f"downloading {name} ({field}) from the Hub")
     started = time.monotonic()
     try:

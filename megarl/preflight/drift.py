@@ -19,8 +19,8 @@ _SAME_POLICY = (
 
 
 @checks("algorithm")
-def without_drift(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each setting without effect, because both compared policies are the same."""
+def check_settings_without_drift(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for each setting that compares the policy with an older one, if both are always the same."""
     algorithm, train = recipe.algorithm, recipe.train
     if not recipe.has_advantages or algorithm.old_logprobs == "rollout" or train.num_updates > 1:
         return
@@ -44,22 +44,22 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("algorithm")
-def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
+def check_sequence_advantages(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each setting that needs one advantage per sequence, if a sequence has several."""
     algorithm = recipe.algorithm
-    if not recipe.has_advantages or (reason := _token_advantages(recipe)) is None:
+    if not recipe.has_advantages or (reason := _find_token_advantages(recipe)) is None:
         return
-    needs_one = f"needs one advantage for all tokens of a sequence, but {reason}; or"
+    needs_one_text = f"needs one advantage for all tokens of a sequence, but {reason}; or"
     if algorithm.policy_loss in _SEQUENCE_LOSSES:
         yield (
-            f"algorithm.policy_loss = {algorithm.policy_loss}: {needs_one} set another algorithm.policy_loss, for "
+            f"algorithm.policy_loss = {algorithm.policy_loss}: {needs_one_text} set another algorithm.policy_loss, for "
             "example dppo_tv"
         )
     if algorithm.off_policy_limit is not None:
-        yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {needs_one} leave it out"
+        yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {needs_one_text} leave it out"
 
 
-def _token_advantages(recipe: Recipe) -> str | None:
+def _find_token_advantages(recipe: Recipe) -> str | None:
     """Return the setting that gives tokens of a sequence different advantages, with its remedy; None: there is none."""
     algorithm = recipe.algorithm
     if recipe.loop == "distillation":
@@ -85,7 +85,7 @@ def _token_advantages(recipe: Recipe) -> str | None:
 
 
 @checks("algorithm")
-def covariances(recipe: Recipe) -> Iterator[str]:
+def check_covariance_selection(recipe: Recipe) -> Iterator[str]:
     """Yield errors of clip_cov and kl_cov, which select tokens by the covariance of log-prob and advantage."""
     algorithm = recipe.algorithm
     if recipe.loop != "rl":

@@ -34,7 +34,7 @@ _OWN_KEYS = frozenset(
 
 
 @checks("rollout", Cost.FILES)
-def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
+def check_environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     """Yield the errors of `rollout.environment`. `has_model`: the policy's tokenizer can be read."""
     if not recipe.has_engine:
         return
@@ -42,8 +42,8 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "command":
         tools: Sequence[Mapping[str, Any]] = ()
         yield from command_faults(recipe.rollout.agent)
-        yield from _name_faults(recipe, None)
-        yield from _variable_faults(recipe)
+        yield from _find_name_faults(recipe, None)
+        yield from _find_variable_faults(recipe)
     else:
         try:
             tools = _read_tools(recipe)
@@ -54,9 +54,9 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "single_turn" or not has_model:
         return
     dialogue = Dialogue(tokenizer_of(recipe.model), recipe.rollout.tool_parser)
-    yield from _history_faults(recipe, dialogue)
+    yield from _find_history_faults(recipe, dialogue)
     if tools:
-        yield from _tool_faults(name, tools, dialogue)
+        yield from _find_tool_faults(name, tools, dialogue)
         return
     try:
         # Render a user message after an empty turn. A template that cannot do this raises here, not during the run.
@@ -68,7 +68,8 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         )
 
 
-def _history_faults(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
+def _find_history_faults(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
+    """Yield an error if rollout.history = refuse, and the chat template changes earlier turns."""
     rollout = recipe.rollout
     if rollout.history != "refuse" or rollout.turns_of_attempt == 1:
         return
@@ -82,20 +83,20 @@ def _history_faults(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 
 def _read_tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     """Return the environment's tools before an attempt. Raises ConfigError if the environment cannot be used."""
-    make = environment_factory(recipe)
+    make_environment = environment_factory(recipe)
     with environment_errors(recipe):
-        instance = make()
-        if not getattr(instance, "makes_problems", False):
+        environment = make_environment()
+        if not getattr(environment, "makes_problems", False):
             _refuse_made_problems(recipe)
-        if check := getattr(instance, "check", None):
-            check()
-        tools = tuple(getattr(instance, "tools", ()))
-    for fault in _name_faults(recipe, instance):
+        if check_machine := getattr(environment, "check", None):
+            check_machine()
+        tools = tuple(getattr(environment, "tools", ()))
+    for fault in _find_name_faults(recipe, environment):
         raise ConfigError(fault)
     return tools
 
 
-def _name_faults(recipe: Recipe, instance: object) -> Iterator[str]:
+def _find_name_faults(recipe: Recipe, instance: object) -> Iterator[str]:
     """Yield an error if the algorithm needs states or roles, but the environment `instance` does not name them.
 
     `instance` None: an agent program, which names neither.
@@ -116,12 +117,13 @@ def _name_faults(recipe: Recipe, instance: object) -> Iterator[str]:
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:
+    """Raise ConfigError if the data come from an environment that makes no problems."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE) and takes_problems(recipe, field):
             raise ConfigError(f"{field} = {path}: this environment cannot generate problems; give a data file instead")
 
 
-def _tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
+def _find_tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
     """Yield errors of the tools' JSON schemas, or of a chat template that cannot render tools, calls and replies."""
     try:
         check_tools(tools)
@@ -134,7 +136,7 @@ def _tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialog
     try:
         _ = dialogue.call_format
         # A template without tool support renders the same prompt with and without tools, without an error.
-        is_silent = np.array_equal(dialogue.opening(question, tools), dialogue.opening(question))
+        ignores_tools = np.array_equal(dialogue.opening(question, tools), dialogue.opening(question))
         dialogue.observation(np.zeros(0, np.int32), (reply,), tools)
     except ConfigError as error:
         yield str(error)
@@ -144,20 +146,21 @@ def _tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialog
             "their replies, or use an environment without tools"
         )
     else:
-        if is_silent:
+        if ignores_tools:
             yield (
                 f"rollout.environment = {name!r}: the chat template does not write tools, so the policy would not see "
                 "them; give the model folder one that does, or use an environment without tools"
             )
 
 
-def _variable_faults(recipe: Recipe) -> Iterator[str]:
-    functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
-    keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS
+def _find_variable_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for each variable passed to agent programs that is missing, or holds a key of the run."""
+    key_variables = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
+    run_variables = {name for name in key_variables if isinstance(name, str)} | _OWN_KEYS
     for place, name in enumerate(recipe.rollout.agent.environment):
         where = f"rollout.agent.environment.{place} = {name}"
         # Variables named MEGARL_* configure the run itself.
-        if name in keys or name.startswith("MEGARL_"):
+        if name in run_variables or name.startswith("MEGARL_"):
             yield f"{where}: holds a key of the run's own, which an agent program must not see; leave it out"
         elif name not in os.environ:
             yield f"{where}: megarl's environment has no such variable; export it, or leave it out"

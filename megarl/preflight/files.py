@@ -16,7 +16,7 @@ from megarl.types import DataError
 
 
 @checks("runs_folder", Cost.FILES)
-def runs_folder(recipe: Recipe) -> Iterator[str]:
+def check_runs_folder(recipe: Recipe) -> Iterator[str]:
     """Yield an error if the run folder cannot be created in its nearest existing parent.
 
     A full disk is not an error of the recipe. It ends the run, with a separate exit code.
@@ -37,7 +37,8 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("data")
-def made_sources(recipe: Recipe) -> Iterator[str]:
+def check_made_sources(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if an environment makes problems for a field of other records, or has wrong options."""
     for field, path in data_paths(recipe).items():
         try:
             is_made = num_made(path) is not None
@@ -52,7 +53,8 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("data", Cost.FILES)
-def data_set_files(recipe: Recipe) -> Iterator[DataError]:
+def check_data_set_files(recipe: Recipe) -> Iterator[DataError]:
+    """Yield an error for each data file that is missing, unreadable or empty."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE):
             continue
@@ -63,6 +65,6 @@ def data_set_files(recipe: Recipe) -> Iterator[DataError]:
             is_absent = fault.startswith("no such file")
             yield DataError(f"{path}: {field} {'is not there' if is_absent else 'cannot be read'}: {fault}")
             continue
-        # An empty_files file parses as zero records, and would cause a confusing error later.
+        # An empty file parses as zero records, and would cause a confusing error later.
         empty_files = (file for file in files if not file.stat().st_size)
         yield from (DataError(f"{file}: {field} is empty; write records into it") for file in empty_files)

@@ -31,20 +31,20 @@ _TRIAL = "megarl.algorithms.trial"
 
 
 @checks("algorithm", Cost.FILES)
-def keywords(recipe: Recipe) -> Iterator[str]:
+def check_keywords(recipe: Recipe) -> Iterator[str]:
     """Yield the errors of all keyword arguments and of a user's own functions, which are imported here."""
     for field in formula_fields():
         name, kwargs_name = value_at(recipe, field), kwargs_field(field)
         if unmet(recipe, field) is not None or name is None or kwargs_name is None:
             continue
         if is_import_path(name):
-            yield from _own_function_faults(recipe, field, kwargs_name, name)
+            yield from _find_own_function_faults(recipe, field, kwargs_name, name)
         else:
-            yield from _kwargs_faults(recipe, field, kwargs_name, name, formulas(field)[name])
-            yield from _missing_faults(recipe, field, kwargs_name, name, formulas(field)[name])
+            yield from _find_kwargs_faults(recipe, field, kwargs_name, name, formulas(field)[name])
+            yield from _find_missing_faults(recipe, field, kwargs_name, name, formulas(field)[name])
 
 
-def _own_function_faults(recipe: Recipe, field: str, kwargs_name: str, name: str) -> Iterator[str]:
+def _find_own_function_faults(recipe: Recipe, field: str, kwargs_name: str, name: str) -> Iterator[str]:
     """Yield the errors of a user's function: of its signature and keywords, else of a call on small tensors."""
     try:
         function = import_object(name, field)
@@ -55,22 +55,22 @@ def _own_function_faults(recipe: Recipe, field: str, kwargs_name: str, name: str
     positional = _POSITIONAL[field]
     if field == "algorithm.policy_loss" and "cu_seqlens" in signature.parameters:
         positional += _OF_SEQUENCES
-    if fault := _positional_fault(field, name, signature, positional):
+    if fault := _find_positional_fault(field, name, signature, positional):
         yield fault
         return
     keywords = _read_keywords(signature, len(positional))
     faults = [
-        *_idle_field_faults(recipe, field, name, keywords),
-        *_missing_faults(recipe, field, kwargs_name, name, keywords),
+        *_find_idle_field_faults(recipe, field, name, keywords),
+        *_find_missing_faults(recipe, field, kwargs_name, name, keywords),
     ]
     # A function with **kwargs accepts any keyword.
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        faults += _kwargs_faults(recipe, field, kwargs_name, name, keywords)
+        faults += _find_kwargs_faults(recipe, field, kwargs_name, name, keywords)
     # With wrong keywords, the call would fail for the reason already reported.
-    yield from faults or _call_faults(recipe, field, kwargs_name, name, function, keywords)
+    yield from faults or _find_call_faults(recipe, field, kwargs_name, name, function, keywords)
 
 
-def _call_faults(
+def _find_call_faults(
     recipe: Recipe, field: str, kwargs_name: str, name: str, function: Callable[..., Any], keywords: Keywords
 ) -> Iterator[str]:
     """Call a function on small tensors with the recipe's keywords. Yield the error, if the call fails."""
@@ -91,22 +91,24 @@ def _call_faults(
         yield f"{field} = {name}: {fault}"
 
 
-def _kwargs_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
+def _find_kwargs_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each unknown keyword of the function, and for each value of the wrong type."""
-    measured = formula_fields()[field].measured
-    open_to_recipe = [
-        keyword for keyword in keywords if keyword not in keyword_fields(field) and keyword not in measured
+    measured_keywords = formula_fields()[field].measured
+    settable_keywords = [
+        keyword for keyword in keywords if keyword not in keyword_fields(field) and keyword not in measured_keywords
     ]
     for keyword, value in value_at(recipe, kwargs_name).items():
         setting = f"{kwargs_name}.{keyword} = {value!r}"
         if keyword in keyword_fields(field):
             yield f"{setting}: this keyword is a recipe field of its own; set {keyword_fields(field)[keyword]}"
-        elif keyword in measured:
+        elif keyword in measured_keywords:
             yield f"{setting}: the run computes this keyword from its samples; leave it out"
         elif keyword not in keywords:
-            near = nearest(keyword, open_to_recipe)
-            hint = f"did you mean {near}? " if near else ""
-            choices = f"known are {', '.join(open_to_recipe)}" if open_to_recipe else "it takes none; leave this out"
+            nearest_keyword = nearest(keyword, settable_keywords)
+            hint = f"did you mean {nearest_keyword}? " if nearest_keyword else ""
+            choices = (
+                f"known are {', '.join(settable_keywords)}" if settable_keywords else "it takes none; leave this out"
+            )
             yield f"{setting}: {name} takes no such keyword; {hint}{choices}"
         elif (annotation := keywords[keyword].annotation) is not None and not _fits(annotation, value):
             yield f"{setting}: {name} has the type {ast.unparse(annotation)}; give a value of that type"
@@ -119,7 +121,9 @@ def _fits(annotation: ast.expr, value: Any) -> bool:
     return accepts(annotation, value)
 
 
-def _positional_fault(field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]) -> str | None:
+def _find_positional_fault(
+    field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]
+) -> str | None:
     """Return why the run cannot call the function with its tensors; None: it can."""
     keywords = _read_keywords(signature, len(positional))
     try:
@@ -134,6 +138,7 @@ def _positional_fault(field: str, name: str, signature: inspect.Signature, posit
 
 
 def _read_keywords(signature: inspect.Signature, num_positional: int) -> Keywords:
+    """Return a function's keyword arguments: the parameters after the first `num_positional`."""
     keywords: dict[str, Keyword] = {}
     for index, parameter in enumerate(signature.parameters.values()):
         by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -145,6 +150,7 @@ def _read_keywords(signature: inspect.Signature, num_positional: int) -> Keyword
 
 
 def _parse_annotation(parameter: inspect.Parameter) -> ast.expr | None:
+    """Return a parameter's type annotation as a syntax tree, or None without a valid one."""
     annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:
         return None
@@ -156,7 +162,7 @@ def _parse_annotation(parameter: inspect.Parameter) -> ast.expr | None:
         return None
 
 
-def _idle_field_faults(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
+def _find_idle_field_faults(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each field set in the recipe whose keyword is missing in the user's function."""
     recipe_fields = set(fields_set_by_user(recipe))
     for keyword, own_field in keyword_fields(field).items():
@@ -167,7 +173,8 @@ def _idle_field_faults(recipe: Recipe, field: str, name: str, keywords: Keywords
             )
 
 
-def _missing_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
+def _find_missing_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
+    """Yield an error for each keyword that the function requires and nothing supplies."""
     supplied = (
         keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, kwargs_name).keys()
     )

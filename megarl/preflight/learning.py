@@ -23,13 +23,14 @@ from megarl.types import ConfigError, DataError
 
 
 @checks("optimizer")
-def optimizers(recipe: Recipe) -> Iterator[str]:
+def check_optimizers(recipe: Recipe) -> Iterator[str]:
+    """Yield the errors of the optimizers of policy and critic, and of a critic's warm-up."""
     train, critic = recipe.train, recipe.critic
-    yield from _optimizer_faults("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
-    yield from _host_optimizer_faults(recipe)
+    yield from _find_optimizer_faults("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
+    yield from _find_host_optimizer_faults(recipe)
     if not recipe.has_critic:
         return
-    yield from _optimizer_faults("critic.optimizer", critic.optimizer, recipe.trainer.distributed_optimizer)
+    yield from _find_optimizer_faults("critic.optimizer", critic.optimizer, recipe.trainer.distributed_optimizer)
     if critic.warmup_steps >= train.steps > 0:
         yield (
             f"critic.warmup_steps = {critic.warmup_steps}: no step of train.steps {train.steps} would train the "
@@ -38,7 +39,8 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("train")
-def evaluation_only(recipe: Recipe) -> Iterator[str]:
+def check_evaluation_only(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if a run of 0 steps has nothing to evaluate."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
         yield (
             "train.steps = 0: the run would only evaluate, but data.validation is missing; give it, or raise "
@@ -47,24 +49,25 @@ def evaluation_only(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("evaluation")
-def evaluation(recipe: Recipe) -> Iterator[str]:
-    settings, n = recipe.evaluation, recipe.evaluation.samples_per_prompt
-    if recipe.has_engine and any(k > n for k in settings.k):
+def check_evaluation(recipe: Recipe) -> Iterator[str]:
+    """Yield errors if there are too few attempts for a k of pass@k, or if all attempts would be equal."""
+    settings, num_attempts = recipe.evaluation, recipe.evaluation.samples_per_prompt
+    if recipe.has_engine and any(k > num_attempts for k in settings.k):
         yield (
-            f"evaluation.k = {list(settings.k)}: k attempts cannot be drawn from evaluation.samples_per_prompt {n}; "
-            f"raise the latter to {max(settings.k)}, or lower k"
+            f"evaluation.k = {list(settings.k)}: k attempts cannot be drawn from evaluation.samples_per_prompt "
+            f"{num_attempts}; raise the latter to {max(settings.k)}, or lower k"
         )
     # Greedy attempts at a single turn are equal. With an environment, observations may differ.
     is_greedy = recipe.evaluation_sampling.temperature == 0 and recipe.rollout.environment == "single_turn"
-    if recipe.has_engine and n > 1 and is_greedy:
+    if recipe.has_engine and num_attempts > 1 and is_greedy:
         yield (
-            f"evaluation.samples_per_prompt = {n}: with evaluation.sampling.temperature = 0 all attempts at a problem "
-            "are the same; raise the temperature, for example to 0.6, or leave this out"
+            f"evaluation.samples_per_prompt = {num_attempts}: with evaluation.sampling.temperature = 0 all attempts "
+            "at a problem are the same; raise the temperature, for example to 0.6, or leave this out"
         )
 
 
 @checks("rollout")
-def credit(recipe: Recipe) -> Iterator[str]:
+def check_credit(recipe: Recipe) -> Iterator[str]:
     """Yield an error if an agent's rewards of turns would have no effect, or be summed over the attempt."""
     algorithm, setting = recipe.algorithm, "rollout.agent.credit = by_turn"
     if recipe.rollout.agent.credit != "by_turn":
@@ -79,7 +82,8 @@ def credit(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("checkpoint", per_run=True)
-def best(recipe: Recipe) -> Iterator[str]:
+def check_best_metric(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if `checkpoint.best` is not a metric of this run's evaluations."""
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
     if metric is None or not sets:
         return
@@ -92,23 +96,23 @@ def best(recipe: Recipe) -> Iterator[str]:
         )
     elif "@" in metric:
         yield f"checkpoint.best = {metric}: is written pass_at_4 or majority_at_4; avg@n is accuracy"
-    elif fault := _metric_fault(recipe, parts[1], "/".join(parts[2:])):
+    elif fault := _find_metric_fault(recipe, parts[1], "/".join(parts[2:])):
         yield f"checkpoint.best = {metric}: {fault}"
 
 
-def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
+def _find_metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
     """Return why the validation set `name` lacks the metric `measure`, like accuracy; None: it has it."""
-    owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
-    if name in recipe.data.validation_conversations and not owners:
+    set_recipes = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
+    if name in recipe.data.validation_conversations and not set_recipes:
         return None if measure == "loss" else "conversations are measured by the metric loss only"
     if not recipe.has_engine:
         return None if measure == "accuracy" else "pairs are measured by the metric accuracy only"
-    owner_faults = [_measure_fault(owner, measure) for owner in owners]
+    set_faults = [_find_measure_fault(set_recipe, measure) for set_recipe in set_recipes]
     # Several sources may have a set of this name. It is enough if one of them measures the metric.
-    return None if None in owner_faults else owner_faults[0]
+    return None if None in set_faults else set_faults[0]
 
 
-def _measure_fault(recipe: Recipe, measure: str) -> str | None:
+def _find_measure_fault(recipe: Recipe, measure: str) -> str | None:
     """Return why a validation set with sampled answers lacks a metric like accuracy; None: it has it."""
     from megarl.rewards import metric_name
     from megarl.rewards.functions.final_answers import reader_of
@@ -144,7 +148,8 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
 
 
 @checks("train")
-def rollbacks(recipe: Recipe) -> Iterator[str]:
+def check_rollbacks(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if spikes roll back to a checkpoint, and the run saves none."""
     if recipe.train.on_spike == "rollback" and not recipe.checkpoint.every_steps:
         yield (
             "train.on_spike = rollback: returns to a checkpoint, and checkpoint.every_steps = 0 saves none; set "
@@ -153,7 +158,8 @@ def rollbacks(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("train")
-def profiles(recipe: Recipe) -> Iterator[str]:
+def check_profiles(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for profiles of steps after the run's end, or of memory on CPUs."""
     train = recipe.train
     if beyond := [step for step in train.profile_steps if step > train.steps]:
         steps = list(train.profile_steps)
@@ -186,7 +192,7 @@ def shortened_warmups(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("optimizer", per_run=True)
-def decays(recipe: Recipe) -> Iterator[str]:
+def check_decays(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each final decay (schedule wsd) longer than the updates after the warm-up."""
     for field, optimizer, updates in num_updates(recipe):
         updates_after_warmup = updates - optimizer.warmup_updates(updates)
@@ -198,7 +204,8 @@ def decays(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def _optimizer_faults(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> Iterator[str]:
+def _find_optimizer_faults(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> Iterator[str]:
+    """Yield the errors of one optimizer: SGD with sharded state, or a minimum rate above the peak."""
     if optimizer.name == "sgd" and is_distributed:
         yield f"{field}.name = sgd: has no state that could be sharded; set trainer.distributed_optimizer=false"
     low, high = optimizer.min_learning_rate, optimizer.learning_rate
@@ -206,7 +213,8 @@ def _optimizer_faults(field: str, optimizer: OptimizerConfig, is_distributed: bo
         yield f"{field}.min_learning_rate = {low}: is above {field}.learning_rate {high}; lower it"
 
 
-def _host_optimizer_faults(recipe: Recipe) -> Iterator[str]:
+def _find_host_optimizer_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield the reasons why the optimizer's state cannot stay in host memory."""
     trainer = recipe.trainer
     if not trainer.optimizer_offload_fraction:
         return
@@ -220,7 +228,7 @@ def _host_optimizer_faults(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("model")
-def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the policy's folder has the wrong head, or cannot get the value head needed by the run."""
     if shape.has_value_head and recipe.loop != "reward_model":
         yield (
@@ -237,7 +245,8 @@ def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 @checks("lora")
-def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the errors of LoRA: ranks that are too large, and settings that adapters do not support."""
     lora = recipe.lora
     # A rank above the narrowest matrix adds parameters but no expressive power.
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
@@ -266,7 +275,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 @checks("trackers", Cost.FILES)
-def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
+def check_trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
     """Yield an error for each unusable tracker.
 
     `is_trained`: trackers are imported. An evaluation uses none, so only their names are checked.
@@ -274,18 +283,18 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
     from megarl.tracking.trackers import check, locate
 
     # A job's environment variables differ from those of the submitting node.
-    is_here = is_start or recipe.cluster.launcher == "local"
+    runs_here = is_start or recipe.cluster.launcher == "local"
     for name in recipe.trackers:
         try:
             if is_trained:
-                check(name, is_here=is_here)
+                check(name, is_here=runs_here)
             else:
                 locate(name)
         except ConfigError as error:
             yield str(error)
 
 
-def _reward_order_faults(recipe: Recipe) -> Iterator[str]:
+def _find_reward_order_faults(recipe: Recipe) -> Iterator[str]:
     """Yield errors of algorithm.reward_order = normalize_then_sum: all parts of the reward must be scores of
     functions.
     """
@@ -319,7 +328,8 @@ def _reward_order_faults(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _dynamic_sampling_faults(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _find_dynamic_sampling_faults(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield an error if the limits of dynamic sampling do not fit its metric."""
     if (allowed := algorithm.dynamic_sampling) is None:
         return
     # The spread of a group's rewards has no natural upper limit, so only the lower one is used.
@@ -335,7 +345,8 @@ def _dynamic_sampling_faults(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 @checks("algorithm")
-def algorithm(recipe: Recipe) -> Iterator[str]:
+def check_algorithm(recipe: Recipe) -> Iterator[str]:
+    """Yield the errors of settings of the algorithm that contradict each other."""
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
     # With LoRA, the reference shares the frozen base weights, so no newer policy can replace it.
     if algorithm.reference_update_steps is not None and recipe.lora.rank:
@@ -392,9 +403,9 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"{samples} completions, so all advantages would be zero; lower it, or sample at least "
             f"{algorithm.pass_k + 1}"
         )
-    yield from _dynamic_sampling_faults(algorithm)
+    yield from _find_dynamic_sampling_faults(algorithm)
     if algorithm.reward_order == "normalize_then_sum":
-        yield from _reward_order_faults(recipe)
+        yield from _find_reward_order_faults(recipe)
     longest = recipe.rollout.sampling.max_new_tokens
     if algorithm.overlong_buffer and algorithm.overlong_buffer >= longest:
         yield (
@@ -427,16 +438,16 @@ _OF_SAMPLES = ("entropy_collapsed",)
 
 def thresholds(recipe: Recipe) -> HealthConfig:
     """Return the recipe's section `health` with inapplicable rules disabled, by loop and algorithm."""
-    off = set(recipe.health.off)
+    disabled_rules = set(recipe.health.off)
     if recipe.loop != "rl":
-        off.update(_OF_REWARDS)
+        disabled_rules.update(_OF_REWARDS)
     if not recipe.is_on_policy:
-        off.update(_OF_SAMPLES)
+        disabled_rules.update(_OF_SAMPLES)
     # Other estimators do not subtract the group's mean, so equal rewards in a group still give a gradient.
     group_estimators = {*taking("algorithm.advantage", "lone_sample"), "pass_at_k"}
     if recipe.algorithm.advantage not in group_estimators:
-        off.add("no_gradient")
-    return recipe.health.model_copy(update={"off": tuple(sorted(off))})
+        disabled_rules.add("no_gradient")
+    return recipe.health.model_copy(update={"off": tuple(sorted(disabled_rules))})
 
 
 def updates_like_adam(optimizer: OptimizerConfig) -> bool:

@@ -26,7 +26,7 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 
 @checks("trainer")
-def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of `trainer.megatron`: fields unknown to Megatron-Core's TransformerConfig, or without effect."""
     settings = recipe.trainer.megatron
     # Parsing the libraries' sources below takes 0.1 s of CPU time.
@@ -60,7 +60,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "loads; set it to blockwise, tensorwise or mxfp8"
         )
     if recipe.trainer.router_replay:
-        yield from _replay_faults(settings)
+        yield from _find_replay_faults(settings)
     free_settings = {field: value for field, value in settings.items() if field not in reserved}
     yield from without_effect(free_settings, has_experts=bool(shape.num_experts))
     # Without Megatron-Core, `known_fields` is empty, and no field can be called unknown.
@@ -73,12 +73,12 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
                 "trainer.megatron sets fields of TransformerConfig; see the recipe's sections optimizer and trainer"
             )
         elif known_fields:
-            yield from _field_faults(
+            yield from _find_field_faults(
                 "trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known_fields
             )
 
 
-def _replay_faults(settings: Mapping[str, Any]) -> Iterator[str]:
+def _find_replay_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield errors of settings with which the trainer would not use the engine's experts, despite router replay."""
     if settings.get("moe_router_fusion"):
         yield (
@@ -99,7 +99,7 @@ def _replay_faults(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 @checks("rollout", Cost.FILES)
-def vllm_fields(recipe: Recipe) -> Iterator[str]:
+def check_vllm_fields(recipe: Recipe) -> Iterator[str]:
     """Yield errors of `rollout.vllm`: fields unknown to vLLM's EngineArgs, refused by megarl, or of a wrong type."""
     settings = recipe.rollout.vllm
     # Parsing vLLM's source takes 0.1 s of CPU time, and few recipes set its fields.
@@ -109,7 +109,7 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
         if is_listed and (fault := engine_field_fault(field)) is not None:
             yield f"rollout.vllm.{field} = {_format_value('rollout.vllm', field, value)}: {fault}"
         elif known_fields:
-            yield from _field_faults("rollout.vllm", "vLLM's EngineArgs", field, value, known_fields)
+            yield from _find_field_faults("rollout.vllm", "vLLM's EngineArgs", field, value, known_fields)
 
 
 @cache
@@ -131,9 +131,9 @@ def supported_head_sizes() -> list[int]:
     source = _parse_source("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
-            returned = [statement.value for statement in node.body if isinstance(statement, ast.Return)]
-            if returned and isinstance(returned[0], ast.List):
-                constants = (item.value for item in returned[0].elts if isinstance(item, ast.Constant))
+            return_values = [statement.value for statement in node.body if isinstance(statement, ast.Return)]
+            if return_values and isinstance(return_values[0], ast.List):
+                constants = (item.value for item in return_values[0].elts if isinstance(item, ast.Constant))
                 return [size for size in constants if isinstance(size, int)]
     return []
 
@@ -146,12 +146,17 @@ def _parse_source(package: str, file: str) -> ast.Module:
     return ast.Module(body=[], type_ignores=[])
 
 
-def _field_faults(
+def _find_field_faults(
     section: str, owner: str, field: str, value: Any, known_fields: Mapping[str, ast.expr]
 ) -> Iterator[str]:
+    """Yield an error if a library's class lacks the field, or the value does not fit the field's type."""
     if field not in known_fields:
-        near = nearest(field, known_fields)
-        hint = f"did you mean {near}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
+        nearest_field = nearest(field, known_fields)
+        hint = (
+            f"did you mean {nearest_field}?"
+            if nearest_field
+            else f"remove it; fields are listed at the class {owner.split()[-1]}"
+        )
         # Do not print strings: a secret under a mistyped name is not recognised as one.
         value_text = f" = {value!r}" if isinstance(value, bool | int | float) else ""
         yield f"{section}.{field}{value_text}: {owner} has no such field; {hint}"

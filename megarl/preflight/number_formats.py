@@ -60,6 +60,7 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 def _list_gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
+    """Return the GPUs to check: installed ones at a start on this machine, else the named ones."""
     named_gpus = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named_gpus and not is_start:
         return named_gpus
@@ -82,7 +83,8 @@ LINEAR_BACKENDS = ("auto", "triton", "cutlass", "deep_gemm", "flashinfer_cutlass
 
 
 @checks("rollout")
-def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the reasons why engines cannot sample with FP8 weights of this model."""
     rollout = recipe.rollout
     if not recipe.has_engine or rollout.quantization == "none":
         return
@@ -99,10 +101,10 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{', '.join(families)}; set rollout.quantization=none"
         )
     if rollout.quantization == "fp8" and not runs_on_cpu():
-        yield from _group_faults(recipe, shape, field)
-    yield from _backend_faults(recipe, field, "linear_backend", LINEAR_BACKENDS)
+        yield from _find_group_faults(recipe, shape, field)
+    yield from _find_backend_faults(recipe, field, "linear_backend", LINEAR_BACKENDS)
     if shape.num_experts:
-        yield from _backend_faults(recipe, field, "moe_backend", EXPERT_BACKENDS)
+        yield from _find_backend_faults(recipe, field, "moe_backend", EXPERT_BACKENDS)
         if rollout.quantization == "fp8_per_channel" and runs_on_cpu():
             yield f"{field}: vLLM has no such experts on a CPU; set rollout.quantization=fp8, or use GPUs"
 
@@ -113,34 +115,35 @@ GROUP_COLUMNS = 128
 """
 
 
-def _group_faults(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
+def _find_group_faults(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
     """Yield an error for each layer whose input on one engine rank is not a whole number of groups."""
     tp = recipe.rollout.tp
     attention, router = shape.attention, shape.router
-    inputs = {
+    inputs_by_field = {
         "hidden_size": (shape.hidden_size, 1),
         "num_attention_heads * head_dim": (attention.num_heads * attention.head_dim, tp),
     }
     if shape.has_dense_layers:
-        inputs["intermediate_size"] = (shape.intermediate_size, tp)
+        inputs_by_field["intermediate_size"] = (shape.intermediate_size, tp)
     if router is not None:
         # With expert parallelism, each rank has whole experts.
-        parts = 1 if has_whole_experts(recipe) else tp
-        inputs["moe_intermediate_size"] = (router.moe_intermediate_size, parts)
+        num_ranks = 1 if has_whole_experts(recipe) else tp
+        inputs_by_field["moe_intermediate_size"] = (router.moe_intermediate_size, num_ranks)
         if router.shared_intermediate_size:
-            inputs["shared_expert_intermediate_size"] = (router.shared_intermediate_size, tp)
-    for name, (columns, parts) in inputs.items():
-        if columns % (parts * GROUP_COLUMNS):
-            fitting = [str(n) for n in range(1, parts) if columns % (n * GROUP_COLUMNS) == 0]
+            inputs_by_field["shared_expert_intermediate_size"] = (router.shared_intermediate_size, tp)
+    for name, (columns, num_ranks) in inputs_by_field.items():
+        if columns % (num_ranks * GROUP_COLUMNS):
+            fitting_sizes = [str(size) for size in range(1, num_ranks) if columns % (size * GROUP_COLUMNS) == 0]
             yield (
                 f"{field}: vLLM quantises activations in groups of {GROUP_COLUMNS} columns. The model's {name} = "
-                f"{columns} over {parts} ranks gives {columns / parts:g} columns a rank, not a multiple of "
+                f"{columns} over {num_ranks} ranks gives {columns / num_ranks:g} columns a rank, not a multiple of "
                 f"{GROUP_COLUMNS}; set rollout.quantization=fp8_per_channel"
-                + (f", or rollout.tp to {either(fitting)}" if fitting else "")
+                + (f", or rollout.tp to {either(fitting_sizes)}" if fitting_sizes else "")
             )
 
 
-def _backend_faults(recipe: Recipe, field: str, name: str, backends: tuple[str, ...]) -> Iterator[str]:
+def _find_backend_faults(recipe: Recipe, field: str, name: str, backends: tuple[str, ...]) -> Iterator[str]:
+    """Yield an error for an FP8 backend of vLLM whose weights a reshard cannot write."""
     backend = recipe.rollout.vllm.get(name, "auto")
     # A backend may be spelled with - or _.
     if str(backend).lower().replace("-", "_") not in backends:

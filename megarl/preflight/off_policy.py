@@ -14,7 +14,7 @@ from megarl.preflight.registry import checks
 
 
 @checks("rollout")
-def sampling(recipe: Recipe) -> Iterator[str]:
+def check_sampling(recipe: Recipe) -> Iterator[str]:
     """Yield errors of sampling settings that the trainer cannot reproduce in its log-probs.
 
     The trainer reproduces temperature, top-p, top-k and min-p.
@@ -46,7 +46,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("rollout")
-def stragglers(recipe: Recipe) -> Iterator[str]:
+def check_stragglers(recipe: Recipe) -> Iterator[str]:
     """Yield errors of rollout.stragglers: what happens to incomplete groups once a step has enough complete ones."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
@@ -73,17 +73,18 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("rollout")
-def staleness(recipe: Recipe) -> Iterator[str]:
+def check_staleness(recipe: Recipe) -> Iterator[str]:
     """Yield errors of training on stale tokens, sampled by older weights."""
     rollout = recipe.rollout
     if unmet(recipe, "rollout.max_staleness") is not None:
         return
-    bound, lag = rollout.staleness_bound, rollout.sync_every - 1
-    if unmet(recipe, "rollout.sync_every") is None and bound < lag:
+    bound, age_before_reshard = rollout.staleness_bound, rollout.sync_every - 1
+    if unmet(recipe, "rollout.sync_every") is None and bound < age_before_reshard:
         yield (
-            f"rollout.max_staleness = {bound}: with rollout.sync_every = {rollout.sync_every}, samples are up to {lag} "
-            f"weight versions old before the next reshard; set it to at least {lag}, or to {lag + 1} if engines are to "
-            "sample ahead"
+            f"rollout.max_staleness = {bound}: with rollout.sync_every = {rollout.sync_every}, samples are up to "
+            f"{age_before_reshard} "
+            f"weight versions old before the next reshard; set it to at least {age_before_reshard}, or to "
+            f"{age_before_reshard + 1} if engines are to sample ahead"
         )
     if lacks_correction(recipe):
         setting = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
@@ -113,9 +114,9 @@ def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
 
 def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if engines sample in FP8, and nothing corrects the difference from the trainer."""
-    plain = {"quantization": "none", "kv_cache_dtype": "auto"}
-    values = {name: getattr(recipe.rollout, name) for name in plain}
-    settings = [f"rollout.{name} = {value}" for name, value in values.items() if value != plain[name]]
+    defaults = {"quantization": "none", "kv_cache_dtype": "auto"}
+    values = {name: getattr(recipe.rollout, name) for name in defaults}
+    settings = [f"rollout.{name} = {value}" for name, value in values.items() if value != defaults[name]]
     if recipe.has_engine and settings and nothing_corrects(recipe):
         yield (
             f"{', '.join(settings)}: the engines' distribution differs from the trainer's, and nothing corrects for "

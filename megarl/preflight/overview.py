@@ -86,6 +86,7 @@ def _teacher_names(recipe: Recipe) -> str:
 
 
 def _describe_reinforcement(recipe: Recipe) -> Iterator[str]:
+    """Yield the settings of the RL objective, one text each."""
     algorithm = recipe.algorithm
     if algorithm.preset is not None:
         yield f"preset {algorithm.preset}"

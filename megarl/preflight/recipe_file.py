@@ -30,14 +30,15 @@ class RecipeFile:
             recipe = load(self.path, (*self.overrides, *overrides))
         except ConfigError as error:
             return str(error)
-        return next((fault for fault in _field_faults(recipe) if fault not in self._own_faults), None)
+        return next((fault for fault in _find_field_faults(recipe) if fault not in self._own_faults), None)
 
     @cached_property
     def _own_faults(self) -> frozenset[str]:
-        return frozenset(_field_faults(load(self.path, self.overrides)))
+        return frozenset(_find_field_faults(load(self.path, self.overrides)))
 
 
-def _field_faults(recipe: Recipe) -> list[str]:
+def _find_field_faults(recipe: Recipe) -> list[str]:
+    """Return the errors found by the cheap checks of recipe fields."""
     messages: list[str] = []
     facts = {"is_start": False, "is_trained": True, "has_model": False}
     for source in recipe.sources:

@@ -9,7 +9,8 @@ from megarl.preflight.registry import checks
 
 
 @checks("cluster", training_only=True)
-def recovery(recipe: Recipe) -> Iterator[str]:
+def check_recovery(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if spare nodes would have no effect."""
     is_replaced = recipe.cluster.recover == "restart" and recipe.cluster.launcher == "slurm"
     if recipe.cluster.spare_nodes and not is_replaced:
         yield (
@@ -24,7 +25,8 @@ def recovery(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("checkpoint", training_only=True)
-def replication(recipe: Recipe) -> Iterator[str]:
+def check_replication(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if copies of the state in host memory would lack recorded experts."""
     if recipe.checkpoint.replicate and recipe.trainer.router_replay:
         yield (
             f"checkpoint.replicate = {recipe.checkpoint.replicate}: copies in host memory do not hold the experts "

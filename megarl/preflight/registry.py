@@ -60,8 +60,8 @@ def checks(
 
     def register(function: Function) -> Function:
         facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)
-        own_cost = Cost.MODEL if "shape" in facts else cost
-        _CHECKS.append(Check(section, own_cost, function, facts, per_run, training_only))
+        check_cost = Cost.MODEL if "shape" in facts else cost
+        _CHECKS.append(Check(section, check_cost, function, facts, per_run, training_only))
         return function
 
     return register

@@ -14,7 +14,8 @@ from megarl.types import ConfigError
 
 
 @checks("reward", Cost.FILES)
-def reward_fields(recipe: Recipe) -> Iterator[str]:
+def check_reward_fields(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for missing, repeated or unknown reward functions, and for a wrong system prompt."""
     reward = recipe.reward
     only_teaches = recipe.loop == "distillation" and not recipe.trains_rewards and not recipe.data.validation
     if recipe.has_engine and not reward.functions and not only_teaches:
@@ -22,6 +23,7 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
     names = [function.name for function in reward.functions]
     for name in {name: None for name in names if names.count(name) > 1}:
         yield f"reward.functions = {names}: {name} is listed twice and would count twice; list it once"
+    # Metrics are named after functions, and different import paths may give the same name.
     for first, second in combinations(dict.fromkeys(names), 2):
         if metric_name(first) == metric_name(second):
             yield (
@@ -40,7 +42,8 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("reward")
-def verdicts(recipe: Recipe) -> Iterator[str]:
+def check_verdicts(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for each setting that needs right-or-wrong verdicts, if no function gives them."""
     if not recipe.has_engine or judges_answers(recipe) != "none":
         return
     for need in accuracy_needs(recipe):

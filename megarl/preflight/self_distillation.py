@@ -15,7 +15,7 @@ from megarl.preflight.registry import Cost, checks
 
 
 @checks("distillation", training_only=True)
-def own_teacher(recipe: Recipe) -> Iterator[str]:
+def check_own_teacher(recipe: Recipe) -> Iterator[str]:
     """Yield errors if a teacher with the policy's weights equals the policy, or has separate parallel sizes."""
     config = recipe.distillation
     if recipe.loop != "distillation" or config.teacher not in SELF_TEACHERS:
@@ -36,7 +36,8 @@ def own_teacher(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("distillation", training_only=True)
-def teacher_prompts(recipe: Recipe) -> Iterator[str]:
+def check_teacher_prompts(recipe: Recipe) -> Iterator[str]:
+    """Yield the errors of the teacher's prompt: of its template, and of contexts that would always be empty."""
     config = recipe.distillation
     if recipe.loop != "distillation" or config.teacher_prompt is None:
         return
@@ -66,7 +67,7 @@ def teacher_prompts(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("distillation", Cost.FILES, training_only=True)
-def teacher_prompts_of_agents(recipe: Recipe) -> Iterator[str]:
+def check_teacher_prompts_of_agents(recipe: Recipe) -> Iterator[str]:
     """Yield an error for a teacher's prompt if an agent writes the prompts, which cannot be rewritten."""
     has_prompt = recipe.loop == "distillation" and recipe.distillation.teacher_prompt is not None
     if has_prompt and is_agent(recipe.rollout.environment):
@@ -77,13 +78,14 @@ def teacher_prompts_of_agents(recipe: Recipe) -> Iterator[str]:
 
 
 @checks("model", training_only=True)
-def teacher_positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_teacher_positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the longest sequence of the policy as its own teacher exceeds its positions."""
     if recipe.distillation.teacher in SELF_TEACHERS:
         yield from longest_teacher_sequence(recipe, shape)
 
 
 def longest_teacher_sequence(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
+    """Yield an error if the teacher's longest sequence exceeds its positions."""
     if recipe.teacher_tokens > teacher.max_position_embeddings:
         yield (
             f"distillation.max_teacher_tokens = {recipe.teacher_tokens}: exceeds the teacher's "

@@ -14,14 +14,14 @@ from megarl.preflight.registry import checks
 
 
 @checks("cluster")
-def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
+def check_machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
     """Yield errors if the ranks cannot be started: from this machine (`is_start`), or by a job elsewhere."""
     cluster = recipe.cluster
     # A run resized within its job may have fewer ranks than the job has tasks.
     if cluster.launcher == "slurm" and is_start:
         # Slurm sets these variables only inside a job, so a dry run on a login node finds none.
-        nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
-        if nodes is None:
+        job_nodes, job_tasks_per_node = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
+        if job_nodes is None:
             yield (
                 "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
                 "cluster.launcher=local"
@@ -32,18 +32,22 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
                 "PATH, or set cluster.launcher=local"
             )
         elif cluster.groups.engines is not None:
-            yield from _component_faults(cluster)
-        elif int(nodes) != cluster.nodes + cluster.spare_nodes:
-            num_nodes, spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
-            more = f" and cluster.spare_nodes = {spare}" if spare else ""
+            yield from _find_component_faults(cluster)
+        elif int(job_nodes) != cluster.nodes + cluster.spare_nodes:
+            num_needed_nodes, num_spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
+            spare_text = f" and cluster.spare_nodes = {num_spare}" if num_spare else ""
             yield (
-                f"cluster.nodes = {cluster.nodes}{more}: the job has {nodes} nodes, not {num_nodes}; set "
-                f"cluster.nodes={int(nodes) - spare}, or submit it with sbatch --nodes={num_nodes}"
+                f"cluster.nodes = {cluster.nodes}{spare_text}: the job has {job_nodes} nodes, not {num_needed_nodes}; "
+                f"set cluster.nodes={int(job_nodes) - num_spare}, or submit it with sbatch --nodes={num_needed_nodes}"
             )
-        elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
+        elif (
+            job_tasks_per_node is not None
+            and job_tasks_per_node.isdigit()
+            and int(job_tasks_per_node) != cluster.ranks_per_node
+        ):
             yield (
-                f"cluster.ranks_per_node = {cluster.ranks_per_node}: the job has {tasks} tasks a node; set "
-                f"cluster.ranks_per_node={tasks}, or sbatch --ntasks-per-node"
+                f"cluster.ranks_per_node = {cluster.ranks_per_node}: the job has {job_tasks_per_node} tasks a node; "
+                f"set cluster.ranks_per_node={job_tasks_per_node}, or sbatch --ntasks-per-node"
             )
     if cluster.launcher == "ray" and find_spec("ray") is None:
         yield "cluster.launcher = ray: Ray is not installed; run launch/setup.sh ray, or set cluster.launcher=local"
@@ -59,7 +63,7 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
         )
 
 
-def _component_faults(cluster: ClusterConfig) -> Iterator[str]:
+def _find_component_faults(cluster: ClusterConfig) -> Iterator[str]:
     """Yield an error unless trainer nodes and engine nodes are the two components of a heterogeneous Slurm job."""
     engines = cluster.groups.engines
     assert engines is not None
@@ -83,7 +87,8 @@ checks("train")(sizes.batches)
 
 
 @checks("trainer")
-def forward_rows(recipe: Recipe) -> Iterator[str]:
+def check_forward_rows(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if passes without gradients would have shorter rows than updates."""
     trainer = recipe.trainer
     if (
         forward_tokens := trainer.max_tokens_per_forward

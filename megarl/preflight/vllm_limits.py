@@ -21,13 +21,14 @@ from megarl.types import DataError
 
 
 @checks("rollout")
-def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the errors of the engine: head size, KV cache, stop tokens, drafter and scheduling."""
     if not recipe.has_engine:
         return
-    yield from _head_size_faults(recipe, shape)
-    yield from _cache_faults(recipe, shape)
-    yield from _stop_token_faults(recipe, shape)
-    yield from _drafter_faults(recipe, shape)
+    yield from _find_head_size_faults(recipe, shape)
+    yield from _find_cache_faults(recipe, shape)
+    yield from _find_stop_token_faults(recipe, shape)
+    yield from _find_drafter_faults(recipe, shape)
     if recipe.rollout.async_scheduling and runs_on_cpu():
         yield (
             "rollout.async_scheduling = True: vLLM has no asynchronous scheduling on a CPU; leave it out, so that "
@@ -42,7 +43,7 @@ _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 _CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 
 
-def _drafter_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _find_drafter_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of `speculative_config`: draft models and methods unsupported by megarl's engines."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
@@ -52,7 +53,7 @@ def _drafter_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if method == MODEL_LAYERS:
         yield from model_drafter_faults(recipe, field)
     elif (folder := drafter_folder(config)) is not None:
-        yield from _published_drafter_faults(recipe, shape, field, folder)
+        yield from _find_published_drafter_faults(recipe, shape, field, folder)
     elif method not in _WEIGHTLESS:
         # megarl's vLLM initialises all weights randomly, and a reshard writes only the policy's weights.
         kind = f"an {method} drafter's" if method and method.startswith("eagle") else "the draft model's"
@@ -77,7 +78,7 @@ def _drafter_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _published_drafter_faults(recipe: Recipe, shape: ModelShape, field: str, model: str) -> Iterator[str]:
+def _find_published_drafter_faults(recipe: Recipe, shape: ModelShape, field: str, model: str) -> Iterator[str]:
     """Yield errors of an EAGLE-3 drafter in a separate folder."""
     settings = recipe.rollout.vllm["speculative_config"]
     for name in ("draft_load_config", "quantization", "parallel_drafting"):
@@ -111,7 +112,8 @@ def _derive_method(model: object) -> str | None:
     return "custom_class" if is_class else None
 
 
-def _head_size_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _find_head_size_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield an error if vLLM's attention on CPUs has no kernel for the size of the model's heads."""
     if isinstance(shape.attention, Latent):
         cached = shape.attention.cached_numbers(tp=1)
         if runs_on_cpu() and cached != _CPU_LATENT_CHANNELS:
@@ -128,35 +130,36 @@ def _head_size_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _cache_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _find_cache_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield an error if the KV cache of the recipe cannot hold one sequence of the largest length."""
     rollout = recipe.rollout
     # With gpu_memory_utilization, vLLM sizes the cache itself. `preflight.memory.memory_fit` checks that case.
-    if rollout.gpu_memory_utilization is not None or (block := block_tokens(recipe)) is None:
+    if rollout.gpu_memory_utilization is not None or (tokens_per_block := block_tokens(recipe)) is None:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
-    longest = recipe.data.max_prompt_tokens + new_tokens
-    needed = needed_bytes(recipe, shape, block=block, tokens=longest)
-    if needed > rollout.kv_cache_gib * 2**30:
-        block_bytes = needed_bytes(recipe, shape, block=block, tokens=0)
+    longest_sequence = recipe.data.max_prompt_tokens + new_tokens
+    needed_cache_bytes = needed_bytes(recipe, shape, block=tokens_per_block, tokens=longest_sequence)
+    if needed_cache_bytes > rollout.kv_cache_gib * 2**30:
+        block_bytes = needed_bytes(recipe, shape, block=tokens_per_block, tokens=0)
         # vLLM reserves one block, so do not count it.
-        cached_tokens = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
+        cached_tokens = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * tokens_per_block
         yield (
             f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {cached_tokens} tokens on a rank, but one "
             "sequence of "
-            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; use "
-            f"at least {gib_text(needed)}, or lower these limits"
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has "
+            f"{longest_sequence}; use at least {gib_text(needed_cache_bytes)}, or lower these limits"
         )
 
 
-def _stop_token_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _find_stop_token_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error for each stop token id outside the vocabulary: vLLM accepts it and never samples it."""
     stop_tokens = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),
     }
     for field, token_ids in stop_tokens.items():
-        if beyond := [token_id for token_id in token_ids if token_id >= shape.vocab_size]:
+        if unknown_tokens := [token_id for token_id in token_ids if token_id >= shape.vocab_size]:
             yield (
                 f"{field}.stop_token_ids = {list(token_ids)}: the model's vocabulary of {shape.vocab_size} ends before "
-                f"{beyond[0]}; give ids of its tokenizer"
+                f"{unknown_tokens[0]}; give ids of its tokenizer"
             )

@@ -27,7 +27,7 @@ from megarl.config.sections.health import RuleName
 from megarl.environments import ENVIRONMENTS, Turn
 from megarl.families.registry import FAMILIES
 from megarl.files.import_path import import_object
-from megarl.preflight.keyword_arguments import keywords
+from megarl.preflight.keyword_arguments import check_keywords
 from megarl.rewards import REWARDS, SERVED
 from megarl.rewards.scoring.calling import PARAMETERS, bind
 from megarl.sandbox.layers import LAYERS
@@ -379,7 +379,7 @@ def check_formulas(source: str) -> None:
     Path("my/learning.py").write_text(source)
     Path("recipe.yaml").write_text(block("yaml", "name: qwen3-math"))
     loaded = load(with_block(Path("recipe.yaml"), block("yaml", "my/learning.py")), ["algorithm.clip_high=0.3"])
-    assert list(keywords(loaded)) == []
+    assert list(check_keywords(loaded)) == []
     function = import_object("my/learning.py:by_best", "algorithm.advantage")
     found = function(torch.tensor([0.0, 1.0, 0.5]), torch.tensor([7, 7, 2]), lengths=torch.tensor([10, 20, 100]))
     assert found.tolist() == pytest.approx([-1.01, -0.02, -0.1])

@@ -647,33 +647,33 @@ def test_the_scripts_are_sound_shell() -> None:
 
 
 def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.preflight.sizes import machines
+    from megarl.preflight.sizes import check_machines
 
     fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}}
     recipe = Recipe.model_validate(fields | {"cluster": {"launcher": "slurm", "nodes": 2, "ranks_per_node": 4}})
     for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
-    assert "this is no Slurm job" in next(iter(machines(recipe)))
+    assert "this is no Slurm job" in next(iter(check_machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
-    assert "cluster.launcher = slurm: this job has no program srun on its PATH" in next(iter(machines(recipe)))
+    assert "cluster.launcher = slurm: this job has no program srun on its PATH" in next(iter(check_machines(recipe)))
     (tmp_path / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert "cluster.nodes = 2: the job has 3 nodes, not 2; set cluster.nodes=3" in next(iter(machines(recipe)))
+    assert "cluster.nodes = 2: the job has 3 nodes, not 2; set cluster.nodes=3" in next(iter(check_machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    assert "cluster.ranks_per_node = 4: the job has 8 tasks a node" in next(iter(machines(recipe)))
+    assert "cluster.ranks_per_node = 4: the job has 8 tasks a node" in next(iter(check_machines(recipe)))
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    assert list(machines(recipe)) == []
+    assert list(check_machines(recipe)) == []
     kinds = {"launcher": "slurm", "nodes": 2, "ranks_per_node": 4, "groups": {"engines": {"nodes": 3}}}
     recipe = Recipe.model_validate(fields | {"cluster": kinds, "rollout": {"placement": "separate"}})
-    (told,) = machines(recipe)
+    (told,) = check_machines(recipe)
     assert "cluster.groups.engines: the job has one kind of nodes, not components of 2 and 3" in told
     for name, value in (("HET_SIZE", "2"), ("JOB_NUM_NODES_HET_GROUP_0", "2"), ("JOB_NUM_NODES_HET_GROUP_1", "4")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    (told,) = machines(recipe)
+    (told,) = check_machines(recipe)
     assert "the job has components of 2, 4 nodes, not components of 2 and 3" in told
     monkeypatch.setenv("SLURM_JOB_NUM_NODES_HET_GROUP_1", "3")
-    assert list(machines(recipe)) == []
+    assert list(check_machines(recipe)) == []
 
 
 async def test_a_node_that_does_not_answer_keeps_no_job_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,7 +683,7 @@ async def test_a_node_that_does_not_answer_keeps_no_job_step(monkeypatch: pytest
     trial = Mock(wait_for_end=wait_for_end)
     monkeypatch.setattr(srun, "LaunchedProgram", lambda command, **_: trial)
     monkeypatch.setattr(srun, "_ANSWER_SECONDS", 0.0)
-    assert not await srun.SrunNodes(NodeKind(0, 2, 1), {}, ())._answers("n1")
+    assert not await srun.SrunNodes(NodeKind(0, 2, 1), {}, ())._is_answering("n1")
     trial.kill.assert_called_once_with()
 
 

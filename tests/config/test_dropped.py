@@ -15,7 +15,7 @@ from megarl.config.effects import conditions, may_be_idle, unmet
 from megarl.config.idle import fields_set_by_user
 from megarl.config.recipe import load, read, to_yaml, written_value
 from megarl.config.schema import all_fields, section_of
-from megarl.preflight.learning import algorithm
+from megarl.preflight.learning import check_algorithm
 from megarl.tracking.display import Display
 from megarl.types import DataError
 from tests.config.refusals import failure, faults
@@ -341,7 +341,7 @@ def test_ptx_is_switched_off_by_either_of_its_fields(written: Written, override:
     recipe = load(path, [override])
     assert recipe.algorithm.ptx_coefficient == 0 and recipe.data.ptx is None
     assert "algorithm.ptx_conversations = 4: dropped" in "\n".join(recipe.notices)
-    assert list(algorithm(recipe)) == []
+    assert list(check_algorithm(recipe)) == []
 
 
 @pytest.mark.parametrize("override", ["~data.validation", "data.validation={}", "~data.validation.math"])

@@ -15,8 +15,8 @@ from megarl.config.reading.explaining import key_hint, option_hint
 from megarl.config.recipe import load
 from megarl.planner import sizes
 from megarl.preflight import learning, off_policy
-from megarl.preflight.keyword_arguments import keywords
-from megarl.preflight.rewards import reward_fields
+from megarl.preflight.keyword_arguments import check_keywords
+from megarl.preflight.rewards import check_reward_fields
 from megarl.types import ConfigError
 from tests.rollout.batches import attempt, batch_of
 
@@ -65,8 +65,13 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
             continue
         parallel = sizes.parallel_of(made)
         faults = [*sizes.ranks(made), *sizes.batches(made, parallel.dp), *sizes.lengths(made)]
-        faults += [*learning.optimizers(made), *learning.algorithm(made), *off_policy.sampling(made)]
-        faults += [*off_policy.stragglers(made), *off_policy.staleness(made), *reward_fields(made), *keywords(made)]
+        faults += [*learning.check_optimizers(made), *learning.check_algorithm(made), *off_policy.check_sampling(made)]
+        faults += [
+            *off_policy.check_stragglers(made),
+            *off_policy.check_staleness(made),
+            *check_reward_fields(made),
+            *check_keywords(made),
+        ]
         if faults:
             wrong[row.text] = faults
     assert wrong == {}

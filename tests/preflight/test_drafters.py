@@ -15,8 +15,8 @@ from megarl.families.eagle3 import WITHOUT_EAGLE3, read_drafter_shape, read_stor
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import read_model_shape
 from megarl.preflight import check
-from megarl.preflight.model.trained_drafter import drafter_fit
-from megarl.preflight.vllm_limits import HOST_DRAFTERS, _drafter_faults
+from megarl.preflight.model.trained_drafter import check_trained_drafter
+from megarl.preflight.vllm_limits import HOST_DRAFTERS, _find_drafter_faults
 from megarl.types import ConfigError
 from tests.eagle3 import make_eagle3
 from tests.shapes import small_shape
@@ -88,7 +88,7 @@ def test_drafts_are_refused_with_recorded_experts(faults: Callable[..., list[str
 def test_models_with_states_may_draft(recipe: Callable[..., Recipe]) -> None:
     made = recipe(rollout={"vllm": {"speculative_config": NGRAM}})
     for family in ("qwen3", "qwen3_next", "qwen3_5_text"):
-        assert list(_drafter_faults(made, small_shape(family))) == []
+        assert list(_find_drafter_faults(made, small_shape(family))) == []
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def eagle_faults(policy: Path, recipe: Callable[..., Recipe]) -> Callable[..., l
     def found(folder: Path, **settings: Any) -> list[str]:
         drafter = EAGLE3 | {"model": str(folder)} | settings
         changed = recipe(model={"path": str(policy)}, rollout={"vllm": {"speculative_config": drafter}})
-        return list(_drafter_faults(changed, read_model_shape(policy)))
+        return list(_find_drafter_faults(changed, read_model_shape(policy)))
 
     return found
 
@@ -225,7 +225,7 @@ def training_faults(policy: Path, recipe: Callable[..., Recipe]) -> Callable[...
             trainer={"drafter_learning_rate": 1e-4} | (trainer or {}),
             **sections,
         )
-        return list(drafter_fit(changed, read_model_shape(policy)))
+        return list(check_trained_drafter(changed, read_model_shape(policy)))
 
     return found
 

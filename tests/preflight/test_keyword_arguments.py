@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight.keyword_arguments import keywords
+from megarl.preflight.keyword_arguments import check_keywords
 
 OWN = """
 def loss(policy_logprobs, old_logprobs, advantages, *, clip_high: float, tau: float, mode: str = "a"):
@@ -88,7 +88,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(loop: str = "rl", **sections: Any) -> list[str]:
     made = {"name": "x", "loop": loop, "model": {"path": "m"}, "data": {"train": "t"}} | sections
-    return [*keywords(Recipe.model_validate(made))]
+    return [*check_keywords(Recipe.model_validate(made))]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.preflight import check
-from megarl.preflight.library_fields import accepts, class_fields, megatron_fields, vllm_fields
+from megarl.preflight.library_fields import accepts, check_megatron_fields, check_vllm_fields, class_fields
 from megarl.types import ConfigError
 from tests.shapes import small_shape
 
@@ -148,7 +148,7 @@ def test_fields_of_the_libraries_are_checked(
 def test_fields_of_the_architecture_are_refused(
     family: str, field: str, reason: str, recipe: Callable[..., Recipe]
 ) -> None:
-    (line,) = megatron_fields(recipe(trainer={"megatron": {field: True}}), small_shape(family))
+    (line,) = check_megatron_fields(recipe(trainer={"megatron": {field: True}}), small_shape(family))
     assert line.startswith(f"trainer.megatron.{field} = True: megarl sets this from {reason}")
 
 
@@ -229,7 +229,7 @@ def test_fallbacks_of_the_guide_are_names_of_vllm() -> None:
     variables = re.findall(r"`(VLLM_\w+)=0`", table)
     assert (len(overrides), len(variables)) == (3, 2)
     recipe = load(folder / "qwen3_14b_dapo_h200.yaml", overrides)
-    assert list(vllm_fields(recipe)) == []
+    assert list(check_vllm_fields(recipe)) == []
     passes = recipe.rollout.vllm["compilation_config"]["pass_config"]
     assert passes.keys() <= class_fields("vllm", "config/compilation.py", "PassConfig").keys()
     spec = find_spec("vllm")

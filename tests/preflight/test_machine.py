@@ -18,7 +18,7 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, resource_warnings
 from megarl.preflight.memory import resources
-from megarl.preflight.number_formats import device_faults, format_faults, quantisation
+from megarl.preflight.number_formats import check_quantisation, device_faults, format_faults
 from megarl.types import ConfigError
 
 
@@ -239,7 +239,7 @@ def test_fp8_needs_whole_groups_of_columns_on_a_gpu(
     monkeypatch.setattr("megarl.preflight.number_formats.runs_on_cpu", lambda: False)
     shape = read_model_shape(tiny_model(hidden_size=256, num_heads=4, head_dim=64, **sizes))
     given = recipe(model={"dtype": "bfloat16"}, rollout={"quantization": "fp8"} | rollout)
-    found = [*quantisation(given, shape)]
+    found = [*check_quantisation(given, shape)]
     assert len(found) == len(expected) and all(part in fault for part, fault in zip(expected, found, strict=True))
 
 

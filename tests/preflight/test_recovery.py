@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight.recovery import recovery, replication
+from megarl.preflight.recovery import check_recovery, check_replication
 
 SEPARATE = {"rollout": {"placement": "separate", "ranks": 1}}
 REPLAYED = {"trainer": {"router_replay": True}}
@@ -41,6 +41,6 @@ def test_recoveries_that_cannot_be_made_are_refused(
     recipe: Callable[..., Recipe], changed: dict[str, Any], message: str | None
 ) -> None:
     made = recipe(**changed)
-    found = [*recovery(made), *replication(made)]
+    found = [*check_recovery(made), *check_replication(made)]
     assert len(found) == (message is not None)
     assert message is None or (found[0].startswith(message) and "; set " in found[0])

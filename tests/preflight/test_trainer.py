@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check, shortened_warmups
-from megarl.preflight.learning import adapters
+from megarl.preflight.learning import check_adapters
 from tests.shapes import small_shape
 
 
@@ -32,7 +32,7 @@ def test_adapters_of_experts_do_not_depend_on_the_form_of_files(recipe: Callable
     """transformers packs the experts of Qwen3.5 in memory from both forms. gpt-oss has one form."""
     targeted = recipe(lora={"rank": 4, "targets": ["gate_up_proj"]})
     forms = (replace(small_shape(family), packs_experts=packs) for packs in (True, False))
-    one, other = (list(adapters(targeted, shape)) for shape in forms)
+    one, other = (list(check_adapters(targeted, shape)) for shape in forms)
     assert one == other
     assert ["gate_up_proj of a gpt_oss model are packed experts" in line for line in one] == (
         [True] if family == "gpt_oss" else []

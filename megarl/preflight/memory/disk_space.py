@@ -15,10 +15,10 @@ from megarl.tracking.run_folder import run_path
 
 def check_disk(recipe: Recipe) -> None:
     """Raise DiskFullError if the disk of the run's folder lacks space for its files and its largest save."""
-    check_space(run_path(recipe), LEAST_FREE_BYTES + _largest_save(recipe))
+    check_space(run_path(recipe), LEAST_FREE_BYTES + _predict_largest_save(recipe))
 
 
-def _largest_save(recipe: Recipe) -> int:
+def _predict_largest_save(recipe: Recipe) -> int:
     """Return the bytes of a checkpoint or of the exported model, whichever is larger; 0: unknown.
 
     Unknown: the model is not downloaded yet, the run is on other machines, or other checks report errors.
@@ -26,14 +26,14 @@ def _largest_save(recipe: Recipe) -> int:
     is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
     if not is_here or not recipe.train.steps or (models := planned_models(recipe)) is None:
         return 0
-    exported = ITEM_BYTES[recipe.model.dtype] * model_work(models.policy.shape).weights
+    exported_bytes = ITEM_BYTES[recipe.model.dtype] * model_work(models.policy.shape).weights
     if not recipe.checkpoint.every_steps:
-        return exported
+        return exported_bytes
     parallel = models.policy.parallel
     # All ranks of a pipeline stage save equal parts.
-    stages = [
+    stage_memories = [
         RankMemory(recipe, models, platform_here(recipe), parallel.rank(tp=0, dp=0, pp=stage))
         for stage in range(parallel.pp)
     ]
-    saved = sum(memory.policy.saved + memory.critic.saved for memory in stages)
-    return max(exported, saved * parallel.world_size // parallel.pp)
+    saved_bytes = sum(memory.policy.saved + memory.critic.saved for memory in stage_memories)
+    return max(exported_bytes, saved_bytes * parallel.world_size // parallel.pp)

@@ -21,8 +21,8 @@ _SAME_GPU = 0.95
 def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -> Iterator[str]:
     """Yield an error if phases need more than a GPU's memory, with the cheapest changes that fit."""
     if recipe.rollout.gpu_memory_utilization is not None and recipe.has_engine:
-        yield from _utilization_faults(recipe)
-    yield from _gpu_faults(recipe, is_start)
+        yield from _find_utilization_faults(recipe)
+    yield from _find_gpu_faults(recipe, is_start)
     if (gpus := gpu_memory(recipe)) is None:
         return
     try:
@@ -41,7 +41,8 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
         )
 
 
-def _utilization_faults(recipe: Recipe) -> Iterator[str]:
+def _find_utilization_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for a share of GPU memory on CPUs."""
     if gpu_gib(recipe) is None and runs_on_cpu():
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: the ranks run on CPUs, which "
@@ -49,7 +50,8 @@ def _utilization_faults(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _gpu_faults(recipe: Recipe, is_start: bool) -> Iterator[str]:
+def _find_gpu_faults(recipe: Recipe, is_start: bool) -> Iterator[str]:
+    """Yield an error if this machine's GPUs have less memory than the recipe says."""
     if not is_start or recipe.cluster.launcher != "local" or not uses_this_machine(recipe):
         return
     expected_gib, installed_gib = gpu_gib(recipe), installed_gpu_gib()

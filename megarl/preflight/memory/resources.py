@@ -52,23 +52,26 @@ def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]
             "refuse it; megarl slurm submit runs it as a Slurm job"
         )
         return
-    ranks, cores = cluster.ranks_per_node, len(os.sched_getaffinity(0))
-    if ranks > _RANKS_PER_CORE * cores:
+    ranks_per_node, num_cores = cluster.ranks_per_node, len(os.sched_getaffinity(0))
+    if ranks_per_node > _RANKS_PER_CORE * num_cores:
         yield (
-            f"cluster.ranks_per_node = {ranks}: this machine has only {cores} cores, so ranks would wait for each "
-            f"other; use at most {_RANKS_PER_CORE * cores}"
+            f"cluster.ranks_per_node = {ranks_per_node}: this machine has only {num_cores} cores, so ranks would wait "
+            f"for each other; use at most {_RANKS_PER_CORE * num_cores}"
         )
-    memory = machine_bytes()
+    machine_memory_bytes = machine_bytes()
     # On GPUs the GPU memory is the limit, and the plan covers it.
     if not runs_on_cpu():
         return
     table = memory_table(recipe, models_of(recipe, parallel), CPU)
-    if (needed := table.host_bytes(num_trainers=parallel.world_size, num_engines=parallel.rollout_ranks)) > memory:
+    if (
+        needed_bytes := table.host_bytes(num_trainers=parallel.world_size, num_engines=parallel.rollout_ranks)
+    ) > machine_memory_bytes:
         phases = " and ".join(phase.name for phase in table.fullest_host)
         yield (
-            f"cluster.ranks_per_node = {ranks}: the ranks need {needed / 2**30:.1f} GiB of memory in the phase "
-            f"{phases}, but this machine has {memory / 2**30:.1f}; use fewer ranks, or a smaller model (megarl plan "
-            "prints what takes it)"
+            f"cluster.ranks_per_node = {ranks_per_node}: the ranks need {needed_bytes / 2**30:.1f} GiB of memory in "
+            "the phase "
+            f"{phases}, but this machine has {machine_memory_bytes / 2**30:.1f}; use fewer ranks, or a smaller model "
+            "(megarl plan prints what takes it)"
         )
     else:
         yield from slower_layout(recipe)
@@ -95,27 +98,27 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
         {"rollout.tp": recipe.rollout.tp} if recipe.has_engine else {}
     )
     split_sizes = {name: size for name, size in sizes_of_recipe.items() if size > 1}
-    unsplit = with_field_values(recipe, dict.fromkeys(split_sizes, 1))
-    if not split_sizes or (models := planned_models(unsplit)) is None:
+    unsplit_recipe = with_field_values(recipe, dict.fromkeys(split_sizes, 1))
+    if not split_sizes or (models := planned_models(unsplit_recipe)) is None:
         return
     # Experts were measured only in their own layout.
     if models.policy.shape.num_experts:
         return
     parallel = models.policy.parallel
     if (
-        memory_table(unsplit, models, CPU).host_bytes(
+        memory_table(unsplit_recipe, models, CPU).host_bytes(
             num_trainers=parallel.world_size, num_engines=parallel.rollout_ranks
         )
         > machine_bytes()
     ):
         return
-    faster = " ".join(f"{name}=1" for name in split_sizes)
+    faster_overrides = " ".join(f"{name}=1" for name in split_sizes)
     # Measured with two ranks on two cores and 0.64 million parameters: tp 1 halves the step time.
     yield (
         f"{' and '.join(f'{name} = {size}' for name, size in split_sizes.items())}: slow on a CPU, because "
         "tensor-parallel "
-        f"ranks wait for each other in every layer. The whole model fits in each rank's memory: set {faster} (run "
-        "`megarl plan` with these to see the memory)"
+        "ranks wait for each other in every layer. The whole model fits in each rank's memory: set "
+        f"{faster_overrides} (run `megarl plan` with these to see the memory)"
     )
 
 
@@ -160,10 +163,10 @@ def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) ->
             f"run's GPUs is unknown; {NAME_THE_GPU}, or set rollout.kv_cache_gib"
         )
     elif table.cache.warning is not None:
-        yield f"{table.cache.warning}; {_larger_cache(recipe, parallel)}"
+        yield f"{table.cache.warning}; {_suggest_larger_cache(recipe, parallel)}"
 
 
-def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
+def _suggest_larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
     """Return, in words, the changes that enlarge a small KV cache. The default is named only if it is larger."""
     alternatives = "or rollout.tp, or offload more (trainer.offload)"
     if recipe.rollout.gpu_memory_utilization is not None:

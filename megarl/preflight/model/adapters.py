@@ -11,7 +11,8 @@ from megarl.preflight.registry import checks
 
 
 @checks("lora")
-def adapter_slots(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_adapter_slots(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the reasons why engines cannot take LoRA adapters in place of merged weights."""
     if not recipe.sends_adapter:
         return
     for reason, remedy in find_objections(recipe, shape):

@@ -10,7 +10,8 @@ from megarl.preflight.registry import checks
 
 
 @checks("trainer", training_only=True)
-def draft_layers_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_draft_layers(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the reasons why the model's draft layers (MTP) cannot be trained."""
     trainer = recipe.trainer
     field = trainer.draft_layers_setting
     if field is None:

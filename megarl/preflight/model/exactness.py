@@ -24,17 +24,18 @@ def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     reasons = (
         *(() if runs_on_cpu() else gpu_faults(recipe, shape)),
-        *_dtype_faults(recipe),
-        *_model_faults(shape),
-        *_layout_faults(recipe),
-        *_experts_faults(recipe, shape),
-        *_sampling_faults(recipe),
+        *_find_dtype_faults(recipe),
+        *_find_model_faults(shape),
+        *_find_layout_faults(recipe),
+        *_find_experts_faults(recipe, shape),
+        *_find_sampling_faults(recipe),
     )
     for reason in reasons:
         yield f"trainer.exact = True: {reason}, or set trainer.exact=false"
 
 
-def _dtype_faults(recipe: Recipe) -> Iterator[str]:
+def _find_dtype_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for a dtype or Megatron setting with another arithmetic than the engine's."""
     if recipe.model.dtype != "bfloat16":
         yield (
             f"model.dtype is {recipe.model.dtype}, in which results of the engine's matrix products depend on the "
@@ -44,8 +45,9 @@ def _dtype_faults(recipe: Recipe) -> Iterator[str]:
         yield "trainer.megatron may change Megatron's arithmetic; remove it"
 
 
-def _model_faults(shape: ModelShape) -> Iterator[str]:
-    parts = {
+def _find_model_faults(shape: ModelShape) -> Iterator[str]:
+    """Yield each part of the model for which equal arithmetic of trainer and engine was not shown."""
+    is_in_model = {
         "latent attention": isinstance(shape.attention, Latent),
         "linear attention": shape.linear_attention is not None,
         "zero-centred norms": shape.has_zero_centered_norms,
@@ -55,19 +57,20 @@ def _model_faults(shape: ModelShape) -> Iterator[str]:
         f"rotary scaling of type {shape.rotary.scaling}": shape.rotary.scaling not in ("default", "llama3"),
     }
     if (router := shape.router) is not None:
-        parts |= {
+        is_in_model |= {
             "shared experts": router.shared_intermediate_size > 0,
             f"a router with {router.score} scores": router.score != "softmax",
             "a router with biases": router.has_bias,
             "a router with groups of experts": router.num_groups > 1,
             f"routing weights scaled by {router.scale:g}": router.scale != 1.0,
         }
-    for part, is_there in parts.items():
-        if is_there:
+    for part, has_part in is_in_model.items():
+        if has_part:
             yield f"the model has {part}, for which equality was not shown; choose another model"
 
 
-def _layout_faults(recipe: Recipe) -> Iterator[str]:
+def _find_layout_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield each parallel size or setting of the trainer with which sums have another order than in the engine."""
     trainer = recipe.trainer
     if not _adds_alike(trainer.tp, recipe.rollout.tp):
         yield (
@@ -91,26 +94,28 @@ def _adds_alike(first: int, second: int) -> bool:
     return small == 1 or (large % small == 0 and (large // small).bit_count() == 1)
 
 
-def _experts_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _find_experts_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the reasons why trainer and engine add an expert's products in different orders."""
     if shape.router is None:
         return
-    trainer, blocks = recipe.trainer, recipe.exact_blocks
-    sizes = f"trainer.tp = {trainer.tp}, trainer.etp = {trainer.etp} and rollout.tp = {recipe.rollout.tp}"
+    trainer, num_blocks = recipe.trainer, recipe.exact_blocks
+    sizes_text = f"trainer.tp = {trainer.tp}, trainer.etp = {trainer.etp} and rollout.tp = {recipe.rollout.tp}"
     if not (_adds_alike(trainer.etp, trainer.tp) and _adds_alike(trainer.etp, recipe.rollout.tp)):
         yield (
-            f"with {sizes}, trainer and engine cannot add the products of an expert's "
+            f"with {sizes_text}, trainer and engine cannot add the products of an expert's "
             "ranks in the same order; set trainer.etp=1"
         )
-    if shape.moe_intermediate_size % blocks:
+    if shape.moe_intermediate_size % num_blocks:
         yield (
-            f"with {sizes}, the products of an expert need {blocks} equal blocks, and its "
+            f"with {sizes_text}, the products of an expert need {num_blocks} equal blocks, and its "
             f"{shape.moe_intermediate_size} channels cannot be divided so; lower the largest size"
         )
     if trainer.router_replay:
         yield "the trainer chooses the engine's experts without replay; set trainer.router_replay=false"
 
 
-def _sampling_faults(recipe: Recipe) -> Iterator[str]:
+def _find_sampling_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield each setting of the engine with which it rounds otherwise than the trainer."""
     rollout = recipe.rollout
     if recipe.sends_adapter:
         yield "an engine with separate adapters rounds otherwise than with merged ones; set lora.sync=merged"

@@ -57,7 +57,7 @@ def gpu_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"on GPUs with trainer.tp = {recipe.trainer.tp} and rollout.tp = {recipe.rollout.tp}, sums over ranks have "
             "an order of NCCL's choice in the trainer, and a fixed tree in the engine; train on CPUs"
         )
-    for name, size in _products(shape, recipe.rollout.tp).items():
+    for name, size in _list_product_shapes(shape, recipe.rollout.tp).items():
         kinds = [kind for kind, sizes in UNEQUAL_PRODUCTS.items() if size in sizes]
         if kinds:
             yield (
@@ -70,7 +70,7 @@ def gpu_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     )
 
 
-def _products(shape: ModelShape, tp: int) -> dict[str, tuple[int, int]]:
+def _list_product_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, int]]:
     """Return the weights' shapes (outputs, inputs) on one of `tp` engine ranks, by the layer's name in vLLM."""
     hidden, attention = shape.hidden_size, shape.attention
     products = {

@@ -19,16 +19,16 @@ from megarl.types import DataError
 
 
 @checks("distillation", training_only=True)
-def teachers(recipe: Recipe) -> Iterator[str]:
+def check_teachers(recipe: Recipe) -> Iterator[str]:
     """Yield errors if a source of the mixture lacks a teacher, or the teachers' parallel sizes do not fit the ranks."""
     if recipe.loop != "distillation" or not recipe.train.steps:
         return
     # Teachers with their own sizes repeat the trainer's checks. Drop errors already reported for the trainer.
     if recipe.distillation.sizes:
         teacher_recipe = recipe.for_teachers
-        reported = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
+        reported_faults = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
         faults = (*sizes.ranks(teacher_recipe), *sizes.lengths(teacher_recipe))
-        yield from (_name_teachers_sizes(text) for text in faults if text not in reported)
+        yield from (_name_teachers_sizes(text) for text in faults if text not in reported_faults)
     if recipe.distillation.teacher is None:
         yield (
             "distillation.teacher: missing; give the folder of the teacher, or in a mixture "
@@ -50,7 +50,7 @@ def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
     )
     for text in (
         *model_rules.model_fit(teacher_recipe, teacher, is_sampled=False),
-        *model_sizes.expert_fit(teacher_recipe, teacher),
+        *model_sizes.check_experts(teacher_recipe, teacher),
     ):
         if recipe.distillation.sizes:
             yield _name_teachers_sizes(text)
@@ -79,18 +79,18 @@ def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelSh
 
 
 @checks("model")
-def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterator[DataError]:
+def check_stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterator[DataError]:
     """Yield errors of the policy's files: missing tensors, tensors of another shape, tokens without an embedding."""
     folder = recipe.model.folder
     if has_model:
         # Draft layers that the trainer cannot train are an error of the recipe, not of the folder.
         is_trained = recipe.trainer.trains_draft_layers and shape.draft_layers_problem is None
         yield from map(DataError, tensor_faults(folder, shape.with_draft_layers(is_trained)))
-    yield from map(DataError, _vocabulary_faults(folder, shape))
+    yield from map(DataError, _find_vocabulary_faults(folder, shape))
 
 
 @checks("model", training_only=True)
-def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
+def check_further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
     """Yield errors of critic, reward model and teachers: DataErrors about files, else texts."""
     for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
@@ -103,19 +103,19 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             yield error
             continue
         is_teacher = field.endswith("distillation.teacher")
-        fit = (
+        size_faults = (
             *model_rules.model_fit(recipe, further_shape, is_sampled=False),
-            *model_sizes.positions(recipe, further_shape),
+            *model_sizes.check_positions(recipe, further_shape),
         )
         if is_teacher:
             # A teacher scores samples of training only, so lengths of evaluations do not matter.
-            fit = (
+            size_faults = (
                 *layout_fit(recipe, further_shape),
-                *model_sizes.positions(recipe, further_shape, is_evaluated=False),
+                *model_sizes.check_positions(recipe, further_shape, is_evaluated=False),
                 *longest_teacher_sequence(recipe, further_shape),
             )
-        fit += tuple(model_rules.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
-        yield from (f"{field} = {folder}: {text}" for text in fit)
+        size_faults += tuple(model_rules.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
+        yield from (f"{field} = {folder}: {text}" for text in size_faults)
         try:
             if _read_vocabulary(folder) != _read_vocabulary(recipe.model.folder):
                 yield f"{field} = {folder}: its tokenizer is not the policy's; use a model of the same family"
@@ -132,18 +132,18 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
                 yield f"{field} = {folder}: {error}"
         if is_teacher:
             yield from teacher_fit(recipe, field, further_shape, shape)
-            yield from (DataError(f"{field}: {fault}") for fault in _vocabulary_faults(folder, further_shape))
+            yield from (DataError(f"{field}: {fault}") for fault in _find_vocabulary_faults(folder, further_shape))
 
 
-def _vocabulary_faults(folder: str, shape: ModelShape) -> Iterator[str]:
+def _find_vocabulary_faults(folder: str, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the tokenizer has token ids without an embedding in the model."""
     if not (Path(folder) / TOKENIZER[0]).is_file():
         return  # Reported by check_model_folder.
-    token, number = largest_token(folder)
-    if number >= shape.vocab_size:
+    token, token_id = largest_token(folder)
+    if token_id >= shape.vocab_size:
         yield (
-            f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {number}, but vocab_size in config.json is "
-            f"{shape.vocab_size}; use the model's own tokenizer, or enlarge its embedding"
+            f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {token_id}, but vocab_size in config.json "
+            f"is {shape.vocab_size}; use the model's own tokenizer, or enlarge its embedding"
         )
 
 

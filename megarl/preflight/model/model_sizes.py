@@ -17,13 +17,14 @@ checks("trainer")(model_sizes.model_fit)
 
 
 @checks("trainer", training_only=True)
-def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
+def check_fp8(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
     """Yield errors if libraries, GPUs or the model's sizes do not allow FP8 training.
 
     Without `is_start`, the GPUs of `cluster.gpu_memory_gib` are checked instead of this machine's.
     """
     trainer = recipe.trainer
     is_elsewhere = not is_start and isinstance(recipe.cluster.gpu_memory_gib, str)
+    # Without GPUs and Transformer Engine there is no FP8 at all, whatever the other settings.
     if (runs_on_cpu() or not transformer_engine.is_installed()) and not is_elsewhere:
         megatron_formats = [(f"trainer.megatron.{name}", trainer.megatron.get(name)) for name in ("fp8", "fp4")]
         for field, value in (("trainer.fp8", trainer.fp8), *megatron_formats):
@@ -47,7 +48,8 @@ checks("trainer")(model_sizes.linear_attention_fit)
 
 
 @checks("trainer")
-def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_experts(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the errors of settings of experts: parallel sizes, replayed routers, and the dispatcher."""
     trainer = recipe.trainer
     # Megatron-Core requires sequence parallelism if tensor-parallel ranks split experts.
     if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
@@ -63,11 +65,11 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "trainer.router_replay = True: recomputed layers would choose other experts; set "
             "trainer.recompute=selective"
         )
-    yield from _dispatcher_faults(recipe, shape)
+    yield from _find_dispatcher_faults(recipe, shape)
     yield from model_sizes.recomputed_modules_fit(recipe, shape)
 
 
-def _dispatcher_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _find_dispatcher_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of trainer.moe_dispatcher = flex: DeepEP sends tokens to experts."""
     trainer = recipe.trainer
     if trainer.moe_dispatcher != "flex":
@@ -88,9 +90,9 @@ def _dispatcher_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{setting}: DeepEP supports groups of {either([*RECEIVED_TOKENS])} ranks, but trainer.etp {trainer.etp} * "
             f"trainer.ep {trainer.ep} is {num_ranks}; change these sizes, or use alltoall"
         )
-    elif (in_node := min(num_ranks, NODE_RANKS)) > recipe.cluster.ranks_per_node:
+    elif (ranks_on_node := min(num_ranks, NODE_RANKS)) > recipe.cluster.ranks_per_node:
         yield (
-            f"{setting}: DeepEP expects {in_node} ranks on a node, but cluster.ranks_per_node = "
+            f"{setting}: DeepEP expects {ranks_on_node} ranks on a node, but cluster.ranks_per_node = "
             f"{recipe.cluster.ranks_per_node} is less; use alltoall, or lower trainer.ep"
         )
     elif (fault := deep_ep_fault()) is not None:
@@ -98,20 +100,21 @@ def _dispatcher_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 @checks("rollout")
-def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
+def check_positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
     """Yield an error if prompt and completion exceed the model's max_position_embeddings.
 
     `is_evaluated`: check completions of evaluations too.
     """
     if not recipe.has_engine:
         return
-    room = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
-    samplings = {"rollout.sampling": recipe.rollout.sampling}
+    max_new_tokens = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
+    sampling_by_field = {"rollout.sampling": recipe.rollout.sampling}
     if is_evaluated:
-        samplings["evaluation.sampling"] = recipe.evaluation_sampling
-    for field, sampling in samplings.items():
-        if sampling.max_new_tokens > room:
+        sampling_by_field["evaluation.sampling"] = recipe.evaluation_sampling
+    for field, sampling in sampling_by_field.items():
+        if sampling.max_new_tokens > max_new_tokens:
             yield (
                 f"{field}.max_new_tokens = {sampling.max_new_tokens}: exceeds with data.max_prompt_tokens the model's "
-                f"{shape.max_position_embeddings} positions; " + (f"use at most {room}" if room > 0 else "lower both")
+                f"{shape.max_position_embeddings} positions; "
+                + (f"use at most {max_new_tokens}" if max_new_tokens > 0 else "lower both")
             )

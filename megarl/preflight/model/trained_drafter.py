@@ -13,7 +13,8 @@ from megarl.types import DataError
 
 
 @checks("trainer", training_only=True)
-def drafter_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def check_trained_drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the reasons why the engines' drafter cannot be trained."""
     trainer = recipe.trainer
     if trainer.drafter_learning_rate is None:
         return
@@ -35,6 +36,7 @@ def drafter_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{field}: not tested with trainer.optimizer_offload_fraction = {trainer.optimizer_offload_fraction}; set "
             "it to 0"
         )
+    # The drafter's own files say whether it can be trained.
     try:
         read_drafter_shape(find_folder(recipe.drafter), shape)
     except (DataError, OSError, KeyError) as error:

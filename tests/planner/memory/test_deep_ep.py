@@ -13,7 +13,7 @@ from megarl.planner.memory.devices import GPU
 from megarl.planner.memory.phases import memory_table
 from megarl.planner.predictions import models_of
 from megarl.planner.sizes import parallel_of
-from megarl.preflight.model.model_sizes import expert_fit
+from megarl.preflight.model.model_sizes import check_experts
 
 WORKSPACE, GRANULE = 32 << 20, 512 << 20
 
@@ -68,7 +68,7 @@ def test_numbers_of_ranks_that_deep_ep_does_not_know_are_refused(
     monkeypatch.setattr("megarl.preflight.model.model_sizes.deep_ep_fault", lambda: None)
     recipe = _recipe(tiny_model, {"moe_dispatcher": "flex", "ep": ep, "etp": etp})
     models = models_of(recipe, parallel_of(recipe))
-    told = [*expert_fit(recipe, models.policy.shape)]
+    told = [*check_experts(recipe, models.policy.shape)]
     assert len(told) == is_refused
     assert not is_refused or f"trainer.etp {etp} * trainer.ep 6 is {etp * ep}; change these sizes" in told[0]
 

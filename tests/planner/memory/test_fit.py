@@ -17,7 +17,7 @@ from megarl.planner.predictions import models_of
 from megarl.planner.remedies import remedies
 from megarl.planner.search import with_field_values
 from megarl.planner.sizes import batches, lengths, parallel_of
-from megarl.preflight.learning import optimizers
+from megarl.preflight.learning import check_optimizers
 from megarl.preflight.memory import memory_fit
 from megarl.preflight.memory.memory_fit import memory_faults
 from tests.planner.memory.conftest import RECIPES, WIDE_MARGIN_GIB
@@ -34,7 +34,7 @@ def faults(recipe: Recipe) -> list[str]:
 
 def refused(recipe: Recipe) -> list[str]:
     """Faults of memory, and states that are to be in host memory twice."""
-    return [*faults(recipe), *optimizers(recipe)]
+    return [*faults(recipe), *check_optimizers(recipe)]
 
 
 def peak(recipe: Recipe, gib: float | None = None) -> float:
