@@ -27,7 +27,7 @@ from megarl.checkpoint.kept import UnchangedTensor, file_content, kept_and_copie
 from megarl.checkpoint.mxfp4 import dequantise
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.checkpoint.weight_checksums import check_weights, checksums_text, compute_checksums
-from megarl.config.override import overridden
+from megarl.config.override import apply_override
 from megarl.families.model_tensors import checkpoint_name, float32_tensors
 from megarl.families.pages.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, completed_config, read_model_shape, value_head_fields
@@ -392,7 +392,7 @@ def changed_config(
     """
     content = path.read_bytes()
     fields = loads(content, max_values_of(path.name))
-    changed = overridden(completed_config(fields, path.parent), override or {})
+    changed = apply_override(completed_config(fields, path.parent), override or {})
     # Quantised weights were dequantised on reading.
     changed.pop("quantization_config", None)
     if dtype is not None:

@@ -387,6 +387,7 @@ class Recipe(Section):
 
     @property
     def _longest_trajectory(self) -> int:
+        """Maximum number of tokens that the policy samples in one attempt, over all turns."""
         rollout = self.rollout
         longest = rollout.turns_of_attempt * rollout.sampling.max_new_tokens
         if rollout.turns_of_attempt == 1:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def one_of(field: str, *values: str, example: str = "") -> Condition:
+    """Return the condition that a recipe field has one of these values."""
     remedy = f"set {field} to {either(values)}"
     return Condition(
         (field,), remedy, lambda recipe: value_at(recipe, field) in values, example or f"{field}={values[0]}"
@@ -25,10 +26,12 @@ def one_of(field: str, *values: str, example: str = "") -> Condition:
 
 
 def non_empty(field: str, example: str = "") -> Condition:
+    """Return the condition that a recipe field is given."""
     return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)), f"{field}={example}")
 
 
 def left_out(field: str) -> Condition:
+    """Return the condition that a recipe field is absent or empty."""
     return Condition((field,), f"leave out {field} ({field}=default)", lambda recipe: not value_at(recipe, field))
 
 
@@ -38,6 +41,7 @@ def instead_of(field: str) -> Condition:
 
 
 def above_zero(field: str, example: str) -> Condition:
+    """Return the condition that a recipe field is above 0."""
     return Condition((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0, f"{field}={example}")
 
 
@@ -243,6 +247,7 @@ def takes_margin(_: str) -> Condition:
 
 
 def adam(section: str) -> Condition:
+    """Return the condition that an optimizer section selects Adam, which Muon uses too for some parameters."""
     return one_of(f"{section}.name", "adam", "muon")
 
 

@@ -33,6 +33,7 @@ def is_uncorrected(recipe: Recipe) -> bool:
 
 
 def nothing_corrects(recipe: Recipe) -> bool:
+    """Return whether neither importance weights nor the loss correct for samples of older weights."""
     algorithm = recipe.algorithm
     # With the engine's log-probs as old log-probs, the loss itself corrects.
     is_bounded = "clip_low" in _settings_of_policy_loss(recipe) or algorithm.policy_loss in _SMOOTH_LOSSES

@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 def conditions(field: str) -> tuple[Condition, ...]:
     """Return all conditions of a field's effect, including those of the sections around it."""
     parts, field_conditions = field.split("."), []
-    for end in range(1, len(parts) + 1):
-        for layer in _condition_layers(".".join(parts[:end])):
-            decided_fields = {condition.fields for condition in layer}
+    for num_parts in range(1, len(parts) + 1):
+        for layer_conditions in _list_condition_layers(".".join(parts[:num_parts])):
+            decided_fields = {condition.fields for condition in layer_conditions}
             field_conditions = [
                 condition for condition in field_conditions if condition.fields not in decided_fields
-            ] + layer
+            ] + layer_conditions
     # Name the loop first: under another loop, the other conditions would mislead.
     return tuple(sorted(field_conditions, key=lambda condition: condition.fields != ("loop",)))
 
 
-def _condition_layers(place: str) -> Iterator[list[Condition]]:
+def _list_condition_layers(place: str) -> Iterator[list[Condition]]:
     """Yield the conditions at each section around a field, outermost first, then at the field.
 
     Later ones replace earlier ones on the same fields.

@@ -71,10 +71,10 @@ class Formula:
 @cache
 def _read_functions(formula: Formula) -> dict[str, Keywords]:
     """Return the formulas accepted by the annotated field, by name, each with its keyword arguments."""
-    body = ast.parse((_ALGORITHMS / f"{formula.module}.py").read_text(encoding="utf-8")).body
-    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    statements = ast.parse((_ALGORITHMS / f"{formula.module}.py").read_text(encoding="utf-8")).body
+    functions = {node.name: node for node in statements if isinstance(node, ast.FunctionDef)}
     function_names: dict[str, str] = {}
-    for node in body:
+    for node in statements:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _target_name(node) == formula.table:
             for key, value in zip(node.value.keys, node.value.values, strict=True):
                 assert isinstance(key, ast.Constant) and isinstance(value, ast.Name)
@@ -124,6 +124,7 @@ def either(choices: Sequence[object]) -> str:
 
 
 def _target_name(node: ast.Assign) -> str | None:
+    """Return the name to which a statement assigns a value."""
     [target] = node.targets
     return target.id if isinstance(target, ast.Name) else None
 

@@ -90,17 +90,18 @@ def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
         replaced, replacement = (
             (field_place, role_place) if role_place in merged.overridden else (role_place, field_place)
         )
-        where: Any = tuple(replaced.split("."))
+        replaced_place: Any = tuple(replaced.split("."))
         name = data_set["answer_field"] if replaced == field_place else data_set["fields"]["answer"]
-        value = reference_around(where, merged.references) or name
-        take_value(merged.values, where)
-        merged.references.pop(where, None)
+        value = reference_around(replaced_place, merged.references) or name
+        take_value(merged.values, replaced_place)
+        merged.references.pop(replaced_place, None)
         reason = f"replaced by {replacement} of the command line"
         notices.append(f"{path}: {replaced} = {shorten_value(value)}: dropped, {reason}")
     return notices
 
 
 def _is_within(place: Place, field: str) -> bool:
+    """Return whether a place is the field itself, or inside it."""
     return f"{'.'.join(map(str, place))}.".startswith(f"{field}.")
 
 
@@ -108,19 +109,21 @@ def _is_within(place: Place, field: str) -> bool:
 def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> dict[str, tuple[str, str]]:
     """Return the file's fields that overrides make idle, each with its value as written and the reason."""
     superseded: dict[str, tuple[str, str]] = {}
-    from_file: list[Idle] = []
+    idle_in_file: list[Idle] = []
+    # An idle field of an override supersedes the file's value only if both are ways to write one setting.
     for idle in _drop_unread(idle_fields(recipe), origin.unread):
         if not origin.by_override(idle.place):
-            from_file.append(idle)
+            idle_in_file.append(idle)
         elif idle.need.is_alternative and not origin.by_override(alternative := idle.need.fields[0]):
             superseded[alternative] = (
                 _assignment_text(recipe, alternative, alternative, references),
                 f"replaced by {idle.place} of the command line",
             )
-    if origin.is_of_run or not origin.has_overrides or not from_file:
+    # A field that was idle without overrides is an error of the file, not superseded.
+    if origin.is_of_run or not origin.has_overrides or not idle_in_file:
         return superseded
     idle_before = _idle_without_overrides(origin.path)
-    for place, name, source, need in from_file:
+    for place, name, source, need in idle_in_file:
         if place not in idle_before:
             reason = f"without effect {need.state(source)}"
             superseded[place] = (_assignment_text(source, name, place, references), reason)
@@ -128,6 +131,7 @@ def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Or
 
 
 def _idle_without_overrides(path: Path) -> set[str]:
+    """Return the fields of a recipe file that have no effect even without overrides."""
     merged = merge(path, ())
     recipe, _, unread = validate_values(merged.values, merged.references)
     return {idle.place for idle in _drop_unread(idle_fields(recipe), unread | merged.unread)}

@@ -41,7 +41,7 @@ REMEDY = "set judges_answer: true on the function of reward.functions scoring wh
 
 def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
     """Return how each reward function of the recipe judges answers, by the function's name."""
-    return {function.name: _judging_of(function, is_only=len(functions) == 1) for function in functions}
+    return {function.name: _find_judging(function, is_only=len(functions) == 1) for function in functions}
 
 
 def judges_answers(recipe: Recipe) -> Judging:
@@ -70,11 +70,13 @@ def accuracy_needs(recipe: Recipe) -> list[str]:
 
 
 def _curriculum_need(recipe: Recipe) -> list[str]:
+    """Return the curriculum's field if it needs verdicts: a band of solve rates."""
     band = recipe.data.curriculum.band
     return [] if band is None else [f"data.curriculum.band = {list(band)}"]
 
 
-def _judging_of(function: RewardFunctionConfig, *, is_only: bool) -> Judging:
+def _find_judging(function: RewardFunctionConfig, *, is_only: bool) -> Judging:
+    """Return how one reward function judges answers: as declared, as known, or by its value if it is the only one."""
     if function.judges_answer is not None:
         return "declared" if function.judges_answer else "none"
     kind = function.name.partition(".")[0] if ":" not in function.name else function.name

@@ -78,6 +78,7 @@ class SourceRecipe:
 
 
 def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
+    """Return the sources of the mixture, or the recipe itself as its only source."""
     if not recipe.mixture:
         return (SourceRecipe(recipe.rollout.environment, 1.0, recipe),)
     return tuple(_make_source(recipe, name, entry) for name, entry in recipe.mixture.items())
@@ -87,28 +88,30 @@ def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
 def check_sources(recipe: Recipe) -> None:
     """Raise a ValidationError with the errors of all sources, placed at mixture.NAME in the recipe."""
     faults: list[InitErrorDetails] = []
-    sets: dict[str, str] = {}
+    source_by_set: dict[str, str] = {}
+    # A validation set needs the environment of a source.
     if recipe.mixture and recipe.data.validation:
         text = (
             "does not belong to a source of the mixture, so its environment is unknown; move it to "
             "mixture.NAME.data.validation"
         )
         faults.append(_fault(text, ("data", "validation"), recipe.data.validation))
-    for name, entry in recipe.mixture.items():
+    for name, source_config in recipe.mixture.items():
+        # A source may override only some fields, and must have valid values and its own names of sets.
         for section, allowed in OWN.items():
-            values: Mapping[str, Any] = getattr(entry, section)
+            values: Mapping[str, Any] = getattr(source_config, section)
             for key in values:
                 if key not in allowed:
                     text = f"cannot differ by source; set it for the whole run. A source may set {', '.join(allowed)}"
                     faults.append(_fault(text, ("mixture", name, section, key), values[key]))
-            fitting = {key: value for key, value in values.items() if key in allowed}
+            permitted_values = {key: value for key, value in values.items() if key in allowed}
             try:
-                merged = _merge(getattr(recipe, section), fitting)
+                merged = _merge(getattr(recipe, section), permitted_values)
             except ValidationError as error:
                 faults += _place_errors(error, ("mixture", name, section))
                 continue
             for set_name in getattr(merged, "validation", ()):
-                if (first_source := sets.setdefault(set_name, name)) != name:
+                if (first_source := source_by_set.setdefault(set_name, name)) != name:
                     text = f"source {first_source} has a validation set with this name; choose another"
                     faults.append(_fault(text, ("mixture", name, "data", "validation"), set_name))
     if faults:
@@ -131,15 +134,16 @@ def with_first_train(values: Any) -> Any:
 
 
 def _make_source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
-    changed: dict[str, Any] = {"mixture": {}}
-    overridden: list[str] = []
+    """Return the recipe of one source of the mixture: the run's recipe with the source's own fields."""
+    own_sections: dict[str, Any] = {"mixture": {}}
+    overridden_fields: list[str] = []
     for section in OWN:
-        changes: Mapping[str, Any] = getattr(entry, section)
-        if changes:
-            changed[section] = _merge(getattr(recipe, section), changes)
-            overridden += _overridden_fields(getattr(recipe, section), changes, f"{section}.")
-    source_recipe = recipe.model_copy(update=changed).with_overlong_buffer()
-    return SourceRecipe(name, entry.weight, source_recipe, frozenset(overridden))
+        own_values: Mapping[str, Any] = getattr(entry, section)
+        if own_values:
+            own_sections[section] = _merge(getattr(recipe, section), own_values)
+            overridden_fields += _list_overridden_fields(getattr(recipe, section), own_values, f"{section}.")
+    source_recipe = recipe.model_copy(update=own_sections).with_overlong_buffer()
+    return SourceRecipe(name, entry.weight, source_recipe, frozenset(overridden_fields))
 
 
 def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
@@ -149,6 +153,7 @@ def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
 
 # Only set fields are dumped: a default would count as set in the merged section (`config.effects`).
 def _merge_values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section's set values with changes applied, also in nested sections."""
     values = section.model_dump(exclude_unset=True)
     for name, value in changes.items():
         current = getattr(section, name, None)
@@ -158,11 +163,12 @@ def _merge_values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any
     return values
 
 
-def _overridden_fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _list_overridden_fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield the dotted names of the fields that a source's values override."""
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):
-            yield from _overridden_fields(current, value, f"{prefix}{name}.")
+            yield from _list_overridden_fields(current, value, f"{prefix}{name}.")
         else:
             yield prefix + name
 

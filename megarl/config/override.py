@@ -36,14 +36,14 @@ def override_fault(override: Mapping[str, Any]) -> str | None:
         if name not in OVERRIDABLE:
             reason = _REASONS.get(name, "it is not a permitted field")
             return f"{name} cannot be changed: {reason}; permitted are {', '.join(OVERRIDABLE)}"
-        if fault := _value_fault(name, value):
+        if fault := _find_value_fault(name, value):
             return f"{name} is {value!r:.60}; give {fault}"
     if override.keys() >= {"rope_scaling", "rope_parameters"}:
         return "rope_scaling and rope_parameters are two names of one thing; remove one"
     return None
 
 
-def _value_fault(name: str, value: Any) -> str | None:
+def _find_value_fault(name: str, value: Any) -> str | None:
     """Return the permitted values of an overridden field in words if the value is wrong, else None."""
     if name in ("rope_scaling", "rope_parameters"):
         return None if value is None or isinstance(value, Mapping) else "rope_type and its parameters, or null"
@@ -55,28 +55,36 @@ def _value_fault(name: str, value: Any) -> str | None:
     return None if is_number and value > 0 else "a number above 0"
 
 
-def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+def apply_override(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json with the overrides applied.
 
     Rotary settings stay in the file's form: rope_parameters (transformers 5), or rope_theta and rope_scaling
     (transformers 4). An override of rope_theta changes only the base. An override of rope_scaling changes neither the
     base nor the fraction of rotated channels.
     """
-    changed = {**config, **{name: value for name, value in override.items() if name not in _ROPE}}
+    new_config = {**config, **{name: value for name, value in override.items() if name not in _ROPE}}
     if not override.keys() & set(_ROPE):
-        return changed
-    rope = rope_parameters(config)
+        return new_config
+    rotary_settings = rope_parameters(config)
     for name in ("rope_scaling", "rope_parameters"):
         if name in override:
-            unscaled = {field: rope[field] for field in ("rope_theta", *_NOT_SCALING) if field in rope}
-            rope = {**unscaled, **_scaling(override[name])}
+            unscaled = {
+                field: rotary_settings[field] for field in ("rope_theta", *_NOT_SCALING) if field in rotary_settings
+            }
+            rotary_settings = {**unscaled, **_scaling(override[name])}
     if "rope_theta" in override:
-        rope["rope_theta"] = override["rope_theta"]
+        rotary_settings["rope_theta"] = override["rope_theta"]
     if "rope_parameters" in config:
-        return changed | {"rope_parameters": rope}
-    separate_fields = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        return new_config | {"rope_parameters": rotary_settings}
+    separate_fields = {
+        name: rotary_settings.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rotary_settings
+    }
     # transformers 4 writes null for a default rope_scaling.
-    return changed | separate_fields | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+    return (
+        new_config
+        | separate_fields
+        | {"rope_scaling": None if rotary_settings["rope_type"] == "default" else rotary_settings}
+    )
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +106,7 @@ def engine_overrides(
     plain = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain) == len(override):
         return plain
-    return plain | {"rope_parameters": {**(rope or {}), **rope_parameters(overridden(config, override))}}
+    return plain | {"rope_parameters": {**(rope or {}), **rope_parameters(apply_override(config, override))}}
 
 
 def _scaling(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

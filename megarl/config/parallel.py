@@ -89,10 +89,10 @@ class ParallelConfig:
         The first chunk also has the embedding and the last one the head. These two are the last to get an additional
         layer.
         """
-        chunks = self.pp * self.vpp
-        minimum, more = divmod(num_layers, chunks)
-        by_load = [*range(1, chunks - 1), 0, chunks - 1][:more]
-        return tuple(minimum + (chunk in by_load) for chunk in range(chunks))
+        num_chunks = self.pp * self.vpp
+        least_layers, num_larger = divmod(num_layers, num_chunks)
+        larger_chunks = [*range(1, num_chunks - 1), 0, num_chunks - 1][:num_larger]
+        return tuple(least_layers + (chunk in larger_chunks) for chunk in range(num_chunks))
 
     def layers_of_chunks(self, num_layers: int, stage: int) -> list[range]:
         """Return the numbers, from 0, of the layers of each chunk on a pipeline stage."""
@@ -121,6 +121,7 @@ class ParallelConfig:
         return [self.rollout_tp] * (self.rollout_ranks // self.rollout_tp)
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Return a rank's position on each axis of the trainer's grid, and of the experts' grid."""
         dense = self._place(self._dense, self.part(rank))
         expert = self._place(self._expert, self.part(rank))
         return Coordinates(
@@ -135,20 +136,20 @@ class ParallelConfig:
 
     def rank(self, tp: int, dp: int, pp: int, cp: int = 0) -> int:
         """Return the rank at these coordinates of the trainer's grid."""
-        coordinates, part, step = {"tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": 0}, 0, 1
+        coordinates, part, stride = {"tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": 0}, 0, 1
         for axis in self.order.split("-"):
-            part += coordinates[axis] * step
-            step *= self._dense[axis]
-        # Inverse of `part`.
-        a, b = self.rank_permutation
-        block, place = divmod(part, a * b)
-        return block * a * b + place % a * b + place // a
+            part += coordinates[axis] * stride
+            stride *= self._dense[axis]
+        # Inverse of `part`: within each block, `part` reads the ranks of a grid by columns instead of rows.
+        num_rows, num_columns = self.rank_permutation
+        permutation_block, position = divmod(part, num_rows * num_columns)
+        return permutation_block * num_rows * num_columns + position % num_rows * num_columns + position // num_rows
 
     def part(self, rank: int) -> int:
         """Return a rank's position in the trainer's order."""
-        a, b = self.rank_permutation
-        block, place = divmod(rank, a * b)
-        return block * a * b + place % b * a + place // b
+        num_rows, num_columns = self.rank_permutation
+        permutation_block, position = divmod(rank, num_rows * num_columns)
+        return permutation_block * num_rows * num_columns + position % num_columns * num_rows + position // num_columns
 
     @property
     def rank_of_part(self) -> tuple[int, ...]:
@@ -158,15 +159,15 @@ class ParallelConfig:
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
         """Return the tp * pp * cp ranks of a data-parallel replica, the rank with tp 0, cp 0 and pp 0 first."""
         # After a permutation, tp 0 may have a higher rank number than its peers, so put the first rank in front.
-        first = self.rank(tp=0, dp=dp, pp=0)
-        places = product(range(self.tp), range(self.pp), range(self.cp))
-        peers = {self.rank(tp=tp, dp=dp, pp=pp, cp=cp) for tp, pp, cp in places} - {first}
-        return (first, *sorted(peers))
+        first_rank = self.rank(tp=0, dp=dp, pp=0)
+        coordinates = product(range(self.tp), range(self.pp), range(self.cp))
+        peers = {self.rank(tp=tp, dp=dp, pp=pp, cp=cp) for tp, pp, cp in coordinates} - {first_rank}
+        return (first_rank, *sorted(peers))
 
     def leaders(self) -> tuple[int, ...]:
         """Return the first rank of each vLLM tensor-parallel group, which runs the engine's scheduler."""
-        first = self.world_size if self.is_separate else 0
-        return tuple(range(first, self.num_ranks, self.rollout_tp))
+        first_rank = self.world_size if self.is_separate else 0
+        return tuple(range(first_rank, self.num_ranks, self.rollout_tp))
 
     # Zigzag context parallelism balances causal attention: each rank has one early and one late chunk.
     @property
@@ -192,7 +193,7 @@ class ParallelConfig:
     def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
         """Return a position's index on each axis. The axes are the digits of a mixed-radix number."""
         assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
-        digits = {}
+        indices = {}
         for axis in self.order.split("-"):
-            part, digits[axis] = divmod(part, sizes[axis])
-        return digits
+            part, indices[axis] = divmod(part, sizes[axis])
+        return indices

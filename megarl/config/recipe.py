@@ -99,7 +99,7 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
         field = ".".join(map(str, place))
         return unmet(recipe, field) is None and (field in set_fields or not may_be_idle(recipe, field))
 
-    return _section_yaml(recipe, (), recipe.references, has_effect, comments)
+    return _write_section(recipe, (), recipe.references, has_effect, comments)
 
 
 def written_value(recipe: Recipe, field: str) -> Any:
@@ -122,16 +122,18 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
     new_values = _flatten_settings(yaml.safe_load(to_yaml(recipe)))
     default_settings = _flatten_settings(defaults.model_dump(mode="json"))
-    was_set = {
+    earlier_settings = {
         field: value for field, value in _flatten_settings(earlier).items() if field not in REMOVED or value is not None
     }
-    earlier_values = {field: value for field, value in default_settings.items() if field in new_values} | was_set
-    absent = "(not set)"
+    earlier_values = {
+        field: value for field, value in default_settings.items() if field in new_values
+    } | earlier_settings
+    absent_text = "(not set)"
     # dict.fromkeys keeps the order of the schema, with removed fields last.
     return [
-        f"{field}: {earlier_values.get(field, absent)} -> {new_values.get(field, absent)}"
+        f"{field}: {earlier_values.get(field, absent_text)} -> {new_values.get(field, absent_text)}"
         for field in dict.fromkeys((*new_values, *earlier_values))
-        if field != "runs_folder" and earlier_values.get(field, absent) != new_values.get(field, absent)
+        if field != "runs_folder" and earlier_values.get(field, absent_text) != new_values.get(field, absent_text)
     ]
 
 
@@ -139,21 +141,22 @@ def _flatten_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {rest[1:]: value for rest, value in leaves_of(recipe) if value != {}}
 
 
-def _section_yaml(
+def _write_section(
     section: Section,
     place: Place,
     references: Mapping[Place, str],
     has_effect: Callable[[Place], bool],
     comments: bool,
 ) -> str:
+    """Return a section's fields with an effect as YAML. The arguments are as in `to_yaml`."""
     import yaml
 
-    parts = []
+    field_texts = []
     for name, field in type(section).model_fields.items():
         value, field_place = getattr(section, name), (*place, name)
         if section_of(field) is not None and field_place not in references:
-            inner = _section_yaml(value, field_place, references, has_effect, comments)
-            text = f"{name}:\n{textwrap.indent(inner, '  ')}" if inner else ""
+            inner_text = _write_section(value, field_place, references, has_effect, comments)
+            text = f"{name}:\n{textwrap.indent(inner_text, '  ')}" if inner_text else ""
         elif section_of(field) is not None or has_effect(field_place):
             plain = {name: printable(value, field_place, references)}
             # Without a large width YAML folds long values over several lines.
@@ -162,5 +165,5 @@ def _section_yaml(
             text = ""
         if text and comments:
             text = textwrap.fill(description(field), 110, initial_indent="# ", subsequent_indent="# ") + "\n" + text
-        parts.append(text)
-    return "".join(parts)
+        field_texts.append(text)
+    return "".join(field_texts)

@@ -133,6 +133,7 @@ def literal_secrets(values: Any, references: Mapping[Place, str], place: Place =
     """Yield one error line per secret in clear text. In a text with `${...}` references, only the other parts are
     examined.
     """
+    # A text with references: examine what is left without them.
     if place in references:
         literal = references[place]
         while (shorter := _REFERENCE.sub("", literal)) != literal:
@@ -184,6 +185,7 @@ def _is_harmless(name: str, value: str) -> bool:
 
 
 def _is_clear_secret(name: str, value: str) -> bool:
+    """Return whether a value assigned to this name is a secret in clear text."""
     # A variable of the shell is no secret.
     return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.formulas import either
-from megarl.config.override import overridden
+from megarl.config.override import apply_override
 from megarl.families.config_json.config_values import COPY_AGAIN, flag, mapping, positive, quote, size
 from megarl.families.config_json.rotary import Rotary
 from megarl.families.linear_attention import LinearAttention
@@ -168,23 +168,25 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
     shape = _read_shape(read_object(path), path, override)
-    return replace(shape, **_packed_fields(path.parent, shape.with_draft_layers(True)))
+    return replace(shape, **_read_packed_fields(path.parent, shape.with_draft_layers(True)))
 
 
-def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
+def _read_packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
     """Return `packs_experts` and `packs_draft_experts` as the folder's files have them.
 
     Empty, without reading files, for families with only one form.
     """
-    forms = (list_aliases(replace(model, packs_experts=packs, packs_draft_experts=packs)) for packs in (True, False))
-    packed, always = ({alias.packed for alias in aliases} for aliases in forms)
-    if packed == always:
+    alias_forms = (
+        list_aliases(replace(model, packs_experts=packs, packs_draft_experts=packs)) for packs in (True, False)
+    )
+    packed_names_if_packed, packed_names_always = ({alias.packed for alias in aliases} for aliases in alias_forms)
+    if packed_names_if_packed == packed_names_always:
         return {}
-    stored = {parse_name(name).template for name in stored_names(folder)}
+    stored_templates = {parse_name(name).template for name in stored_names(folder)}
     fields = {}
     for field in ("packs_experts", "packs_draft_experts"):
         packed_names = {alias.packed for alias in list_aliases(replace(model, **{field: True}))}
-        fields[field] = not stored.isdisjoint(packed_names - always)
+        fields[field] = not stored_templates.isdisjoint(packed_names - packed_names_always)
     return fields
 
 
@@ -203,14 +205,14 @@ def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None =
 
 def _read_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
     """Return the shape in a config.json, with fields changed by `override`. Errors name the file `path`."""
-    named = path if not override else f"{path} with model.override_config = {override!r:.80}"
+    path_text = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
-        shape = shape_from_config(overridden(completed_config(config, path.parent), override or {}))
+        shape = shape_from_config(apply_override(completed_config(config, path.parent), override or {}))
         _check_override(override or {}, shape)
     except KeyError as error:
         raise DataError(f"{path}: field {error} is missing. {COPY_AGAIN}") from None
     except DataError as error:
-        raise DataError(f"{named}: {error}") from None
+        raise DataError(f"{path_text}: {error}") from None
     # transformers and vLLM choose their classes by model_type, megarl by the architecture: they must agree.
     model_type = config.get("model_type", shape.family)
     if model_type not in (shape.family, *FAMILIES[shape.family].other_model_types):
@@ -225,7 +227,7 @@ def completed_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises DataError for an unsupported architecture.
     """
-    family = FAMILIES[_family_name(_architecture(config), config.get("model_type"))]
+    family = FAMILIES[_find_family_name(_architecture(config), config.get("model_type"))]
     return {**config, **family.added_fields(config, lambda: stored_names(folder))}
 
 
@@ -236,7 +238,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """
     architecture = _architecture(config)
     has_value_head = architecture.endswith(VALUE_HEAD)
-    name = _family_name(architecture, config.get("model_type"))
+    name = _find_family_name(architecture, config.get("model_type"))
     family = FAMILIES[name]
     # Releases with a section for the sizes have dtype and quantization_config outside of it.
     _check_number_formats(config, family.reads_mxfp4)
@@ -305,14 +307,14 @@ def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
 def sizes_of(model: ModelShape, tensor: str) -> str:
     """Return the config.json fields that set a tensor's shape, for messages: `intermediate_size 17408`."""
     linear = model.linear_attention
-    names = {
+    sizes_by_part = {
         **({linear.tensor_part: linear.config_sizes} if linear else {}),
         "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
         "shared_expert": {"the shared expert's intermediate size": model.shared_intermediate_size},
         "experts": {"moe_intermediate_size": model.moe_intermediate_size},
         "mlp": {"intermediate_size": model.intermediate_size},
     }
-    sizes = next((sizes for part, sizes in names.items() if part in tensor), {"vocab_size": model.vocab_size})
+    sizes = next((sizes for part, sizes in sizes_by_part.items() if part in tensor), {"vocab_size": model.vocab_size})
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
@@ -321,21 +323,21 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
 
     They include the padding token of the tokenizer in `folder`: transformers scores the last token before the padding.
     """
-    padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
-    text = padding.get("content") if isinstance(padding, dict) else padding
-    added = read_object(Path(folder) / "tokenizer.json").get("added_tokens") or ()
+    padding_token = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
+    padding_text = padding_token.get("content") if isinstance(padding_token, dict) else padding_token
+    added_tokens = read_object(Path(folder) / "tokenizer.json").get("added_tokens") or ()
     family = FAMILIES[model.family]
-    derived = family.architecture.replace("ForCausalLM", VALUE_HEAD)
-    ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]
+    derived_architecture = family.architecture.replace("ForCausalLM", VALUE_HEAD)
+    padding_ids = [("pad_token_id", token["id"]) for token in added_tokens if token["content"] == padding_text]
     fields = {
         # Programs that build a class by name use the first architecture. vLLM 0.30 uses the first that it knows, and
         # knows only the derived one.
-        "architectures": [family.classifier, derived] if family.classifier else [derived],
+        "architectures": [family.classifier, derived_architecture] if family.classifier else [derived_architecture],
         # One label makes transformers build a head with one output.
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
-    return fields | dict(ids[:1])
+    return fields | dict(padding_ids[:1])
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
@@ -355,7 +357,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return architectures[0]
 
 
-def _family_name(architecture: str, model_type: object) -> str:
+def _find_family_name(architecture: str, model_type: object) -> str:
     """Return the model family of a language model's or reward model's architecture.
 
     `model_type` comes from config.json. Raises DataError for an unsupported architecture.
@@ -364,10 +366,10 @@ def _family_name(architecture: str, model_type: object) -> str:
     classifiers = {family.classifier: name for name, family in FAMILIES.items() if family.classifier}
     name = classifiers.get(architecture) or names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if name is None:
-        page = model_type if isinstance(model_type, str) and model_type.isidentifier() else "NAME"
+        page_name = model_type if isinstance(model_type, str) and model_type.isidentifier() else "NAME"
         raise DataError(
             f"architecture {architecture} is not supported; supported are {', '.join(names)}. To add a family, write "
-            f"its module, megarl/families/pages/{page}.py (.github/CONTRIBUTING.md)."
+            f"its module, megarl/families/pages/{page_name}.py (.github/CONTRIBUTING.md)."
         )
     return name
 

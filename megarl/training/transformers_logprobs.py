@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.config.override import overridden
+from megarl.config.override import apply_override
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import completed_config, read_model_shape
 from megarl.files.model_folder import read_object
@@ -57,7 +57,7 @@ def _load(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = completed_config(read_object(Path(folder) / "config.json"), Path(folder))
-    changed = overridden(fields, override)
+    changed = apply_override(fields, override)
     config = AutoConfig.for_model(**changed) if override else AutoConfig.from_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=False).eval()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.override import engine_overrides, overridden, override_fault
+from megarl.config.override import apply_override, engine_overrides, override_fault
 from megarl.config.recipe import load
 from megarl.families.config_json.rotary import Rotary
 from megarl.families.shape import read_model_shape
@@ -77,10 +77,10 @@ def test_fields_are_changed_in_the_file_s_own_form(
     config: dict[str, Any], override: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     before = json.dumps(config)
-    changed = overridden(config, override)
+    changed = apply_override(config, override)
     assert changed == expected and json.dumps(config) == before
     # What is changed already is not changed again.
-    assert overridden(changed, override) == changed
+    assert apply_override(changed, override) == changed
 
 
 def test_the_engine_is_given_whole_fields() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.config import Recipe, RolloutConfig
-from megarl.config.override import overridden
+from megarl.config.override import apply_override
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import padded_vocab_size, read_model_shape
@@ -94,7 +94,7 @@ def check_against_transformers(ranks: RankPool, model: Path, override: dict[str,
     expected = {}
     for name, fields in (("given", override), ("other", {} if override else OVERRIDE)):
         config = AutoConfig.from_pretrained(model)
-        changed = AutoConfig.for_model(**overridden(config.to_dict(), fields))
+        changed = AutoConfig.for_model(**apply_override(config.to_dict(), fields))
         if name == "given":
             assert positions == changed.max_position_embeddings
         judge = AutoModelForCausalLM.from_pretrained(model, config=changed, dtype=torch.float32)

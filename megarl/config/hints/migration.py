@@ -145,12 +145,12 @@ def meanings(name: str, value: str | None = None) -> list[Meaning]:
     `value` is the option's value: with some values, some options mean another field.
     """
     parts = _plain_name(name).split(".")
-    tails = (".".join(parts[start:]) for start in range(len(parts)))
-    by_tail = [_options_by_name().get(tail, []) for tail in tails]
-    # If all rows of a name are about other values, try the next shorter name.
-    return next(filter(None, (_group_by_meaning(rows, value) for rows in by_tail)), []) or next(
-        filter(None, (_group_by_meaning(rows, None) for rows in by_tail)), []
-    )
+    name_endings = (".".join(parts[start:]) for start in range(len(parts)))
+    options_by_ending = [_options_by_name().get(ending, []) for ending in name_endings]
+    # If all rows (options) of a name are about other values, try the next shorter name.
+    return next(
+        filter(None, (_group_by_meaning(ending_options, value) for ending_options in options_by_ending)), []
+    ) or next(filter(None, (_group_by_meaning(ending_options, None) for ending_options in options_by_ending)), [])
 
 
 def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
@@ -159,21 +159,23 @@ def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
     return _group_by_meaning(rows, value) or _group_by_meaning(rows, None)
 
 
-def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning]:
-    """Return the meanings of the rows that apply to a value.
+def _group_by_meaning(options: Sequence[Option], value: str | None) -> list[Meaning]:
+    """Return the meanings of the options that apply to a value.
 
-    With `value` None, rows about single values apply only if no row is about all values.
+    With `value` None, options about single values apply only if none is about all values.
     """
-    rows_of_value = [
-        option for option in rows if option.value and value and _plain_name(option.value) == _plain_name(value)
+    options_for_value = [
+        option for option in options if option.value and value and _plain_name(option.value) == _plain_name(value)
     ]
-    decided_fields = {field for option in rows_of_value for field in option.fields}
-    rows_of_all_values = [option for option in rows if not option.value and not decided_fields & set(option.fields)]
-    matches = [*rows_of_value, *rows_of_all_values] or (rows if value is None else [])
+    decided_fields = {field for option in options_for_value for field in option.fields}
+    options_for_all_values = [
+        option for option in options if not option.value and not decided_fields & set(option.fields)
+    ]
+    matches = [*options_for_value, *options_for_all_values] or (options if value is None else [])
     groups: defaultdict[tuple[str, ...], list[Option]] = defaultdict(list)
     for option in matches:
         groups[option.assignments if option.value else tuple(sorted(option.fields))].append(option)
-    return sorted((Meaning(tuple(group)) for group in groups.values()), key=lambda it: OTHERS in it.programs)
+    return sorted((Meaning(tuple(group)) for group in groups.values()), key=lambda meaning: OTHERS in meaning.programs)
 
 
 def describe_option(several: Sequence[Meaning], value: str | None = None, *, with_override: bool = False) -> str:
@@ -231,20 +233,22 @@ def overrides_of(option: Option) -> list[str]:
     """Return overrides of a recipe that express an option: the conditions of its fields, the fields, then their
     companions.
     """
-    base = _base_recipe()
-    unmet = [condition for field in option.fields for condition in conditions(field) if not condition.holds(base)]
+    base_recipe = _base_recipe()
+    unmet = [
+        condition for field in option.fields for condition in conditions(field) if not condition.holds(base_recipe)
+    ]
     needed = " ".join(condition.example for condition in unmet).split()
     assignments = [item if "=" in item else f"{item}={_default_text(item)}" for item in option.assignments]
     companions = " ".join(_COMPANIONS.get(field, "") for field in option.fields).split()
-    condition_overrides = _other_overrides(needed, than=assignments)
+    condition_overrides = _list_other_overrides(needed, than=assignments)
     return [
         *condition_overrides,
         *assignments,
-        *_other_overrides(companions, than=[*condition_overrides, *assignments]),
+        *_list_other_overrides(companions, than=[*condition_overrides, *assignments]),
     ]
 
 
-def _other_overrides(overrides: Sequence[str], than: Sequence[str]) -> list[str]:
+def _list_other_overrides(overrides: Sequence[str], than: Sequence[str]) -> list[str]:
     """Return the first override of each field that `than` does not override."""
     overridden_fields = {_field_name(override) for override in than}
     first_overrides = {_field_name(override): override for override in reversed(overrides)}
@@ -265,6 +269,7 @@ def _field_name(override: str) -> str:
 
 
 def _default_text(field: str) -> str:
+    """Return a field's default value as one line of YAML without blanks."""
     import yaml
 
     value = all_fields()[field].get_default(call_default_factory=True)

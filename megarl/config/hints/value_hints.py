@@ -19,14 +19,15 @@ def nearest_value(place: str, value: object) -> str | None:
     if not isinstance(value, str):
         return None
     choices = _list_choices(place)
-    plain = value.lower().replace("-", "_")
+    normalised = value.lower().replace("-", "_")
     for translation, spellings in VALUES.get(recipe_field(place), {}).items():
-        if plain in spellings.split() and translation in choices:
+        if normalised in spellings.split() and translation in choices:
             return translation
     return nearest(value, choices)
 
 
 def _list_choices(place: str) -> list[str]:
+    """Return the valid words of a field: the names of formulas, or the values of a Literal."""
     name = recipe_field(place)
     if name in formula_fields():
         return list(formulas(name))
@@ -49,15 +50,15 @@ def written_override(field: str, value: str | None) -> str:
     """
     if value is None:
         return f"{field}=VALUE"
-    if (fault := _value_fault(field, value)) is None:
+    if (fault := _find_value_fault(field, value)) is None:
         return f"{field}={value}"
     translation = nearest_value(field, value)
-    if translation is not None and _value_fault(field, translation) is None:
+    if translation is not None and _find_value_fault(field, translation) is None:
         return f"{field}={translation}"
     return f"{field}=VALUE (the value {fault})"
 
 
-def _value_fault(field: str, value: str) -> str | None:
+def _find_value_fault(field: str, value: str) -> str | None:
     """Return why a field does not accept a value as written in an override, or None."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

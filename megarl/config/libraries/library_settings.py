@@ -101,7 +101,7 @@ def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterato
         elif name.startswith("moe_") and value and not has_experts:
             yield f"{assignment}: has no effect: the model has no experts; remove it"
     if has_experts:
-        yield from _balancing_faults(settings)
+        yield from _find_balancing_faults(settings)
 
 
 def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -109,25 +109,25 @@ def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
 
     `settings` are fields of Megatron's configuration. A coefficient without a type belongs to the loss `aux_loss`.
     """
-    kinds, coefficients = settings.get(_BALANCING) or "aux_loss", settings.get(_COEFFICIENT) or 0.0
-    if isinstance(kinds, str):
-        kinds = [kinds]
+    loss_types, coefficients = settings.get(_BALANCING) or "aux_loss", settings.get(_COEFFICIENT) or 0.0
+    if isinstance(loss_types, str):
+        loss_types = [loss_types]
     if not isinstance(coefficients, list | tuple):
         coefficients = [coefficients]
-    losses = dict(zip(kinds, coefficients, strict=False)) | {"z_loss": settings.get(_Z_COEFFICIENT) or 0.0}
+    losses = dict(zip(loss_types, coefficients, strict=False)) | {"z_loss": settings.get(_Z_COEFFICIENT) or 0.0}
     return {name: coefficient for name, coefficient in losses.items() if coefficient}
 
 
-def _balancing_faults(settings: Mapping[str, Any]) -> Iterator[str]:
+def _find_balancing_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error line if a balancing loss of experts has a type but coefficient zero, or the reverse."""
     kinds, coefficient = settings.get(_BALANCING), settings.get(_COEFFICIENT)
     if kinds is None:
         return
     is_balanced = any(kind not in _UNBALANCED for kind in ([kinds] if isinstance(kinds, str) else kinds))
-    weighs = any(coefficient) if isinstance(coefficient, list | tuple) else bool(coefficient)
-    if is_balanced and not weighs:
+    has_weight = any(coefficient) if isinstance(coefficient, list | tuple) else bool(coefficient)
+    if is_balanced and not has_weight:
         yield f"trainer.megatron.{_BALANCING} = {kinds!r}: has no effect: set trainer.megatron.{_COEFFICIENT}, too"
-    elif weighs and not is_balanced:
+    elif has_weight and not is_balanced:
         yield (
             f"trainer.megatron.{_COEFFICIENT} = {coefficient!r}: has no effect with {_BALANCING} = {kinds!r}; "
             "remove one of the two"

@@ -31,29 +31,32 @@ def explain_error(
     """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
-    written = reference_around(loc, references) or printable(value, loc, references)
+    written_value = reference_around(loc, references) or printable(value, loc, references)
+    # Errors about a whole key.
     if kind == "missing":
-        return _missing_lines(place)
+        return _explain_missing(place)
     if kind == "extra_forbidden":
-        return "\n".join(_unknown_lines(place, written))
+        return "\n".join(_explain_unknown(place, written_value))
     if kind == "two_answers":
         answer = f"{place}.fields.answer"
-        where = (*loc, "fields", "answer")
-        name = reference_around(where, references) or printable(value["fields"]["answer"], where, references)
+        answer_loc = (*loc, "fields", "answer")
+        name = reference_around(answer_loc, references) or printable(value["fields"]["answer"], answer_loc, references)
         return f"{answer} = {shorten_value(name)}: {message} (~{answer} on the command line)"
-    assignment = f"{place} = {shorten_value(written)}"
+    # Errors about a value.
+    assignment = f"{place} = {shorten_value(written_value)}"
     if kind == "model_type":
         return f"{assignment}: is a section; leave it out or set {', '.join(_list_children(place))}"
     if is_key and kind == "literal_error":
         keys = message.removeprefix("Input should be ").replace("'", "")
         parent = place.rpartition(".")[0]
-        return f"{place}: {written!r} is not a key of {parent}; its keys are {keys}. {_describe_place(place)}"
+        return f"{place}: {written_value!r} is not a key of {parent}; its keys are {keys}. {_describe_place(place)}"
     if is_key:
-        return f"{place}: bad name {written!r}; use letters, digits, dots, dashes and underscores"
+        return f"{place}: bad name {written_value!r}; use letters, digits, dots, dashes and underscores"
     return f"{assignment}: {_explain_value(kind, place, value, message)}"
 
 
-def _missing_lines(place: str) -> str:
+def _explain_missing(place: str) -> str:
+    """Return an error line for a missing field, or for each required field of a missing section."""
     fields = all_fields()
     required = [name for name, field in fields.items() if name.startswith(place + ".") and field.is_required()]
     lines = [(name, field_at(name)) for name in required or [place]]
@@ -87,7 +90,7 @@ def _describe_place(place: str) -> str:
 
 
 # A misspelt section gets one line. Another program's section gets a line per value, because remedies differ.
-def _unknown_lines(place: str, value: Any) -> Iterator[str]:
+def _explain_unknown(place: str, value: Any) -> Iterator[str]:
     """Yield the error line of an unknown key, or one line for each value of an unknown section."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
     is_misspelt = nearest(place.rpartition(".")[2], _list_siblings(place)) is not None
@@ -108,28 +111,29 @@ def key_hint(place: str, value: str | None = None) -> str:
     if (replacement := REMOVED.get(place)) is not None:
         return f"the field was removed: {replacement}"
     # Other sections do not have the fields of list items, so they are not searched for them.
-    fields, short = [] if _is_in_item(place) else _find_elsewhere(place), short_meanings(place, value)
-    if foreign := meanings(place, value) or ([] if fields else short):
-        return describe_option(foreign)
+    fields, short_names = [] if _is_in_item(place) else _find_elsewhere(place), short_meanings(place, value)
+    if foreign_meanings := meanings(place, value) or ([] if fields else short_names):
+        return describe_option(foreign_meanings)
     if place.startswith("mixture."):
         inner = recipe_field(place)
         return key_hint(inner, value) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
     if fields:
         parents = [name.rpartition(".")[0] or "the top level" for name in fields]
-        also = f"; ColossalRL's -{place}: {describe_option(short)}" if short else ""
-        return f"it belongs under {' or '.join(parents)}: {', '.join(fields)}{also}"
+        also_text = f"; ColossalRL's -{place}: {describe_option(short_names)}" if short_names else ""
+        return f"it belongs under {' or '.join(parents)}: {', '.join(fields)}{also_text}"
     key, siblings = place.rpartition(".")[2], _list_siblings(place)
-    if near := _nearest_field(place):
-        return f"did you mean {near}?"
+    if nearest_name := _find_nearest_field(place):
+        return f"did you mean {nearest_name}?"
     return f"known are {', '.join(siblings.values())}" if siblings else f"no section has a field like {key}"
 
 
 def _is_in_item(place: str) -> bool:
+    """Return whether a place is a field inside an item of a list, or of a mapping."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 
 
-def _nearest_field(place: str) -> str | None:
+def _find_nearest_field(place: str) -> str | None:
     """Return the recipe fields with the most similar name, as `a or b`. Fields of the same section come first."""
     key = place.rpartition(".")[2]
     siblings = _list_siblings(place)
@@ -141,6 +145,7 @@ def _nearest_field(place: str) -> str | None:
 
 
 def _list_siblings(place: str) -> dict[str, str]:
+    """Return the fields of the section around a place: full names by last part."""
     parent = place.rpartition(".")[0]
     section = section_at(parent)
     prefix = f"{parent}." if parent else ""
@@ -148,6 +153,7 @@ def _list_siblings(place: str) -> dict[str, str]:
 
 
 def _find_elsewhere(place: str) -> list[str]:
+    """Return all recipe fields with this name, in whatever section."""
     key = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == key]
 
@@ -161,18 +167,27 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     name, recipe_fields = option.lstrip("-").replace("-", "_"), all_fields()
     matches = [name] if name in recipe_fields else _find_elsewhere(name)
     is_recipe_field = option.startswith("--") and bool(matches)
-    if foreign := meanings(name, value) or ([] if is_recipe_field else short_meanings(option.lstrip("-"), value)):
-        return describe_option(foreign, value, with_override=True)
+    # An option of another training program.
+    if foreign_meanings := meanings(name, value) or (
+        [] if is_recipe_field else short_meanings(option.lstrip("-"), value)
+    ):
+        return describe_option(foreign_meanings, value, with_override=True)
+    # A recipe field, which is written as an override without dashes.
     if fields := [field for field in matches if section_of(recipe_fields[field]) is None]:
         return f"write {' or '.join(written_override(field, value) for field in fields)}"
     if matches:
         overrides = [written_override(field, value) for field in _list_children(matches[0])]
         return f"is a section here; write {' or '.join(overrides)}"
-    if near := nearest(name, [choice.lstrip("-") for choice in options]):
-        return f"did you mean --{near}?"
-    near = _nearest_field(name)
+    # A misspelt option or field.
+    if nearest_name := nearest(name, [choice.lstrip("-") for choice in options]):
+        return f"did you mean --{nearest_name}?"
+    nearest_name = _find_nearest_field(name)
     written = "VALUE" if value is None else value
-    return f"did you mean {near}? Write it as SECTION.FIELD={written}" if near else "no option or field is like it"
+    return (
+        f"did you mean {nearest_name}? Write it as SECTION.FIELD={written}"
+        if nearest_name
+        else "no option or field is like it"
+    )
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:

@@ -42,7 +42,7 @@ def merge(path: Path, overrides: Sequence[str]) -> Merged:
 
     Raises ConfigError if the file is not a YAML mapping of sections and fields.
     """
-    tree, problems = _tree_of_file(path)
+    tree, problems = _read_tree(path)
     merging = _Merging(tree, problems)
     for override in overrides:
         merging.apply(override)
@@ -50,7 +50,11 @@ def merge(path: Path, overrides: Sequence[str]) -> Merged:
     return Merged(values, references, merging.problems, unread, frozenset(merging.overridden))
 
 
-def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
+def _read_tree(path: Path) -> tuple[Any, list[str]]:
+    """Return the OmegaConf tree of a recipe file, and a line for each misleading value.
+
+    Raises ConfigError if the file cannot be read, or is not a YAML mapping.
+    """
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -59,13 +63,14 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
 
     try:
         text = path.read_text(encoding="utf-8")
+        # Look for misleading values in the text, because OmegaConf converts them (1:30 becomes 90).
         problems = strict_yaml.problems(text)
         if any(words in problem for problem in problems for words in strict_yaml.UNREADABLE):
             raise ConfigError(error_page(path, problems))
         tree = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
-        near = nearest(path.stem, shipped.recipes()) if path.name == str(path) else None
-        hint = f"; did you mean {near}?" if near else "."
+        nearest_recipe = nearest(path.stem, shipped.recipes()) if path.name == str(path) else None
+        hint = f"; did you mean {nearest_recipe}?" if nearest_recipe else "."
         raise ConfigError(
             f"{path}: recipe not found. Give the path of a YAML file, or a name that `megarl recipes` lists{hint}"
         ) from None
@@ -95,7 +100,7 @@ class _Merging:
         from omegaconf.errors import OmegaConfBaseException
 
         key, _, value = override.partition("=")
-        if fault := _form_fault(override):
+        if fault := _find_form_fault(override):
             self.problems.append(f"{override!r}: {fault}")
         elif key.startswith("~"):
             self._remove_value(key[1:])
@@ -109,6 +114,7 @@ class _Merging:
                 self.problems.append(f"{override!r}: {fault}")
 
     def _set_value(self, key: str, text: str) -> None:
+        """Set a field, a section or a list item to the value of a YAML text."""
         from omegaconf import OmegaConf
 
         from megarl.config.reading import strict_yaml
@@ -157,19 +163,19 @@ class _Merging:
         from omegaconf import OmegaConf
 
         items = self._list_items(place)
-        number, _, rest = key[len(place) + 1 :].partition(".")
-        if int(number) >= len(items):
-            self.problems.append(f"{key}: {_numbers_text(place, items, f'write {place}=[VALUE]')}")
+        index, _, field_in_item = key[len(place) + 1 :].partition(".")
+        if int(index) >= len(items):
+            self.problems.append(f"{key}: {_item_numbers_text(place, items, f'write {place}=[VALUE]')}")
             return
-        if rest:
-            item = items[int(number)]
+        if field_in_item:
+            item = items[int(index)]
             # A reward function may be a plain name. To set one of its fields, make it a mapping.
-            item = {"name": item} if isinstance(item, str) and section_at(f"{place}.{number}") is not None else item
+            item = {"name": item} if isinstance(item, str) and section_at(f"{place}.{index}") is not None else item
             node = OmegaConf.create({"item": item})
-            _empty_mappings(node, f"item.{rest}", value)
-            OmegaConf.update(node, f"item.{rest}", value, force_add=True)
+            _empty_mappings(node, f"item.{field_in_item}", value)
+            OmegaConf.update(node, f"item.{field_in_item}", value, force_add=True)
             value = _to_plain(node)["item"]
-        items[int(number)] = value
+        items[int(index)] = value
         OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
         self.overridden.add(place)
 
@@ -180,11 +186,12 @@ class _Merging:
         return (_default_list(place) or []) if items is None else _to_plain(items)
 
     def _remove_item(self, place: str, number: int) -> None:
+        """Remove the item `number` of the list at `place` from the tree."""
         from omegaconf import OmegaConf
 
         items = self._list_items(place)
         if number >= len(items):
-            self.problems.append(f"~{place}.{number}: {_numbers_text(place, items, 'nothing can be removed')}")
+            self.problems.append(f"~{place}.{number}: {_item_numbers_text(place, items, 'nothing can be removed')}")
             return
         del items[number]
         OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
@@ -221,7 +228,7 @@ def _empty_mappings(tree: Any, key: str, value: Any) -> None:
             _empty_mappings(tree, f"{key}[{name}]", inner)
 
 
-def _numbers_text(place: str, items: list[Any], remedy: str) -> str:
+def _item_numbers_text(place: str, items: list[Any], remedy: str) -> str:
     """Return the valid item numbers of a list as a sentence. `remedy` ends the sentence for an empty list."""
     return f"{place} has {len(items)} items; " + (f"their numbers are 0 to {len(items) - 1}" if items else remedy)
 
@@ -232,7 +239,7 @@ def _to_plain(tree: Any) -> Any:
     return OmegaConf.to_container(tree, resolve=False)
 
 
-def _form_fault(override: str) -> str | None:
+def _find_form_fault(override: str) -> str | None:
     """Return what is wrong with the form of an override, and the remedy; None: nothing."""
     key, equals, value = override.partition("=")
     if key.startswith("+"):
@@ -246,6 +253,7 @@ def _form_fault(override: str) -> str | None:
 
 
 def _default_list(place: str) -> list[Any] | None:
+    """Return the default items of a list field as plain values, or None if it is no list."""
     list_field = field_at(place)
     default = list_field.default if list_field is not None else None
     if not isinstance(default, tuple):
@@ -265,7 +273,7 @@ def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any]
     while True:
         try:
             values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-            return values, _environment_references(tree), unread
+            return values, _find_environment_references(tree), unread
         except OmegaConfBaseException as error:
             # OmegaConf writes items as reward.functions[0], overrides as reward.functions.0.
             place = re.sub(r"\[(\d+)\]", r".\1", getattr(error, "full_key", None) or "value")
@@ -284,7 +292,7 @@ def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any]
 
 
 # OmegaConf does not report whether a value came from the environment, so its resolver is replaced meanwhile.
-def _environment_references(tree: Any) -> dict[Place, str]:
+def _find_environment_references(tree: Any) -> dict[Place, str]:
     """Return the unresolved text of each value that refers to the environment, by its place (keys and indices).
 
     A value refers to a variable directly (`${oc.env:NAME}`), or through another field.
@@ -292,32 +300,37 @@ def _environment_references(tree: Any) -> dict[Place, str]:
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
-    has_read = False
+    reads_environment = False
 
-    def read(*arguments: Any) -> Any:
-        nonlocal has_read
-        has_read = True
+    def read_variable(*arguments: Any) -> Any:
+        nonlocal reads_environment
+        reads_environment = True
         return oc.env(*arguments)
 
-    def walk(raw: Any, node: Any, place: Place) -> Iterator[tuple[Place, str]]:
-        """Yield place and text of each value whose resolution calls `read`. `node` is the container of `raw`."""
-        nonlocal has_read
-        if isinstance(raw, str):
-            if "${" in raw:
-                has_read = False
-                resolved = node[place[-1]]
+    def find_references(raw_value: Any, container: Any, place: Place) -> Iterator[tuple[Place, str]]:
+        """Yield place and text of each value whose resolution calls `read_variable`.
+
+        `container` is the section or list with the value `raw_value`.
+        """
+        nonlocal reads_environment
+        if isinstance(raw_value, str):
+            # Resolve the value alone, and see whether that reads a variable.
+            if "${" in raw_value:
+                reads_environment = False
+                resolved = container[place[-1]]
                 if OmegaConf.is_config(resolved):
                     OmegaConf.to_container(resolved, resolve=True)
-                if has_read:
-                    yield place, raw
-        elif raw and isinstance(raw, dict | list):
-            inner = node[place[-1]] if place else node
-            for key in raw if isinstance(raw, dict) else range(len(raw)):
-                yield from walk(raw[key], inner, (*place, key))
+                if reads_environment:
+                    yield place, raw_value
+        elif raw_value and isinstance(raw_value, dict | list):
+            inner = container[place[-1]] if place else container
+            for key in raw_value if isinstance(raw_value, dict) else range(len(raw_value)):
+                yield from find_references(raw_value[key], inner, (*place, key))
 
-    OmegaConf.register_resolver("oc.env", read, replace=True)
+    # Replace OmegaConf's resolver for a moment, to notice when a variable is read.
+    OmegaConf.register_resolver("oc.env", read_variable, replace=True)
     try:
-        references = walk(OmegaConf.to_container(tree, resolve=False), tree, ())
+        references = find_references(OmegaConf.to_container(tree, resolve=False), tree, ())
         return {tuple(key if isinstance(key, int) else str(key) for key in place): text for place, text in references}
     finally:
         OmegaConf.register_resolver("oc.env", oc.env, replace=True)

@@ -48,41 +48,43 @@ def problems(text: str, field: str = "") -> list[str]:
         return [_too_deep(field)]
     if root is None:
         return []
-    if _num_values(root, {}) > MAX_VALUES:
+    if _count_values(root, {}) > MAX_VALUES:
         return [too_large]
-    return list(_problems(root, field, 0))
+    return list(_find_problems(root, field, 0))
 
 
-def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return the number of values below a YAML node, with aliases expanded. A node that contains itself counts once.
 
     `counts` has the results of visited nodes by `id(node)`, so that many aliases cost no time.
     """
     if id(node) not in counts:
         counts[id(node)] = 1
-        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
-        items = [item for part in parts for item in (part if isinstance(part, tuple) else (part,))]
-        counts[id(node)] = 1 + sum(_num_values(item, counts) for item in items)
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        inner_nodes = [item for part in children for item in (part if isinstance(part, tuple) else (part,))]
+        counts[id(node)] = 1 + sum(_count_values(item, counts) for item in inner_nodes)
     return counts[id(node)]
 
 
-def _problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:
+def _find_problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:
+    """Yield an error line for each misleading value at or below a node, `depth` levels below the root."""
     if depth > MAX_DEPTH:
         yield _too_deep(field)
     elif isinstance(node, yaml.ScalarNode):
-        yield from _problems_of_scalar(node, field)
+        yield from _find_scalar_problems(node, field)
     elif isinstance(node, yaml.SequenceNode):
         for place, item in enumerate(node.value):
-            yield from _problems(item, f"{field}.{place}" if field else str(place), depth + 1)
+            yield from _find_problems(item, f"{field}.{place}" if field else str(place), depth + 1)
     elif isinstance(node, yaml.MappingNode):
         for key, item in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else "?"
             place = f"{field}.{name}" if field else name
-            yield from _problems(key, f"the key of {place}", depth + 1)
-            yield from _problems(item, place, depth + 1)
+            yield from _find_problems(key, f"the key of {place}", depth + 1)
+            yield from _find_problems(item, place, depth + 1)
 
 
-def _problems_of_scalar(node: yaml.ScalarNode, field: str) -> Iterator[str]:
+def _find_scalar_problems(node: yaml.ScalarNode, field: str) -> Iterator[str]:
+    """Yield an error line if YAML reads a value otherwise than its writer probably meant."""
     written = node.value if len(node.value) <= 60 else node.value[:57] + "..."
     if any("\ud800" <= character <= "\udfff" for character in node.value):
         yield f"{field} = {written!a}: half of a surrogate pair or a broken byte, not a character; remove it"

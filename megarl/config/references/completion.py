@@ -31,16 +31,19 @@ def override_candidates(arguments: list[str], incomplete: str) -> list[tuple[str
     name, equals, _ = incomplete.partition("=")
     if equals:
         return [(f"{name}={value}", "") for value in _list_values(name, fields[name])] if name in fields else []
-    mark = "~" if incomplete.startswith("~") else ""
-    matching = [name for name in fields if name.startswith(incomplete.removeprefix("~"))]
-    heads = _next_parts(matching, incomplete.removeprefix("~"))
+    tilde = "~" if incomplete.startswith("~") else ""
+    matching_fields = [name for name in fields if name.startswith(incomplete.removeprefix("~"))]
+    next_names = _next_parts(matching_fields, incomplete.removeprefix("~"))
     # A section alone is expanded to its fields: otherwise the shell would end the word after the dot.
-    while len(heads) == 1 and heads[0].endswith("."):
-        heads = _next_parts(matching, heads[0])
-    candidates = [(f"{mark}{head}{'' if mark or head.endswith('.') else '='}", _help_text(head)) for head in heads]
-    if len(heads) == 1 and not mark:
+    while len(next_names) == 1 and next_names[0].endswith("."):
+        next_names = _next_parts(matching_fields, next_names[0])
+    candidates = [
+        (f"{tilde}{next_name}{'' if tilde or next_name.endswith('.') else '='}", _help_text(next_name))
+        for next_name in next_names
+    ]
+    if len(next_names) == 1 and not tilde:
         # A second candidate keeps the shell from adding a blank after the equals sign.
-        candidates += [(f"{heads[0]}={value}", "") for value in _list_values(heads[0], fields[heads[0]])]
+        candidates += [(f"{next_names[0]}={value}", "") for value in _list_values(next_names[0], fields[next_names[0]])]
     return candidates
 
 
@@ -55,6 +58,7 @@ def _help_text(head: str) -> str:
 
 
 def _list_values(name: str, field: FieldInfo) -> list[str]:
+    """Return the candidates for a field's value: its choices, or its default; and `default` if that removes it."""
     default = field.default
     choices = list(dict.fromkeys(_list_choices(field.annotation)))
     if not choices and isinstance(default, int | float | str):

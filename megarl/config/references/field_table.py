@@ -28,7 +28,7 @@ _BOUNDS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<"
 
 
 def fields_markdown() -> str:
-    return "\n".join([HEAD, *(_section_text(*section) for section in _list_sections())])
+    return "\n".join([HEAD, *(_format_section(*section) for section in _list_sections())])
 
 
 def _list_sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
@@ -52,15 +52,16 @@ def _list_sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
         # `.0` stands for the place of an item, or for a name in a mapping.
         elif (item := section_at(f"{name}.0")) is not None:
             yield f"Entries of `{name}`", _docstring(item), item.model_fields
-    for name, served in _SERVED.items():
-        yield f"`kwargs` of the reward `{name}`", _docstring(served), served.model_fields
+    for name, reward_config in _SERVED.items():
+        yield f"`kwargs` of the reward `{name}`", _docstring(reward_config), reward_config.model_fields
 
 
 def _docstring(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-def _section_text(title: str, about: str, fields: Mapping[str, FieldInfo]) -> str:
+def _format_section(title: str, about: str, fields: Mapping[str, FieldInfo]) -> str:
+    """Return a section of the reference: heading, description, and a table row for each field."""
     rows = [
         f"| `{name}` | {_escape_cell(type_text(field.annotation, field.metadata))} | {_default_text(name, field)} "
         f"| {_escape_cell(description(field))} |"

@@ -71,8 +71,8 @@ def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, An
         pair for name, value in values.items() for pair in two_answers(value, f"{place}.{name}".lstrip("."))
     ]
     fields, answer_field = values.get("fields"), values.get("answer_field")
-    by_role = fields.get("answer") if isinstance(fields, Mapping) else None
-    is_double = isinstance(by_role, str) and isinstance(answer_field, str) and by_role != answer_field
+    role_field = fields.get("answer") if isinstance(fields, Mapping) else None
+    is_double = isinstance(role_field, str) and isinstance(answer_field, str) and role_field != answer_field
     return [(place, values), *inner_mappings] if is_double else inner_mappings
 
 
@@ -94,6 +94,7 @@ OptionalDataSet = Annotated[str | DataSetConfig | None, BeforeValidator(_read_da
 
 
 def _require_path(value: Any) -> Any:
+    """Return a path unchanged. Raises PydanticCustomError for a mapping."""
     if isinstance(value, Mapping):
         text = "must be a path; the names of its fields are data.format, data.fields and data.answer_field"
         raise PydanticCustomError("training_data", text)

@@ -80,18 +80,18 @@ def fused_targets(targets: Any) -> Any:
     if not isinstance(targets, list | tuple) or not all(isinstance(name, str) for name in targets):
         return targets
     names = list(dict.fromkeys(targets))
-    for fused, parts in _FUSED.items():
-        named_parts = [name for name in names if name in parts]
+    for fused_name, part_names in _FUSED.items():
+        named_parts = [name for name in names if name in part_names]
         if not named_parts:
             continue
-        if len(named_parts) < len(parts):
-            missing_parts = [name for name in parts if name not in named_parts]
+        if len(named_parts) < len(part_names):
+            missing_parts = [name for name in part_names if name not in named_parts]
             text = (
                 f"has {', '.join(named_parts)} without {', '.join(missing_parts)}, but they form one projection with "
-                f"one A here; name all of {', '.join(parts)}, or none"
+                f"one A here; name all of {', '.join(part_names)}, or none"
             )
             raise PydanticCustomError("part_of_a_projection", text)  # pyright: ignore[reportArgumentType]
-        names = list(dict.fromkeys(fused if name in parts else name for name in names))
+        names = list(dict.fromkeys(fused_name if name in part_names else name for name in names))
     return names
 
 
@@ -502,6 +502,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _with_preset(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the section with the preset's values, where the user gives none."""
         preset = values.get("preset") if isinstance(values, dict) else None
         if not isinstance(preset, str):
             return validate(values)

@@ -55,9 +55,10 @@ class SamplingConfig(Section):
         """Return the temperature of a step (counted from 1) in a run of `num_steps` steps."""
         if self.temperature_schedule == "constant":
             return self.temperature
-        last = self.temperature_steps or num_steps
-        # Step 1 has `temperature` and step `last` has `end_temperature`; max avoids a division by zero for last = 1.
-        progress = min(1.0, (step - 1) / max(1, last - 1))
+        last_step = self.temperature_steps or num_steps
+        # Step 1 has `temperature`, and step `last_step` has `end_temperature`. max avoids a division by zero if
+        # `last_step` is 1.
+        progress = min(1.0, (step - 1) / max(1, last_step - 1))
         if self.temperature_schedule == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
         return self.temperature + (self.end_temperature - self.temperature) * progress

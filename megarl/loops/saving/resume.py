@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from megarl.checkpoint.manifest import canonical_sha256, file_record
 from megarl.checkpoint.weight_samples import weights_identity
 from megarl.config import Recipe, RolloutConfig
-from megarl.config.override import overridden
+from megarl.config.override import apply_override
 from megarl.config.recipe import error_page, recipe_changes
 from megarl.config.schema import value_at
 from megarl.config.sections.learning import LoraConfig
@@ -269,6 +269,8 @@ def _refuse_other_loop(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if a model, or the weights of one that is not trained, differ from the run's first ones."""
+
     def describe_model(field: str) -> str:
         return (
             "is another model than the run began with (its config.json, or model.override_config, differs; then: "
@@ -617,7 +619,7 @@ def _refuse_other_records(earlier: Mapping[str, Any], recipe: Recipe, inputs: In
 
 def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
     """Return the sha256 of a model's config.json with overrides, without fields that do not identify it."""
-    config = _identifying(overridden(read_object(folder / "config.json"), override))
+    config = _identifying(apply_override(read_object(folder / "config.json"), override))
     sections = {name: _identifying(config[name]) for name in _MODEL_SECTIONS if isinstance(config.get(name), dict)}
     return canonical_sha256({**config, **sections})
 
