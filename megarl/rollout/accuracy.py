@@ -28,7 +28,10 @@ class Answers:
     has_ended: bool = False
 
     def settle(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory, without its verdict if `has_ended`."""
+        """Return the trajectory. Remove its verdict (right or wrong) if `has_ended`.
+
+        Verdicts end for good when the first answer comes without one: a share of right answers would then be biased.
+        """
         reward = trajectory.reward
         # Declared verdicts come with every answer. Only verdicts derived from rewards can be missing.
         if reward is None or self.judging != "by_value":

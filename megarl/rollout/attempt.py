@@ -182,6 +182,7 @@ async def attempt(
     Errors and hangs of the environment, its invalid data and requests refused by the engine end the attempt with
     `error`. Then the trajectory has the tokens so far, no reward, and the reason in `failure`.
     """
+    # Run the turns, and again if the environment was unavailable and the budget allows another try.
     now = asyncio.get_running_loop().time
     paused_before = engine.seconds_paused
     clock = _Clock(budget, now, now(), lambda: engine.seconds_paused - paused_before)
@@ -203,6 +204,7 @@ async def attempt(
         finally:
             # Without this call, the pool's table of trajectories and replicas would only grow.
             engine.forget(task.name)
+    # Make the trajectory of the last try, not yet scored.
     calls, steps = conversation.calls, conversation.steps
     texts = [turn.completion for turn in conversation.turns]
     trajectory = make_trajectory(
@@ -226,7 +228,7 @@ async def attempt(
     )
     if failure is not None:
         return trajectory
-    # If the environment gives rewards, the reward functions are not used.
+    # Score it. If the environment gives rewards, the reward functions are not used.
     if trajectory.turn_rewards:
         return replace(trajectory, reward=_environment_reward(steps))
     sample = Sample.of(
@@ -260,49 +262,50 @@ async def _run_with_limits(
     except (Exception, SystemExit) as error:
         return "error", _failure_text(error)
     # A separate task, because code of environments may block on its cancellation for ever.
-    turns = asyncio.create_task(_take_turns(task, environment, engine, conversation, clock))
+    turns_task = asyncio.create_task(_take_turns(task, environment, engine, conversation, clock))
     # Retrieve the error of an abandoned task. Otherwise asyncio logs it as never retrieved.
-    turns.add_done_callback(lambda task: task.cancelled() or task.exception())
+    turns_task.add_done_callback(lambda task: task.cancelled() or task.exception())
     exceeded_limit: Literal["attempt", "step"] | None = None
     try:
-        while not turns.done() and (exceeded_limit := clock.exceeded_limit) is None:
-            await asyncio.wait({turns}, timeout=clock.seconds_left)
+        while not turns_task.done() and (exceeded_limit := clock.exceeded_limit) is None:
+            await asyncio.wait({turns_task}, timeout=clock.seconds_left)
     finally:
-        if not turns.done():
+        if not turns_task.done():
             # Set before cancelling: if the environment swallows its cancellation, `time_call` ends it at its next call.
             clock.is_stopped = True
-        closing = await _end_and_close(turns, environment)
+        closing_error = await _end_and_close(turns_task, environment)
     if exceeded_limit == "step":
         return "error", f"Timeout: the environment's answer took longer than {clock.budget.step_seconds:g} seconds"
     # An attempt at its time limit ends normally: the tokens so far are scored. A step at its time limit is an error.
     if exceeded_limit == "attempt":
-        return ("error", closing) if closing else ("seconds", None)
+        return ("error", closing_error) if closing_error else ("seconds", None)
     try:
-        ended = turns.result()
+        ended = turns_task.result()
     except _AttemptError as error:
         return "error", str(error)
     except asyncio.CancelledError:
         return "error", "CancelledError: the environment was cancelled from within"
-    return ("error", closing) if closing else (ended, None)
+    return ("error", closing_error) if closing_error else (ended, None)
 
 
-async def _end_and_close(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
+async def _end_and_close(turns_task: asyncio.Task[Ended], environment: Environment) -> str | None:
     """Cancel the turns of an attempt if they still run, and close its environment.
 
     Returns the error raised by closing, or None. Turns and closing are each abandoned after GRACE_SECONDS.
     """
-    if not turns.done():
-        turns.cancel()
-        await asyncio.wait({turns}, timeout=GRACE_SECONDS)
-    closing = asyncio.create_task(_close(environment))
-    await asyncio.wait({closing}, timeout=GRACE_SECONDS)
-    if not closing.done():
-        closing.cancel()
+    if not turns_task.done():
+        turns_task.cancel()
+        await asyncio.wait({turns_task}, timeout=GRACE_SECONDS)
+    close_task = asyncio.create_task(_close(environment))
+    await asyncio.wait({close_task}, timeout=GRACE_SECONDS)
+    if not close_task.done():
+        close_task.cancel()
         return f"Timeout: the environment took longer than {GRACE_SECONDS:g} seconds to close"
-    return None if closing.cancelled() else closing.result()
+    return None if close_task.cancelled() else close_task.result()
 
 
 async def _close(environment: Environment) -> str | None:
+    """Close an environment. Return the text of its error, or None."""
     try:
         await environment.close()
     except (Exception, SystemExit) as error:
@@ -319,10 +322,10 @@ async def _take_turns(
     """
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
-    start = await clock.time_call(environment.reset, _copy_of(task.problem), seed)
-    _call_with_data(conversation.start, start, task.problem)
-    num_sampled = num_calls = num_invalid = 0
-    for number in range(budget.max_turns):
+    reset_result = await clock.time_call(environment.reset, _copy_of(task.problem), seed)
+    _call_with_data(conversation.start, reset_result, task.problem)
+    num_sampled = num_calls = num_invalid_in_a_row = 0
+    for turn_number in range(budget.max_turns):
         token_ids = conversation.prompt
         tokens_left = budget.context_tokens - len(token_ids)
         if budget.sampled_tokens is not None:
@@ -330,14 +333,16 @@ async def _take_turns(
         # Not an error: the policy used up its context, like a completion cut at its token limit.
         if tokens_left <= 0:
             return "length"
-        is_last = number + 1 == budget.max_turns
+        is_last = turn_number + 1 == budget.max_turns
         sampling = (
             task.sampling
             if tokens_left >= task.sampling.max_new_tokens
             else replace(task.sampling, max_new_tokens=tokens_left)
         )
         # Attempt name and turn number make the request id unique among running requests.
-        request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, conversation.calls))
+        request = Request(
+            f"{task.name}.{turn_number}", token_ids, sampling, call_seed(task, token_ids, conversation.calls)
+        )
         completion = await engine.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: the engine rejects the request: {completion.error}")
@@ -347,16 +352,16 @@ async def _take_turns(
         if budget.tool_calls is not None and num_calls > budget.tool_calls:
             return "calls"
         step = _call_with_data(conversation.add, await clock.time_call(environment.step, turn))
-        is_cut = turn.finish_reason == "length"
+        is_truncated = turn.finish_reason == "length"
         # A truncated final turn ends as `length`, even if the environment also says that it is done.
-        if is_cut and (step.done or budget.truncated_turn == "end"):
+        if is_truncated and (step.done or budget.truncated_turn == "end"):
             return "length"
         if step.done:
             return "done"
         # The length limit may have cut the last call of a truncated turn. An incomplete last call is no invalid call.
-        for call in turn.calls[:-1] if is_cut else turn.calls:
-            num_invalid = 0 if call.error is None else num_invalid + 1
-        if budget.invalid_calls is not None and num_invalid >= budget.invalid_calls:
+        for call in turn.calls[:-1] if is_truncated else turn.calls:
+            num_invalid_in_a_row = 0 if call.error is None else num_invalid_in_a_row + 1
+        if budget.invalid_calls is not None and num_invalid_in_a_row >= budget.invalid_calls:
             return "invalid_calls"
         _call_with_data(conversation.observe, step)
     return "turns"
@@ -444,6 +449,7 @@ def _as_json(message: Message) -> dict[str, Any]:
 
 
 def _environment_reward(steps: Sequence[Step]) -> Reward:
+    """Return the sum of the steps' rewards. The last verdict counts; without one, the value decides."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     verdicts = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=verdicts[-1] if verdicts else verdict_by_value(score))
@@ -460,8 +466,8 @@ def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCal
     The first call's seed is a hash of the attempt. A later seed also hashes the call's prompt `token_ids` [prompt] and
     the number of earlier calls with this prompt.
     """
-    drawn = task.seed, task.problem.index, task.number
+    attempt_identity = task.seed, task.problem.index, task.number
     if not calls:
-        return seed_of(*drawn)
-    times_seen = sum(np.array_equal(call.prompt_token_ids, token_ids) for call in calls)
-    return seed_of(*drawn, hashlib.sha256(token_ids.tobytes()).hexdigest(), times_seen)
+        return seed_of(*attempt_identity)
+    num_equal_prompts = sum(np.array_equal(call.prompt_token_ids, token_ids) for call in calls)
+    return seed_of(*attempt_identity, hashlib.sha256(token_ids.tobytes()).hexdigest(), num_equal_prompts)

@@ -104,6 +104,7 @@ class AttemptEngine:
             raise asyncio.CancelledError
         # A server task may have its own context variables. Set this attempt's purpose, by which tokens are counted.
         COUNTED_FOR.set(self._purpose)
+        # Find the call in the recording, or record a new one.
         call = self._take_recorded_call(request.prompt_token_ids)
         if call is None:
             identity = "" if self.log is None else secrets.token_hex(8)
@@ -114,17 +115,20 @@ class AttemptEngine:
         if not is_repeated:
             is_last = is_last and not self.is_followed
             attempt_try = None if self.log is None else self.log.name
-            report = partial(self._note_abort, call, num_begun, attempt_try, on_abort)
+            report_abort = partial(self._note_abort, call, num_begun, attempt_try, on_abort)
             report_loss = partial(self._note_loss, attempt_try, on_loss)
             # Without a journal nobody has counted the tokens of a checkpoint.
             report_begun = None if self.log is None else on_begun
             if self.log is not None:
                 self.log.note_called(call)
-            completion = await self._sample(request, call, affinity, report_begun, report, report_loss, is_last=is_last)
+            completion = await self._sample(
+                request, call, affinity, report_begun, report_abort, report_loss, is_last=is_last
+            )
             # Change the list in place: `StartedGroup.calls` and the pool hold the same list. `completion` includes all
             # parts.
             call.parts[:] = [completion]
             call.is_done = True
+        # The journal must have the answer before the agent reads it.
         if self.log is not None:
             try:
                 await self.log.write_call(
@@ -180,6 +184,11 @@ class AttemptEngine:
         *,
         is_last: bool,
     ) -> Completion:
+        """Sample a completion from the pool, and measure how long the attempt waits for the engines.
+
+        Time with several parallel calls counts once. `seconds` excludes pauses of the engines, `seconds_by_clock`
+        includes them.
+        """
         if not self._num_awaited:
             self._began, self._paused_before = time.monotonic(), self.seconds_paused
         self._num_awaited += 1
@@ -201,10 +210,14 @@ class AttemptEngine:
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
     def _take_recorded_call(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
+        """Remove and return the recorded call with this prompt; None: there is none, so the call must be sampled.
+
+        A new prompt means that the attempt deviates from its recording. Then all other recorded calls are discarded.
+        """
         # Search the whole list: after a resume, parallel calls of an attempt may come in another order.
-        for place, call in enumerate(self._to_repeat):
+        for index, call in enumerate(self._to_repeat):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):
-                return self._to_repeat.pop(place)
+                return self._to_repeat.pop(index)
         for call in self._to_repeat:
             # Remove them from the group's record too: discarded calls must not enter the next checkpoint.
             self._calls.remove(call)

@@ -86,16 +86,16 @@ class AttemptConversation:
         """
         self.calls.append(ModelCall(self.prompt, completion))
         finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
-        number, token_ids = len(self.turns), completion.token_ids
+        turn_number, token_ids = len(self.turns), completion.token_ids
         text = self.dialogue.text(token_ids)
-        turn = Turn(number, text, finish_reason, completion=text, is_last=is_last)
+        turn = Turn(turn_number, text, finish_reason, completion=text, is_last=is_last)
         self.is_in_thoughts = self.dialogue.ends_in_thoughts(self.prompt, token_ids, text)
         if self.is_in_thoughts:
             # The completion was cut within its reasoning. The policy only considered the answers and calls in there, so
             # judge none.
             turn = replace(turn, text="", reasoning=text)
         elif self.tools:
-            parsed = self.dialogue.parse_turn(self.prompt, token_ids, self.tools, turn=number)
+            parsed = self.dialogue.parse_turn(self.prompt, token_ids, self.tools, turn=turn_number)
             turn = replace(turn, text=parsed.text, reasoning=parsed.reasoning or "", calls=parsed.calls)
         self.turns.append(turn)
         return turn
@@ -109,10 +109,15 @@ class AttemptConversation:
         checked = checked_step(step)
         if self.reply_tokens is not None:
             messages = tuple(self._shorten_reply(message, self.reply_tokens) for message in checked.messages)
-            replaced = [old for old, new in zip(checked.messages, messages, strict=True) if old is not new]
-            by_environment = checked.metrics.get("tools/shortened", 0.0)
-            num_twice = min(sum(is_shortened(str(message["content"])) for message in replaced), by_environment)
-            metrics = {**checked.metrics, "tools/shortened": by_environment + len(replaced) - num_twice}
+            shortened_originals = [old for old, new in zip(checked.messages, messages, strict=True) if old is not new]
+            num_shortened_before = checked.metrics.get("tools/shortened", 0.0)
+            num_counted_twice = min(
+                sum(is_shortened(str(message["content"])) for message in shortened_originals), num_shortened_before
+            )
+            metrics = {
+                **checked.metrics,
+                "tools/shortened": num_shortened_before + len(shortened_originals) - num_counted_twice,
+            }
             checked = replace(checked, messages=messages, metrics=metrics)
         self.steps.append(checked)
         return checked
@@ -120,12 +125,12 @@ class AttemptConversation:
     def observe(self, step: Step) -> None:
         """Append the environment's messages to the prompt. Raises ValueError if the chat template rejects them."""
         if self.history == "render":
-            before = self._rendered
+            text_before = self._rendered
             self._rendered = self.dialogue.render_opening(self._messages(), self.prompt_tools)
             # A template may rewrite history, for example drop earlier reasoning. Then the prompt no longer begins with
             # the sampled tokens, and the whole text is tokenised again.
             if not self._rendered.startswith(
-                before + self.dialogue.text_as_written(self.calls[-1].completion.token_ids)
+                text_before + self.dialogue.text_as_written(self.calls[-1].completion.token_ids)
             ):
                 self.prompt = self.dialogue.encode_text(self._rendered)
                 return
@@ -163,7 +168,7 @@ class AttemptConversation:
         """Return all messages for the chat template, with reasoning and tool calls in separate fields."""
         messages = list(self.opening)
         for turn, step in zip(self.turns, self.steps, strict=True):
-            messages += [_message(turn), *step.messages]
+            messages += [_assistant_message(turn), *step.messages]
         return tuple(messages)
 
 
@@ -173,23 +178,25 @@ def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
     The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, to avoid reading a
     very long text as a whole.
     """
-    size = guess
+    num_characters = guess
     # Grow from the guess until a cut does not fit. Tokenising the whole of a very long text would take seconds.
-    while size < len(text) and fits(cut_in_the_middle(text, size)):
-        size *= 2
-    if size >= len(text) and fits(text):
+    while num_characters < len(text) and fits(cut_in_the_middle(text, num_characters)):
+        num_characters *= 2
+    if num_characters >= len(text) and fits(text):
         return text
-    fitting, too_many = 0, min(size, len(text))
-    while too_many - fitting > 1 + too_many // 50:  # to 2 %: each further step tokenises the text again
-        size = (fitting + too_many) // 2
-        if fits(cut_in_the_middle(text, size)):
-            fitting = size
+    longest_fitting, shortest_too_long = 0, min(num_characters, len(text))
+    while (
+        shortest_too_long - longest_fitting > 1 + shortest_too_long // 50
+    ):  # to 2 %: each further step tokenises the text again
+        num_characters = (longest_fitting + shortest_too_long) // 2
+        if fits(cut_in_the_middle(text, num_characters)):
+            longest_fitting = num_characters
         else:
-            too_many = size
-    return cut_in_the_middle(text, fitting)
+            shortest_too_long = num_characters
+    return cut_in_the_middle(text, longest_fitting)
 
 
-def _message(turn: Turn) -> Message:
+def _assistant_message(turn: Turn) -> Message:
     """Return a turn of the policy as a chat message. A call with invalid arguments gets empty arguments."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:

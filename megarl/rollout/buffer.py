@@ -169,6 +169,7 @@ class GroupBuffer:
         self._demand = StepDemand(self.policy, self._recipe, num_groups, weight_version, engine_version)
         self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
         self._num_surplus, self._late_seconds = len(self.state.waiting), 0.0
+        # Remember the state before the draws, so that `forget_step` can undo them.
         self.state.begin_step(repeats_draws=self.policy.is_synchronous)
         if self.policy.is_synchronous:
             groups = await self._finish_or_withdraw()
@@ -192,7 +193,7 @@ class GroupBuffer:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last step (METRICS), and those of the curriculum."""
-        return self._counts | self._position_metrics()
+        return self._counts | self._compute_position_metrics()
 
     async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:
         """Return the groups with the trainer's `old_logprobs` where needed. Call this before the step's update.
@@ -269,17 +270,17 @@ class GroupBuffer:
             for draw in range(first_draw, first_draw + num_live):
                 self._start_new(draw, state.drawn, problem_counts)
 
-    def _start_new(self, draw: int, seed_number: int, earlier: Counter[tuple[str, int]] | None = None) -> None:
-        """Draw a problem and start its group. `earlier` counts the batch's problems by source and index."""
+    def _start_new(self, draw: int, seed_number: int, problem_counts: Counter[tuple[str, int]] | None = None) -> None:
+        """Draw a problem and start its group. `problem_counts` counts the batch's problems by source and index."""
         problem, positions = self._mixture.draw(self.state.positions)
         # All attempts of a group share one temperature, even if its schedule moves on during a long group.
         temperature = self._sources[problem.source].sampling(self._demand.step).temperature
         group = StartedGroup(draw, problem, temperature)
         self.state.start(group, positions)
         self._num_started += 1
-        earlier = Counter() if earlier is None else earlier
-        self._start(group, seed_number, repeat=earlier[problem.source, problem.index])
-        earlier[problem.source, problem.index] += 1
+        problem_counts = Counter() if problem_counts is None else problem_counts
+        self._start(group, seed_number, repeat=problem_counts[problem.source, problem.index])
+        problem_counts[problem.source, problem.index] += 1
 
     def _start(self, group: StartedGroup, seed_number: int, *, repeat: int = 0) -> None:
         """Start the unfinished attempts of a group. `repeat` is how often the batch drew this problem before."""
@@ -297,18 +298,24 @@ class GroupBuffer:
         task.add_done_callback(self._note_end)
 
     async def _sample(self, group: StartedGroup, seed: str) -> None:
+        """Run all unfinished attempts of a group concurrently."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._recipe.train.samples_per_prompt):
                 if number not in group.finished:
                     tasks.create_task(self._attempt(group, number, seed))
 
     async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
+        """Run one attempt of a group, and add its trajectory to the group.
+
+        An attempt of an agent program continues from the journal, or ends at once if the journal has its end.
+        """
         source = self._sources[group.problem.source]
         sampler = source.sampler
         sampling = replace(source.sampling(self._demand.step), temperature=group.temperature)
         task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
         end_sampling = partial(self._end_sampling, group.draw, number)
         calls = group.calls.setdefault(number, [])
+        # An agent's answers are in the journal. A deterministic environment is repeated from its recorded calls.
         log = None
         if self._journal is not None and sampler.agent is not None:
             log = self._journal.begin(task.key, repr(sampling))
@@ -361,8 +368,8 @@ class GroupBuffer:
         state, recipe = self.state, self._recipe
         if self._sleep is not None and self._sleep.done():
             self._sleep.result()
-        ended = [draw for draw, task in self._tasks.items() if task.done()]
-        for draw in ended:
+        ended_draws = [draw for draw, task in self._tasks.items() if task.done()]
+        for draw in ended_draws:
             try:
                 self._tasks[draw].result()
             except ExceptionGroup as errors:
@@ -370,13 +377,13 @@ class GroupBuffer:
                 raise errors.exceptions[0] from None
         if self.policy.is_synchronous:
             # Collect a batch as a whole, in its order. The curriculum must not depend on the order in which groups end.
-            if len(ended) < len(self._tasks) or (self._sleep is not None and not self._sleep.done()):
+            if len(ended_draws) < len(self._tasks) or (self._sleep is not None and not self._sleep.done()):
                 return
-            if ended:
+            if ended_draws:
                 self._late_seconds += time.monotonic() - self._sampled_at
-        for draw in ended:
-            finished = state.started[draw].finished
-            group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
+        for draw in ended_draws:
+            finished_attempts = state.started[draw].finished
+            group = [finished_attempts[number] for number in range(recipe.train.samples_per_prompt)]
             # Before the group is removed: if this raises during training, the next `take` must raise it again.
             self._observe(group)
             del self._tasks[draw], self._engines[draw], state.started[draw]
@@ -400,16 +407,19 @@ class GroupBuffer:
 
     @property
     def _has_drawn_enough(self) -> bool:
+        """Whether this step has started as many groups as `algorithm.max_attempts` batches of prompts."""
         algorithm = self._recipe.algorithm
         return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._demand.num_live
 
     def _refuse_starved(self) -> None:
+        """Raise MegarlError if all allowed prompts were drawn, and too few groups passed the filter."""
         state = self.state
         if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.num_live:
             summary = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"
             raise MegarlError(starved_message(self._recipe.algorithm, summary, self._collected))
 
     def _drop_stale(self) -> None:
+        """Drop all groups with tokens older than the staleness limit, and cancel those in flight."""
         state, stale = self.state, self._demand.stale_draws(self.state)
         self._counts["staleness/dropped"] += len(stale)
         started = [group.problem for draw, group in state.started.items() if draw in stale]
@@ -420,6 +430,7 @@ class GroupBuffer:
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
 
     def _abort_all(self) -> None:
+        """Drop all groups in flight and waiting: the step has its groups, and stragglers are aborted."""
         state = self.state
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
         self._counts["rollout/aborted"] += len(surplus)
@@ -450,17 +461,19 @@ class GroupBuffer:
             task.exception()  # retrieve it: asyncio would log an error that nobody awaits
 
     def _measure(self, groups: Sequence[Group]) -> None:
+        """Set the metrics of the step that trains on `groups`. Restart the counts for the next step."""
         state, algorithm = self.state, self._recipe.algorithm
         collected, self._collected = self._collected, []
         num_started, self._num_started = self._num_started, 0
         self.sampled = flatten(collected)
+        # A synchronous step counts its batches, other modes the groups in flight, waiting and used.
         if self.policy.is_synchronous:
             state.waiting = _renumber(state.waiting)
             self._counts = {"time/rollout_late_rewards_seconds": self._late_seconds}
             if algorithm.dynamic_sampling is not None:
                 self._counts["rollout/prompt_batches"] = num_started / self._demand.num_live
         else:
-            self._counts |= _span_metrics(groups, self._demand.step) | {
+            self._counts |= _compute_span_metrics(groups, self._demand.step) | {
                 "rollout/in_flight": float(len(state.started)),
                 "rollout/ready": float(len(state.waiting)),
                 "rollout/drawn": float(state.drawn),
@@ -471,7 +484,8 @@ class GroupBuffer:
             num_passed = sum(passes_filter(group, algorithm) for group in collected)
             self._counts["rollout/groups_passing_filter"] = num_passed / max(len(collected), 1)
 
-    def _position_metrics(self) -> dict[str, float]:
+    def _compute_position_metrics(self) -> dict[str, float]:
+        """Return the epochs and the curriculum's metrics of each source."""
         positions, is_mixture = self.state.positions, bool(self._recipe.mixture)
         epochs = self._mixture.epochs(positions)
         metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
@@ -482,20 +496,23 @@ class GroupBuffer:
 
 
 def _renumber(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups numbered from 0, as a step's batch numbers its prompts."""
     return [[replace(t, group=number) for t in group] for number, group in enumerate(groups)]
 
 
-def _span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
+def _compute_span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
     """Return metrics on how many weight versions sampled each trajectory of a step."""
-    versions = [
+    versions_by_sample = [
         np.concatenate([segment.weight_versions[segment.loss_mask] for segment in trajectory.segments])
         for trajectory in flatten(groups)
         if trajectory.num_sampled
     ]
-    spans = [int(sample_versions.max() - sample_versions.min()) for sample_versions in versions]
+    version_spans = [int(sample_versions.max() - sample_versions.min()) for sample_versions in versions_by_sample]
     return {
-        "partial/share": float(np.mean([span > 0 for span in spans])),
-        "staleness/old_tokens": float(sum((sample_versions < weight_version).sum() for sample_versions in versions)),
-        "staleness/span/mean": float(np.mean(spans)),
-        "staleness/span/max": float(max(spans)),
+        "partial/share": float(np.mean([span > 0 for span in version_spans])),
+        "staleness/old_tokens": float(
+            sum((sample_versions < weight_version).sum() for sample_versions in versions_by_sample)
+        ),
+        "staleness/span/mean": float(np.mean(version_spans)),
+        "staleness/span/max": float(max(version_spans)),
     }

@@ -148,10 +148,11 @@ def starved_message(algorithm: AlgorithmConfig, summary: str, groups: Sequence[S
             f"{summary} whose accuracy is within algorithm.dynamic_sampling ({low:g}, {high:g}). Use problems of "
             "another difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
         )
-    flat = [g for g in groups if len({t.reward.score for t in g if t.reward is not None}) < 2]
+    equal_reward_groups = [g for g in groups if len({t.reward.score for t in g if t.reward is not None}) < 2]
     return (
         f"{summary} whose rewards differ by more than {low:g} (algorithm.dynamic_sampling, by "
-        f"algorithm.dynamic_sampling_metric = reward); in {len(flat)} of the last {len(groups)} all rewards are equal. "
+        f"algorithm.dynamic_sampling_metric = reward); in {len(equal_reward_groups)} of the last "
+        f"{len(groups)} all rewards are equal. "
         "Use a reward that grades answers more finely, raise train.samples_per_prompt, "
         "rollout.sampling.temperature or algorithm.max_attempts, or lower the first number."
     )

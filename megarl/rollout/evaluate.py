@@ -114,7 +114,7 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
             recipe.evaluation_sampling, repetition_penalty=settings.sampling.repetition_penalty
         )
         # Tasks created below inherit this context variable, so the pool counts their tokens for the evaluation.
-        token = COUNTED_FOR.set("evaluation")
+        context_token = COUNTED_FOR.set("evaluation")
         try:
             trajectories = await source.sampler.sample(
                 # The same seed at every step, so that evaluations differ only by the weights.
@@ -123,19 +123,21 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
                 samples_per_prompt=settings.samples_per_prompt,
                 seed="evaluation",
             )
-            calls = served_metrics([source])
+            reward_call_metrics = served_metrics([source])
         finally:
-            COUNTED_FOR.reset(token)
+            COUNTED_FOR.reset(context_token)
         counts = failure_metrics(trajectories, max_failed_fraction, f"val/{name}/reward_")
-        counts |= {f"val/{name}/{key}": value for key, value in calls.items()}
-        read = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
-        arguments = (settings.samples_per_prompt, settings.ks, read)
+        counts |= {f"val/{name}/{key}": value for key, value in reward_call_metrics.items()}
+        read_answer = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
+        measure_arguments = (settings.samples_per_prompt, settings.ks, read_answer)
         grouped = by_data_source(trajectories, recipe.reward.source_field)
         # Majority votes take a while. Count them in a thread, so that the event loop can answer calls.
-        set_measures = await asyncio.to_thread(measures_of, trajectories, *arguments)
+        set_measures = await asyncio.to_thread(measures_of, trajectories, *measure_arguments)
         # A single data source would only repeat the numbers of the set.
-        parts = grouped.items() if len(grouped) > 1 else ()
-        measures_by_part = {key: await asyncio.to_thread(measures_of, part, *arguments) for key, part in parts}
+        data_source_parts = grouped.items() if len(grouped) > 1 else ()
+        measures_by_part = {
+            key: await asyncio.to_thread(measures_of, part, *measure_arguments) for key, part in data_source_parts
+        }
         yield EvaluatedSet(
             name,
             trajectories,
@@ -144,7 +146,7 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
             set_measures,
             measures_by_part,
             counts,
-            read,
+            read_answer,
         )
 
 
@@ -157,40 +159,54 @@ def measures_of(
     `majority_at_K`. Unscored attempts count as not correct. If a scored answer has no verdict, all three are absent.
     `reward/mean` and `reward/NAME/mean` are means over scored attempts.
     """
-    starts = range(0, len(trajectories), samples_per_prompt)
-    problems = [trajectories[start : start + samples_per_prompt] for start in starts]
-    rewards = _reward_measures([[t.reward for t in attempts if t.reward is not None] for attempts in problems])
+    first_attempts = range(0, len(trajectories), samples_per_prompt)
+    problems = [trajectories[start : start + samples_per_prompt] for start in first_attempts]
+    reward_measures = _compute_reward_measures(
+        [[t.reward for t in attempts if t.reward is not None] for attempts in problems]
+    )
     if any(t.reward is not None and t.reward.answer_correct is None for t in trajectories):
-        return rewards
-    return _verdict_measures(problems, ks, read_answer) | rewards
+        return reward_measures
+    return _compute_verdict_measures(problems, ks, read_answer) | reward_measures
 
 
-def _reward_measures(problems: Sequence[Sequence[Reward]]) -> dict[str, Measure]:
+def _compute_reward_measures(problems: Sequence[Sequence[Reward]]) -> dict[str, Measure]:
     """Return the mean scores. `problems` has the rewards of each problem's scored attempts."""
-    names = dict.fromkeys(name for rewards in problems for reward in rewards for name in reward.scores)
+    function_names = dict.fromkeys(name for rewards in problems for reward in rewards for name in reward.scores)
     scores: dict[str, list[list[float]]] = {"reward/mean": [[r.score for r in rewards] for rewards in problems]}
-    for name in names:
+    for name in function_names:
         by_problem = [[reward.scores.get(name) for reward in rewards] for rewards in problems]
-        scores[f"reward/{name}/mean"] = [[score for score in of if score is not None] for of in by_problem]
-    means = {measure: [fmean(of) for of in by_problem if of] for measure, by_problem in scores.items()}
-    return {measure: mean_score(values) for measure, values in means.items() if values}
+        scores[f"reward/{name}/mean"] = [
+            [score for score in problem_scores if score is not None] for problem_scores in by_problem
+        ]
+    problem_means = {
+        measure: [fmean(problem_scores) for problem_scores in by_problem if problem_scores]
+        for measure, by_problem in scores.items()
+    }
+    return {measure: mean_score(mean_values) for measure, mean_values in problem_means.items() if mean_values}
 
 
-def _verdict_measures(
+def _compute_verdict_measures(
     problems: Sequence[Sequence[Trajectory]], ks: Sequence[int], read_answer: ReadAnswer | None
 ) -> dict[str, Measure]:
-    flags = [[t.reward is not None and bool(t.reward.answer_correct) for t in attempts] for attempts in problems]
-    measures = {"accuracy": mean_with_interval([sum(of) / len(of) for of in flags])}
+    """Return accuracy, pass@k and majority@k over problems. `problems` has each problem's attempts."""
+    is_correct = [[t.reward is not None and bool(t.reward.answer_correct) for t in attempts] for attempts in problems]
+    measures = {
+        "accuracy": mean_with_interval([sum(problem_flags) / len(problem_flags) for problem_flags in is_correct])
+    }
     for k in ks:
-        measures[f"pass_at_{k}"] = mean_with_interval([pass_at_k(len(of), sum(of), k) for of in flags])
+        measures[f"pass_at_{k}"] = mean_with_interval(
+            [pass_at_k(len(problem_flags), sum(problem_flags), k) for problem_flags in is_correct]
+        )
     if read_answer is not None:
-        answers = [[final_answer(t, read_answer) for t in attempts] for attempts in problems]
+        final_answers = [[final_answer(t, read_answer) for t in attempts] for attempts in problems]
         for k in ks:
-            values = [
-                majority_at_k(of, answer, k, problem=number)
-                for number, (of, answer) in enumerate(zip(flags, answers, strict=True))
+            majority_values = [
+                majority_at_k(problem_flags, problem_answers, k, problem=problem_number)
+                for problem_number, (problem_flags, problem_answers) in enumerate(
+                    zip(is_correct, final_answers, strict=True)
+                )
             ]
-            measures[f"majority_at_{k}"] = mean_with_interval(values)
+            measures[f"majority_at_{k}"] = mean_with_interval(majority_values)
     return measures
 
 
@@ -221,12 +237,12 @@ def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: flo
         f"{prefix}timeouts": float(failures.count("timeout")),
         f"{prefix}parse_errors": float(failures.count("parse_error")),
     }
-    failed = sum(failure is not None for failure in failures)
-    if failed > max_failed_fraction * len(trajectories):
-        ends = {"rollout/ended/error": float(sum(t.ended == "error" for t in trajectories))}
-        counts = ", ".join(f"{name} {count:.0f}" for name, count in (metrics | ends).items() if count)
+    num_failed = sum(failure is not None for failure in failures)
+    if num_failed > max_failed_fraction * len(trajectories):
+        other_errors = {"rollout/ended/error": float(sum(t.ended == "error" for t in trajectories))}
+        counts = ", ".join(f"{name} {count:.0f}" for name, count in (metrics | other_errors).items() if count)
         raise MegarlError(
-            f"{failed} of {len(trajectories)} completions could not be scored ({counts}), which is more than "
+            f"{num_failed} of {len(trajectories)} completions could not be scored ({counts}), which is more than "
             f"reward.max_failed_fraction = {max_failed_fraction:g}; a warning above shows the first of each kind. Fix "
             "the reward function or the environment, or raise reward.timeout_seconds, reward.wall_timeout_seconds or "
             "reward.max_failed_fraction."

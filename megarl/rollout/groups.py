@@ -104,15 +104,15 @@ class GroupSampler:
             began = monotonic()
             async with self.environment_pool.seat() as seat:
                 # Waiting for a free process is part of the environment's time.
-                waited = monotonic() - began
+                seat_wait_seconds = monotonic() - began
                 # Another attempt waits for this process.
                 engine.is_followed = True
                 trajectory = await self._attempt_in_environment(task, budget, engine, seat.environment, score)
-                killed = {"process_killed": float(seat.num_killed)}
+                process_metrics = {"process_killed": float(seat.num_killed)}
             trajectory = replace(
                 trajectory,
-                metrics={**trajectory.metrics, **killed},
-                environment_seconds=trajectory.environment_seconds + waited,
+                metrics={**trajectory.metrics, **process_metrics},
+                environment_seconds=trajectory.environment_seconds + seat_wait_seconds,
             )
         self._report(trajectory)
         return self.answers.settle(trajectory)
@@ -128,6 +128,7 @@ class GroupSampler:
         return await attempt(task, make_environment, engine, budget, self.dialogue, score, self.history)
 
     def _report(self, trajectory: Trajectory) -> None:
+        """Notify the user of the first error of each kind."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

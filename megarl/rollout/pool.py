@@ -131,12 +131,12 @@ class EnginePool:
             if on_abort is not None:
                 on_abort(num_sampled(parts or []))
             raise error
-        opened = request.request_id if affinity is None else affinity
-        (self._open.discard if is_last else self._open.add)(opened)
+        trajectory_name = request.request_id if affinity is None else affinity
+        (self._open.discard if is_last else self._open.add)(trajectory_name)
         future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()
         pending = PendingRequest(request, future, [] if parts is None else parts, on_abort, on_loss)
         self._pending[request.request_id] = pending
-        self._enqueue(pending, self._queue_for(affinity))
+        self._enqueue(pending, self._choose_queue(affinity))
         self._start_pumps()
         try:
             completion, replica = await future
@@ -148,7 +148,7 @@ class EnginePool:
         finally:
             del self._pending[request.request_id]
             if affinity is None:
-                self._open.discard(opened)
+                self._open.discard(trajectory_name)
             # The future is pending only if this coroutine was cancelled. Its cancellation cancels the future too.
             if future.cancelled() or future.exception():
                 self._withdraw(request)
@@ -310,7 +310,8 @@ class EnginePool:
         queue[name] = remainder(pending.request, pending.parts)
         queue.move_to_end(name, last=last)
 
-    def _queue_for(self, affinity: str | None) -> Queue:
+    def _choose_queue(self, affinity: str | None) -> Queue:
+        """Return the queue for a trajectory's request: its earlier replica's, or the common one if that is busy."""
         home = self._homes.get(affinity) if affinity is not None else None
         # A lost replica has no pump: a request in its queue would wait for ever.
         if home is None or home.is_lost or home.load > min(replica.load for replica in self._live) + _MARGIN:
@@ -392,6 +393,7 @@ class EnginePool:
         return tuple(new)
 
     async def _advance(self, replica: Replica, new: tuple[Request, ...]) -> None:
+        """Send new and cancelled requests to a replica's engine, and handle the completions that it returns."""
         self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
         # A request may have finished since its cancellation. The engine no longer knows its id.
         aborts = tuple(name for name in replica.aborts if name in replica.running)
@@ -423,20 +425,20 @@ class EnginePool:
         self, replica: Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
     ) -> list[Completion]:
         """Send new requests and aborts to a replica, let it sample, and return the finished completions."""
-        work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
+        requests_and_aborts: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
         # Only the replica's first rank has vLLM's scheduler. The other ranks follow it.
-        per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
+        per_rank = [requests_and_aborts, *[((), ())] * (len(replica.ranks) - 1)]
         completions, *_ = await self._ranks.ask(
             replica.ranks,
             "advance",
             per_rank,
             budget_seconds,
-            self._completions_per_report(replica),
+            self._choose_completions_per_report(replica),
             budget_seconds=budget_seconds,
         )
         return completions
 
-    def _completions_per_report(self, replica: Replica) -> int | None:
+    def _choose_completions_per_report(self, replica: Replica) -> int | None:
         """Return the number of finished completions after which the engine returns; None: only at the time limit.
 
         Each return costs driver and engine as much time as some sampled tokens.

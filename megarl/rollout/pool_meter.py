@@ -66,6 +66,7 @@ class PoolMeter:
         self._paused_at = None
 
     def _count_pause(self, *, requests_wait: bool) -> None:
+        """Add the time since the pause began, or since the last call. It counts as waiting if `requests_wait`."""
         if self._paused_at is not None:
             now = time.monotonic()
             seconds, self._paused_at = now - self._paused_at, now

@@ -81,7 +81,7 @@ class StartedGroup:
     def to_json(self, archive: Archive) -> dict[str, Any]:
         """Return the group as JSON values. Its arrays and measured times go to `archive`."""
         prefix = f"started.{self.draw}."
-        recorded = [(number, call) for number, calls in self.calls.items() for call in calls]
+        numbered_calls = [(number, call) for number, calls in self.calls.items() for call in calls]
         return {
             "draw": self.draw,
             "problem": self.problem.index,
@@ -89,8 +89,8 @@ class StartedGroup:
             "temperature": self.temperature,
             "finished": [t.to_json(archive, f"{prefix}{number}.") for number, t in self.finished.items()],
             "calls": [
-                {"number": number} | call.to_json(archive, f"{prefix}call{place}.")
-                for place, (number, call) in enumerate(recorded)
+                {"number": number} | call.to_json(archive, f"{prefix}call{call_index}.")
+                for call_index, (number, call) in enumerate(numbered_calls)
             ],
         }
 

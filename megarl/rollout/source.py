@@ -42,6 +42,7 @@ def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
 
 
 def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
+    """Return the mixture from which prompts of these sources are drawn, by their weights."""
     streams = [
         SourceStream(
             source.name,
@@ -60,12 +61,12 @@ def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
     if not token_ids:
         return recipe
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    training = {"stop_token_ids": (*rollout.sampling.stop_token_ids, *token_ids)}
-    rollout = rollout.model_copy(update={"sampling": rollout.sampling.model_copy(update=training)})
+    training_update = {"stop_token_ids": (*rollout.sampling.stop_token_ids, *token_ids)}
+    rollout = rollout.model_copy(update={"sampling": rollout.sampling.model_copy(update=training_update)})
     # An evaluation without stop tokens uses the training's. So only an evaluation's own list needs the addition.
     if (stop_token_ids := evaluation.sampling.stop_token_ids) is not None:
-        heldout = evaluation.sampling.model_copy(update={"stop_token_ids": (*stop_token_ids, *token_ids)})
-        evaluation = evaluation.model_copy(update={"sampling": heldout})
+        evaluation_sampling = evaluation.sampling.model_copy(update={"stop_token_ids": (*stop_token_ids, *token_ids)})
+        evaluation = evaluation.model_copy(update={"sampling": evaluation_sampling})
     return recipe.model_copy(update={"rollout": rollout, "evaluation": evaluation})
 
 

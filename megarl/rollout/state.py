@@ -67,8 +67,8 @@ class RLState:
         """
         self._step_groups = []
         self._baselines_before_step = dict(self.role_baselines)
-        before = self.drawn, self.used, self.num_dropped, self.waiting, self.positions
-        self._before_step = before if repeats_draws else None
+        counts_and_positions = self.drawn, self.used, self.num_dropped, self.waiting, self.positions
+        self._before_step = counts_and_positions if repeats_draws else None
         self._num_events = len(self.draws.pending)
 
     def start(self, group: StartedGroup, positions: Positions) -> None:
@@ -130,16 +130,16 @@ class RLState:
 
         Returns `kl/coefficient` as used in this step; empty if the coefficient is fixed.
         """
-        before = self.kl_coefficient
+        coefficient_used = self.kl_coefficient
         if self._algorithm.kl_target is None or divergence is None:
             return {}
         # A NaN would stay in the coefficient until the end of the run.
         if math.isfinite(divergence):
             target, horizon = self._algorithm.kl_target, self._algorithm.kl_horizon
             self.kl_coefficient = adapted_coefficient(
-                before, divergence, target=target, horizon=horizon, num_samples=num_samples
+                coefficient_used, divergence, target=target, horizon=horizon, num_samples=num_samples
             )
-        return {"kl/coefficient": before}
+        return {"kl/coefficient": coefficient_used}
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint folder. An unfinished completion has its tokens up to the last pause."""
@@ -173,6 +173,7 @@ class RLState:
             ) from None
 
     def _load(self, folder: Path, find_problem: FindProblem) -> None:
+        """Read the files of a checkpoint. Raises an error of `DAMAGE` for invalid contents."""
         state = loads((folder / STATE).read_bytes(), None)
         archive = Archive(load_file(folder / ARRAYS), loads((folder / TIMES).read_bytes(), None))
         self.drawn, self.used, self.num_dropped = state["drawn"], state["used"], state["given_up"]
@@ -201,17 +202,18 @@ def problem_lookup(
     It raises ConfigError if the recipe no longer has the problem. The message names `origin`, where the samples come
     from, and the `remedy`.
     """
-    # Index the places once. A lookup must not scan the problems of a streamed data set.
-    places = {source: Places(source_problems) for source, source_problems in problems.items()}
+    # `Places` maps problem indices to positions in the data. Build it once: a lookup must not scan the problems of a
+    # streamed data set.
+    positions = {source: Places(source_problems) for source, source_problems in problems.items()}
 
     def find_problem(source: str, index: int) -> Problem:
-        place = places[source].get(index) if source in places else None
-        if place is None:
+        position = positions[source].get(index) if source in positions else None
+        if position is None:
             raise ConfigError(
                 f"mixture.{source}: {origin} has samples for problem {index} of this source, but the recipe no longer "
                 f"has the problem; {remedy}"
             )
-        return problems[source][place]
+        return problems[source][position]
 
     return find_problem
 

@@ -54,17 +54,17 @@ def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> 
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")
     chains: list[Chain] = []
-    for number in range(len(calls)) if trained is None else trained:
-        call = calls[number]
+    for call_index in range(len(calls)) if trained is None else trained:
+        call = calls[call_index]
         token_ids = call.token_ids
-        extended = longest_prefix(chains, token_ids[: len(call.prompt_token_ids)])
-        if extended is None:
-            extended = Chain([], 0, b"")
-            chains.append(extended)
-        extended.numbers.append(number)
-        extended.num_tokens = len(token_ids)
-        extended.digest = blake2b(token_ids.tobytes()).digest()
-    return tuple(_segment(calls, chain.numbers) for chain in chains)
+        extended_chain = longest_prefix(chains, token_ids[: len(call.prompt_token_ids)])
+        if extended_chain is None:
+            extended_chain = Chain([], 0, b"")
+            chains.append(extended_chain)
+        extended_chain.numbers.append(call_index)
+        extended_chain.num_tokens = len(token_ids)
+        extended_chain.digest = blake2b(token_ids.tobytes()).digest()
+    return tuple(_make_segment(calls, chain.numbers) for chain in chains)
 
 
 def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain | None:
@@ -73,38 +73,38 @@ def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain 
     The prompt is hashed once for all chains, not compared with each.
     """
     longest: Chain | None = None
-    so_far, end = blake2b(), 0
+    prefix_hash, num_hashed = blake2b(), 0
     # Sorted by length, so that one running hash passes the end of each chain.
     for chain in sorted(chains, key=lambda chain: chain.num_tokens):
         if chain.num_tokens > len(prompt):
             break
-        so_far.update(prompt[end : chain.num_tokens].tobytes())
-        end = chain.num_tokens
+        prefix_hash.update(prompt[num_hashed : chain.num_tokens].tobytes())
+        num_hashed = chain.num_tokens
         # Strictly longer, so that the first of equal chains wins (`sorted` is stable).
         is_longer = longest is None or chain.num_tokens > longest.num_tokens
-        if is_longer and so_far.digest() == chain.digest:
+        if is_longer and prefix_hash.digest() == chain.digest:
             longest = chain
     return longest
 
 
-def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
-    """Return one training sequence made of the model calls `numbers`. Each call extends the one before it."""
-    last = calls[numbers[-1]]
+def _make_segment(calls: Sequence[ModelCall], call_indices: Sequence[int]) -> Segment:
+    """Return one training sequence made of the model calls `call_indices`. Each call extends the one before it."""
+    last = calls[call_indices[-1]]
     # The last call's prompt contains all earlier completions.
     token_ids = last.token_ids
     rollout_logprobs = np.zeros(len(token_ids), np.float32)
     weight_versions = np.full(len(token_ids), -1, np.int32)
     turns = np.full(len(token_ids), -1, np.int16)
     retained_sets: list[tuple[int, RetainedSets | None]] = []
-    end = 0
-    for number in numbers:
-        call = calls[number]
+    previous_end = 0
+    for call_index in call_indices:
+        call = calls[call_index]
         start = len(call.prompt_token_ids)
-        retained_sets += [(start - end, None), (len(call.completion.token_ids), call.completion.retained_sets)]
-        end = start + len(call.completion.token_ids)
-        rollout_logprobs[start:end] = call.completion.rollout_logprobs
-        weight_versions[start:end] = call.completion.weight_versions
-        turns[start:end] = number
+        retained_sets += [(start - previous_end, None), (len(call.completion.token_ids), call.completion.retained_sets)]
+        previous_end = start + len(call.completion.token_ids)
+        rollout_logprobs[start:previous_end] = call.completion.rollout_logprobs
+        weight_versions[start:previous_end] = call.completion.weight_versions
+        turns[start:previous_end] = call_index
     digests = last.completion.expert_digests
     return Segment(
         token_ids=token_ids,

@@ -75,11 +75,11 @@ class StragglerDetector:
                 self._paces[name] = deque(maxlen=WINDOW)
             else:
                 self._paces[name].append(pace)
-        full_windows = {name: total for name in paces if (total := self._over_window(name)) is not None}
+        full_windows = {name: total for name in paces if (total := self._sum_over_window(name)) is not None}
         stragglers = [name for name in full_windows if self._is_straggler(name, full_windows)]
         return {"rollout/slow_replicas": float(len(stragglers))}
 
-    def _over_window(self, name: str) -> Pace | None:
+    def _sum_over_window(self, name: str) -> Pace | None:
         """Return a replica's speed over the last steps; None if it was measured for too short a time."""
         total = Pace()
         for pace in self._paces[name]:
@@ -88,19 +88,23 @@ class StragglerDetector:
         return total if is_enough else None
 
     def _is_straggler(self, name: str, paces: Mapping[str, Pace]) -> bool:
+        """Return whether a replica is far slower than the median of the others, and report it once."""
         other_paces = [pace for peer, pace in paces.items() if peer != name]
         if not other_paces:
             return False
         # The median, so that a second slow replica does not hide this one.
-        pace_here, rate = paces[name], median(pace.rate for pace in other_paces)
-        request_rate = median(pace.request_rate for pace in other_paces)
-        if pace_here.rate >= SLOW_SHARE * rate or pace_here.request_rate >= SLOW_SHARE * request_rate:
+        replica_pace, median_rate = paces[name], median(pace.rate for pace in other_paces)
+        median_request_rate = median(pace.request_rate for pace in other_paces)
+        if (
+            replica_pace.rate >= SLOW_SHARE * median_rate
+            or replica_pace.request_rate >= SLOW_SHARE * median_request_rate
+        ):
             return False
         if name not in self._reported:
             self._reported.add(name)
             self._notify(
-                f"{name} is slow: over {len(self._paces[name])} steps it sampled {pace_here.rate:.3g} tokens/s, "
-                f"{pace_here.request_rate:.3g} for each request; the median of its siblings is {rate:.3g} and "
-                f"{request_rate:.3g} (rollout/slow_replicas counts such replicas)"
+                f"{name} is slow: over {len(self._paces[name])} steps it sampled {replica_pace.rate:.3g} tokens/s, "
+                f"{replica_pace.request_rate:.3g} for each request; the median of its siblings is {median_rate:.3g} "
+                f"and {median_request_rate:.3g} (rollout/slow_replicas counts such replicas)"
             )
         return True

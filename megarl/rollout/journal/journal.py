@@ -89,16 +89,16 @@ class AttemptJournal:
 
         `attempt_name` is unique in the run. Answers with other sampling parameters (`settings`) are not used.
         """
-        earlier = self._state.newest(attempt_name)
-        if earlier is not None:
-            self._unused.discard(earlier.name)
-        if earlier is not None and earlier.settings == settings:
-            if (trajectory := self._trajectory(earlier)) is not None:
-                return AttemptLog(self, earlier, ended=trajectory)
-            if earlier.can_go_on:
-                self.append({"kind": "reopened", "try": earlier.name})
-                return AttemptLog(self, earlier, is_reopened=True)
-        return AttemptLog(self, self.begin_try(attempt_name, settings), earlier=earlier)
+        newest_try = self._state.newest(attempt_name)
+        if newest_try is not None:
+            self._unused.discard(newest_try.name)
+        if newest_try is not None and newest_try.settings == settings:
+            if (trajectory := self._read_trajectory(newest_try)) is not None:
+                return AttemptLog(self, newest_try, ended=trajectory)
+            if newest_try.can_go_on:
+                self.append({"kind": "reopened", "try": newest_try.name})
+                return AttemptLog(self, newest_try, is_reopened=True)
+        return AttemptLog(self, self.begin_try(attempt_name, settings), earlier=newest_try)
 
     def begin_try(self, attempt_name: str, settings: str) -> JournaledTry:
         """Begin a try, which replaces all earlier tries of the attempt."""
@@ -220,8 +220,8 @@ class AttemptJournal:
         """
         agent_try = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
-        facts = {"is_repeatable": is_repeatable, "num_begun": num_begun, "request": request_id}
-        await self.write(sampled_record(agent_try, agent_try.num_begun, call, origin, **facts))
+        record_fields = {"is_repeatable": is_repeatable, "num_begun": num_begun, "request": request_id}
+        await self.write(sampled_record(agent_try, agent_try.num_begun, call, origin, **record_fields))
 
     def close(self) -> None:
         """Write the last records. Raises the error of a failed write, unless `check_storage` has raised it."""
@@ -232,7 +232,8 @@ class AttemptJournal:
         if not self._is_failure_raised:
             self.check_storage()
 
-    def _trajectory(self, agent_try: JournaledTry) -> Trajectory | None:
+    def _read_trajectory(self, agent_try: JournaledTry) -> Trajectory | None:
+        """Return the trajectory of a try that has ended, or None. Raises DataError if it is damaged."""
         if not agent_try.ended or agent_try.ended["trajectory"] is None:
             return None
         try:
@@ -254,15 +255,16 @@ class AttemptJournal:
         return content
 
     def _write(self, content: bytes, *, is_flushed: bool = True) -> None:
+        """Write records to the file, with `is_flushed` down to the disk. After an error nothing more is written."""
         # After a failed write, the file may end within a record. Records appended there could not be read.
         if self._failure is not None:
             raise self._failure
         try:
             with storage_faults_named(self._file):
                 # `os.write` may write only a part of its bytes.
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[os.write(self._descriptor, rest) :]
+                unwritten = memoryview(content)
+                while unwritten:
+                    unwritten = unwritten[os.write(self._descriptor, unwritten) :]
                 if is_flushed:
                     os.fdatasync(self._descriptor)
         except Exception as error:
@@ -308,6 +310,7 @@ class AttemptLog:
         return self._try.aborted.total()
 
     def _repeat(self, earlier: JournaledTry) -> None:
+        """Let this try repeat the answers of an `earlier` try with the same sampling parameters."""
         self._earlier = earlier
         self.calls = []
         self._origins.clear()
@@ -457,6 +460,7 @@ class ReopenedSession:
 
     @classmethod
     def of(cls, agent_try: JournaledTry) -> ReopenedSession:
+        """Return the session in which the program of a try still runs, with its answered model calls."""
         assert agent_try.opened is not None, "only tries that can go on are reopened"
         calls = tuple(
             (answer.call, agent_try.asked[answer.request], agent_try.received[answer.request] > 0)
@@ -465,8 +469,8 @@ class ReopenedSession:
         )
         names = ("session", "key", "node", "container")
         num_started = max((request["number"] for request in agent_try.asked.values()), default=0)
-        facts = (agent_try.opened[name] for name in names)
-        return cls(*facts, calls=calls, num_started=num_started)
+        session_values = (agent_try.opened[name] for name in names)
+        return cls(*session_values, calls=calls, num_started=num_started)
 
 
 def _digest(call: RecordedCall) -> tuple[str, bytes]:

@@ -153,11 +153,13 @@ class JournaledTry:
         if self.can_go_on:
             yield from (dict(record) for record in (self.opened, *self.asked.values()) if record is not None)
         # Rebuild the try step by step: `base` of a record may only name an answer written before it.
-        again = JournaledTry(self.name, self.attempt_name, self.settings)
+        rebuilt_try = JournaledTry(self.name, self.attempt_name, self.settings)
         for number, answer in sorted(self.answers.items()):
             assert answer.call is not None, "tries without tokens are settled"
-            yield sampled_record(again, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request)
-            again.add(number, answer)
+            yield sampled_record(
+                rebuilt_try, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request
+            )
+            rebuilt_try.add(number, answer)
             if self.received[answer.request] > 0 and self.can_go_on:
                 yield {"kind": "received", "try": self.name, "request": answer.request, "clients": 1}
         for identity, num_tokens in self.aborted.items():
@@ -181,7 +183,7 @@ def sampled_record(
     `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `num_begun` tokens of
     the answer are in the try's `aborted` already. `request` is the request's id.
     """
-    base, num_shared = agent_try.place(call.prompt_token_ids)
+    base_answer, num_shared = agent_try.place(call.prompt_token_ids)
     return {
         "kind": "sampled",
         "try": agent_try.name,
@@ -191,7 +193,7 @@ def sampled_record(
         "begun": num_begun,
         "id": call.identity,
         "request": request,
-        "base": base,
+        "base": base_answer,
         "prompt": prompt_digest(call.prompt_token_ids),
         "new": encode_tokens(call.prompt_token_ids[num_shared:]),
         **completion_values(call.parts[0]),
@@ -289,6 +291,7 @@ class JournalState:
         appliers[values["kind"]](values)
 
     def account(self) -> TokenAccount:
+        """Return the numbers of sampled tokens so far, and the contradictions found in the records."""
         settled_tokens = self._settled_tokens
         account = replace(
             settled_tokens,
@@ -356,8 +359,8 @@ class JournalState:
             "lost": settled_tokens.lost,
             "unreported_calls": settled_tokens.unreported_calls,
         }
-        live = sum(agent_try.num_sampled for agent_try in self.tries.values())
-        return {"kind": "totals", **counts, "sampled": settled_tokens.sampled - live, "steps": steps}
+        num_live_tokens = sum(agent_try.num_sampled for agent_try in self.tries.values())
+        return {"kind": "totals", **counts, "sampled": settled_tokens.sampled - num_live_tokens, "steps": steps}
 
     def newest(self, attempt_name: str) -> JournaledTry | None:
         tries = [
@@ -377,6 +380,7 @@ class JournalState:
         return not any(t.attempt_name == agent_try.attempt_name and t.is_open for t in self.tries.values())
 
     def _apply_totals(self, values: Mapping[str, Any]) -> None:
+        """Add the counts of the tries that an earlier start removed from the journal."""
         settled_tokens = self._settled_tokens
         settled_tokens.sampled += _count(values["sampled"])
         settled_tokens.dropped += _count(values["dropped"])
@@ -388,6 +392,7 @@ class JournalState:
             settled_tokens.untrained[step] = _count(untrained)
 
     def _apply_began(self, values: Mapping[str, Any]) -> None:
+        """Begin a try. It replaces the attempt's earlier tries."""
         name, attempt_name, settings = (str(values[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError("a try began twice")
@@ -401,6 +406,7 @@ class JournalState:
         self._calls_under_way.add(str(values["id"]))
 
     def _apply_sampled(self, values: Mapping[str, Any]) -> None:
+        """Add an answer to a try. A repeated answer moves from the earlier try, so that its tokens count once."""
         agent_try, number = self.tries[values["try"]], _count(values["call"])
         if number < agent_try.num_begun or not agent_try.is_open:
             raise ValueError("an answer of a try that is over, or an answer twice")
@@ -410,11 +416,11 @@ class JournalState:
         self._calls_under_way.discard(identity)
         call = None
         if self._used_from is not None:
-            call = RecordedCall(_prompt(agent_try, values), [completion], is_done=True, identity=identity)
-        newest = int(versions.max(initial=0))
+            call = RecordedCall(_read_prompt(agent_try, values), [completion], is_done=True, identity=identity)
+        newest_version = int(versions.max(initial=0))
         # Earlier versions of megarl write no ids of requests and calls.
-        request = str(values.get("request", ""))
-        answer = JournaledAnswer(num_tokens, newest, call, values["repeatable"] is True, request)
+        request_id = str(values.get("request", ""))
+        answer = JournaledAnswer(num_tokens, newest_version, call, values["repeatable"] is True, request_id)
         agent_try.add(number, answer)
         if values["from"] is None:
             # Earlier versions of megarl do not count the tokens of unfinished calls.
@@ -423,11 +429,12 @@ class JournalState:
             self._settled_tokens.sampled += num_tokens - num_begun
             return
         # Move the tokens from the earlier try, so that they are counted once.
-        name, origin = values["from"]
-        if self.tries[name].answers.pop(_count(origin)).num_tokens != num_tokens:
+        origin_try, origin_number = values["from"]
+        if self.tries[origin_try].answers.pop(_count(origin_number)).num_tokens != num_tokens:
             raise ValueError("an answer that is repeated differs from the first")
 
     def _apply_aborted(self, values: Mapping[str, Any]) -> None:
+        """Count the tokens of a call that ended without an answer."""
         # Earlier versions of megarl write the prompt's digest instead of the call's id.
         identity, num_tokens = str(values["id"] if "id" in values else values["prompt"]), _count(values["tokens"])
         self._calls_under_way.discard(identity)
@@ -492,6 +499,7 @@ class JournalState:
         agent_try.is_open = True
 
     def _apply_ended(self, values: Mapping[str, Any]) -> None:
+        """End a try with its trajectory, still as JSON values."""
         agent_try = self.tries[values["try"]]
         if not agent_try.is_open:
             raise ValueError("a try ended twice, or after a later one began")
@@ -504,6 +512,7 @@ class JournalState:
             agent_try.forget_tokens()
 
     def _apply_dropped(self, values: Mapping[str, Any]) -> None:
+        """Drop tries that no step will train."""
         # Some are dropped in the middle of a step. Earlier versions of megarl never write the step.
         step = _count(values["step"]) if "step" in values else self._last_step + 1
         for name in values["tries"]:
@@ -542,7 +551,7 @@ class JournalState:
                     agent_try.forget_tokens()
 
 
-def _prompt(agent_try: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
+def _read_prompt(agent_try: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
     """Return the prompt of a record: int32 [prompt]. Raises an error of `DAMAGE` for damaged tokens."""
     prompt = decode_tokens(values["new"])
     if values["base"] is not None and (base := agent_try.answers[values["base"]].call) is not None:

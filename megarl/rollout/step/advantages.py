@@ -98,52 +98,61 @@ def compute_advantages(
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
-    scores = _scores(batch, recipe)
+    scores = _compute_scores(batch, recipe)
     metrics: dict[str, float] = {}
     if algorithm.advantage == "pass_at_k":
         num_scored = np.bincount(batch.groups, weights=batch.is_scored)
         metrics["advantages/groups_below_k"] = float((num_scored < algorithm.pass_k).sum())
-    divergence = torch.zeros(len(mask))
+    kl_penalties = torch.zeros(len(mask))
+    # Compute the KL penalty of each token.
     # In distillation a preset's KL penalty has no effect, because the teacher replaces the reference model.
     if recipe.has_kl_penalty and algorithm.kl_placement != "loss":
-        divergence = _divergence(batch, algorithm)
+        kl_penalties = _divergence(batch, algorithm)
         if algorithm.k3_max is not None:
-            metrics["kl/capped"] = float((divergence[mask] >= algorithm.k3_max).float().mean())
-        metrics["kl/reference"] = float(divergence[mask].mean())
+            metrics["kl/capped"] = float((kl_penalties[mask] >= algorithm.k3_max).float().mean())
+        metrics["kl/reference"] = float(kl_penalties[mask].mean())
         # Scale only now: the metrics report the plain KL, without its coefficient.
-        divergence = kl_coefficient * divergence
+        kl_penalties = kl_coefficient * kl_penalties
+    # Compute the advantages: by a critic's values, or by comparing the rewards of samples or turns.
     if algorithm.advantage == "gae":
         turn_rewards, turns = torch.from_numpy(batch.turn_rewards), torch.from_numpy(batch.turns)
         # float32, like the critic's values. Estimators without a critic compare float64 rewards.
         rewards = token_rewards(scores, turn_rewards, turns, cu_samples, mask).float()
         if algorithm.kl_placement == "reward":
-            rewards = rewards - divergence
-        expected = torch.from_numpy(batch.per_token["values"])
+            rewards = rewards - kl_penalties
+        predicted_values = torch.from_numpy(batch.per_token["values"])
         advantages, returns = gae(
-            rewards, expected, cu_samples, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda, mask=mask
+            rewards, predicted_values, cu_samples, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda, mask=mask
         )
         batch.per_token["returns"] = returns.numpy()
-        metrics |= _value_metrics(expected[mask], returns[mask])
+        metrics |= _value_metrics(predicted_values[mask], returns[mask])
     else:
         if algorithm.kl_placement == "reward":
-            scores = scores - sequence_sums(divergence, cu_samples, mask)
+            scores = scores - sequence_sums(kl_penalties, cu_samples, mask)
         if algorithm.advantage == "rae":
             baselines = {} if role_baselines is None else role_baselines
             advantages = broadcast_to_tokens(role_advantages(scores, batch, recipe, baselines), cu_samples, len(mask))
             metrics |= {f"advantages/baseline/{name}": value for name, value in baselines.items()}
         elif algorithm.reward_order == "normalize_then_sum":
-            advantages = broadcast_to_tokens(_function_advantages(batch, recipe), cu_samples, len(mask))
+            advantages = broadcast_to_tokens(_compute_function_advantages(batch, recipe), cu_samples, len(mask))
         elif algorithm.turn_discount is None:
-            advantages = broadcast_to_tokens(_sample_advantages(scores, batch, algorithm), cu_samples, len(mask))
+            advantages = broadcast_to_tokens(
+                _compute_sample_advantages(scores, batch, algorithm), cu_samples, len(mask)
+            )
         else:
-            advantages = _turn_advantages(scores, batch, algorithm, algorithm.turn_discount)
+            advantages = _compute_turn_advantages(scores, batch, algorithm, algorithm.turn_discount)
         if algorithm.state_weight:
-            advantages = advantages + weighted_state_advantages(_rewards_by_turn(scores, batch), batch, algorithm)
+            advantages = advantages + weighted_state_advantages(
+                _compute_rewards_by_turn(scores, batch), batch, algorithm
+            )
+    # Subtract the KL penalty, unless it is already part of the reward.
     # With gamma = lambda = 1, this is the sum of the KL over the following tokens.
     if algorithm.kl_placement == "return":
-        divergence, _ = gae(divergence, torch.zeros_like(divergence), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask)
+        kl_penalties, _ = gae(
+            kl_penalties, torch.zeros_like(kl_penalties), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask
+        )
     if algorithm.kl_placement in ("return", "advantage"):
-        advantages = advantages - divergence
+        advantages = advantages - kl_penalties
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, mask)
     batch.per_token["advantages"] = torch.where(mask, advantages, 0.0).float().numpy()
@@ -165,11 +174,13 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
     if algorithm.importance_sampling is None:
         return {}
     name, mask = algorithm.importance_sampling, torch.from_numpy(batch.loss_mask)
-    old, rollout = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "rollout_logprobs"))
-    tokens = old, rollout, torch.from_numpy(batch.cu_samples), mask
-    weights = importance_weights(name, *tokens, **algorithm.correction_settings)
+    old_logprobs, rollout_logprobs = (
+        torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "rollout_logprobs")
+    )
+    token_arguments = old_logprobs, rollout_logprobs, torch.from_numpy(batch.cu_samples), mask
+    weights = importance_weights(name, *token_arguments, **algorithm.correction_settings)
     batch.per_token["importance_weights"] = weights.numpy()
-    metrics = weight_metrics(weights, unbounded_weights(name, *tokens))
+    metrics = weight_metrics(weights, unbounded_weights(name, *token_arguments))
     return {metric: float(values[mask].mean()) for metric, values in metrics.items()}
 
 
@@ -189,7 +200,7 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
     return {"entropy/threshold": float(threshold), "entropy/trained_share": float(is_kept.sum() / mask.sum())}
 
 
-def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
+def _compute_scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
     The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit. One limit is of a
@@ -211,27 +222,27 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     return scores
 
 
-def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
+def _compute_function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return advantages [samples] computed per reward function.
 
     Each function's scores are normalised within the group. Their weighted sum is whitened over the batch. Source: GDPO
     (arXiv 2601.05242, eqs. 4 to 6).
     """
     total = torch.zeros(len(batch.rewards), dtype=torch.float64)
-    for scores, weight_in in _judgements(batch):
+    for scores, weight_in_source in _iterate_scorers(batch):
         weights = torch.zeros_like(total)
         for source in recipe.sources:
-            weights[_source_mask(source.name, batch, recipe)] = weight_in(source.recipe.reward)
+            weights[_source_mask(source.name, batch, recipe)] = weight_in_source(source.recipe.reward)
         is_judged = torch.from_numpy(~np.isnan(scores))
         # A NaN score would make the sum NaN even with weight 0, so replace it. `is_judged` excludes its sample.
-        sample_advantages = _sample_advantages(
+        sample_advantages = _compute_sample_advantages(
             torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged
         )
         total += weights * sample_advantages
     return whiten(total, torch.from_numpy(batch.is_scored))
 
 
-def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[[RewardConfig], float]]]:
+def _iterate_scorers(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[[RewardConfig], float]]]:
     """Yield each scorer's scores [samples], with a function returning its weight in a source's reward settings.
 
     A scorer is a reward function, an environment or the reward model.
@@ -265,40 +276,40 @@ def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
     return torch.where(torch.from_numpy(batch.loss_mask), estimate(old, reference, **settings), 0.0)
 
 
-def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
+def _compute_turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
     """Return advantages [tokens] of multi-turn trajectories, computed turn by turn.
 
     A turn's discounted return is compared with the same turn's return in the group's other samples. If a scored sample
     has fewer turns, the turn gets the advantage of its whole trajectory. `scores` [samples] minus all turn rewards
     counts at the last turn.
     """
-    rewards = _rewards_by_turn(scores, batch)
+    rewards = _compute_rewards_by_turn(scores, batch)
     num_turns = torch.from_numpy(batch.num_turns)
     has_turns = num_turns > 0
     returns = turn_returns(rewards, discount)
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
     turn_scores = torch.where(has_turns, returns[:, 0], scores)
-    advantages = broadcast_to_tokens(_sample_advantages(turn_scores, batch, algorithm), cu_samples, len(turns))
+    advantages = broadcast_to_tokens(_compute_sample_advantages(turn_scores, batch, algorithm), cu_samples, len(turns))
     # Turn 0 needs no comparison of its own: its return is the whole trajectory's return.
     for turn in range(1, rewards.shape[1]):
         is_comparable = _all_in_group(num_turns > turn, batch)
         turn_advantages = broadcast_to_tokens(
-            _sample_advantages(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns)
+            _compute_sample_advantages(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns)
         )
         is_in_turn = (turns == turn) & broadcast_to_tokens(is_comparable, cu_samples, len(turns))
         advantages = torch.where(is_in_turn, turn_advantages, advantages)
     return advantages
 
 
-def _rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
+def _compute_rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
     """Return the rewards of turns, float64 [samples, turns].
 
     The part of `scores` [samples] without a turn counts at the last turn.
     """
     rewards, num_turns = torch.from_numpy(batch.turn_rewards).clone(), torch.from_numpy(batch.num_turns)
     has_turns = num_turns > 0
-    rest = scores - rewards.sum(1)
-    rewards[torch.arange(len(scores))[has_turns], num_turns[has_turns] - 1] += rest[has_turns]
+    rewards_without_turn = scores - rewards.sum(1)
+    rewards[torch.arange(len(scores))[has_turns], num_turns[has_turns] - 1] += rewards_without_turn[has_turns]
     return rewards
 
 
@@ -309,38 +320,38 @@ def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
     return ~torch.isin(groups, groups[fails])
 
 
-def _sample_advantages(
-    scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None
+def _compute_sample_advantages(
+    scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, is_comparable: Tensor | None = None
 ) -> Tensor:
     """Return advantages [samples] by the recipe's estimator; zero for unscored samples.
 
-    `among`, bool [samples], restricts the computation to these samples.
+    `is_comparable`, bool [samples], restricts the computation to these samples.
     """
-    is_taken = torch.from_numpy(batch.is_scored)
-    if among is not None:
-        is_taken = is_taken & among
+    is_included = torch.from_numpy(batch.is_scored)
+    if is_comparable is not None:
+        is_included = is_included & is_comparable
     advantage = function_of(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
     # An estimator, also a user's own, takes any subset of these arguments. `supported_kwargs` selects them.
-    offered: dict[str, Any] = {
-        "lengths": torch.from_numpy(batch.num_sampled)[is_taken],
+    available_kwargs: dict[str, Any] = {
+        "lengths": torch.from_numpy(batch.num_sampled)[is_included],
         "normalize_by_std": algorithm.normalize_by_std,
         "lone_sample": algorithm.lone_sample,
         "k": algorithm.pass_k,
         "gamma": algorithm.gamma,
         "gae_lambda": algorithm.gae_lambda,
-        "passes": torch.from_numpy(batch.is_correct)[is_taken],
+        "passes": torch.from_numpy(batch.is_correct)[is_included],
     }
-    settings = supported_kwargs(advantage, offered) | algorithm.advantage_kwargs
+    settings = supported_kwargs(advantage, available_kwargs) | algorithm.advantage_kwargs
     # An estimator need not handle empty input.
-    if not is_taken.any():
+    if not is_included.any():
         return torch.zeros_like(scores)
-    rewards = scores[is_taken]
-    result = advantage(rewards, torch.from_numpy(batch.groups)[is_taken], **settings)
+    rewards = scores[is_included]
+    estimates = advantage(rewards, torch.from_numpy(batch.groups)[is_included], **settings)
     try:
-        advantages = checked_advantages(result, rewards)
+        advantages = checked_advantages(estimates, rewards)
     except ResultError as error:
         raise ConfigError(f"algorithm.advantage = {algorithm.advantage}: {error}") from error
-    return torch.zeros_like(scores).masked_scatter(is_taken, advantages)
+    return torch.zeros_like(scores).masked_scatter(is_included, advantages)
 
 
 def _value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:

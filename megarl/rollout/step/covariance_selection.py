@@ -42,17 +42,19 @@ def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) ->
     if not algorithm.selects_by_covariance or not mask.any():
         return {}
     logprobs, advantages = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "advantages"))
-    parts = covariances(logprobs, advantages, mask)
-    draws = torch.from_numpy(token_draws(batch, (recipe.seed, weight_version)))
+    token_covariances = covariances(logprobs, advantages, mask)
+    random_numbers = torch.from_numpy(token_draws(batch, (recipe.seed, weight_version)))
     metrics: dict[str, float] = {}
+    # Clip-Cov: drop randomly drawn tokens with a covariance within the range.
     if (share := algorithm.clip_cov_share) is not None:
         low, high = algorithm.clip_cov_range
-        is_dropped = drawn_covariance_mask(parts, mask, draws, share=share, low=low, high=high)
+        is_dropped = drawn_covariance_mask(token_covariances, mask, random_numbers, share=share, low=low, high=high)
         weights = batch.per_token.get("importance_weights", batch.loss_mask.astype(np.float32))
         batch.per_token["importance_weights"] = np.where(is_dropped.numpy(), np.float32(0), weights)
         metrics["covariance/dropped_share"] = float(is_dropped.sum() / mask.sum())
+    # KL-Cov: penalise the tokens with the highest covariances.
     if (share := algorithm.kl_cov_share) is not None:
-        is_penalised = highest_covariance_mask(parts, mask, draws, share=share)
+        is_penalised = highest_covariance_mask(token_covariances, mask, random_numbers, share=share)
         coefficient = np.float32(algorithm.kl_cov_coefficient)
         batch.per_token["log_ratio_penalties"] = np.where(is_penalised.numpy(), coefficient, np.float32(0))
         metrics["covariance/penalised_share"] = float(is_penalised.sum() / mask.sum())
@@ -65,12 +67,12 @@ def token_draws(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
     It depends only on `seed`, the sequence's tokens and the token's position. So it does not change with the order of
     sequences or the number of ranks. Equal sequences get different numbers.
     """
-    draws: list[NDArray[np.float64]] = []
-    num_equal: Counter[bytes] = Counter()
+    random_numbers: list[NDArray[np.float64]] = []
+    num_earlier_equal: Counter[bytes] = Counter()
     for token_ids in np.split(batch.token_ids, batch.cu_seqlens[1:-1]):
         # Not Python's `hash`: it differs between processes, and a resumed run must draw the same tokens.
         digest = blake2b(token_ids.astype(np.int64).tobytes(), digest_size=16).digest()
         words = np.frombuffer(digest, np.uint32).tolist()
-        draws.append(np.random.default_rng([*seed, num_equal[digest], *words]).random(len(token_ids)))
-        num_equal[digest] += 1
-    return np.concatenate(draws)
+        random_numbers.append(np.random.default_rng([*seed, num_earlier_equal[digest], *words]).random(len(token_ids)))
+        num_earlier_equal[digest] += 1
+    return np.concatenate(random_numbers)

@@ -78,21 +78,21 @@ class RLBatch(TokenBatch):
         is_sampled = np.concatenate([segment.loss_mask for segment in segments])
         per_token = {"rollout_logprobs": np.concatenate([segment.rollout_logprobs for segment in segments])}
         if any(segment.old_logprobs is not None for segment in segments):
-            per_token["old_logprobs"] = np.concatenate([_old_logprobs(segment) for segment in segments])
+            per_token["old_logprobs"] = np.concatenate([_fill_old_logprobs(segment) for segment in segments])
         return cls(
             token_ids=np.concatenate([segment.token_ids for segment in segments]),
             loss_mask=is_sampled & np.repeat(np.repeat(is_trained, num_segments), lengths),
             cu_seqlens=borders(lengths),
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
-            experts=_experts(segments),
+            experts=_collect_experts(segments),
             expert_digests=_concatenate_all([segment.expert_digests for segment in segments]),
             retained_sets=join_retained([(len(segment), segment.retained_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
             turns=np.concatenate([segment.turns for segment in segments]),
-            turn_rewards=_turn_rewards(trajectories),
-            state_groups=_state_groups(groups),
+            turn_rewards=_collect_turn_rewards(trajectories),
+            state_groups=_number_state_groups(groups),
             rewards=np.array([0.0 if reward is None else reward.score for reward in rewards], np.float64),
             groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             num_sampled=np.array([trajectory.num_sampled for trajectory in trajectories]),
@@ -102,8 +102,8 @@ class RLBatch(TokenBatch):
             environments=tuple(trajectory.environment for trajectory in trajectories),
             roles=tuple(trajectory.role for trajectory in trajectories),
             sample_ids=tuple((trajectory.group, trajectory.number) for trajectory in trajectories),
-            scores=_scores_by_function(trajectories),
-            environment_scores=_environment_scores(trajectories),
+            scores=_collect_scores_by_function(trajectories),
+            environment_scores=_collect_environment_scores(trajectories),
             entropies=_concatenate_all([segment.entropies for segment in segments]),
         )
 
@@ -142,15 +142,17 @@ class RLBatch(TokenBatch):
         `conversations` are distributed over the updates for an additional loss (`algorithm.ptx_coefficient`). Steps
         training only the critic (`critic.warmup_steps`) have no minibatches.
         """
-        updates, longest = recipe.train.updates_per_step, recipe.longest_trajectory
+        num_updates, longest_trajectory = recipe.train.updates_per_step, recipe.longest_trajectory
         minibatches: list[TokenBatch] = []
-        for number, samples in enumerate(self.samples_by_update(recipe, step)):
+        for update, samples in enumerate(self.samples_by_update(recipe, step)):
             minibatch = self.select_samples(samples)
-            assign_token_weights(minibatch, recipe.algorithm, longest)
+            assign_token_weights(minibatch, recipe.algorithm, longest_trajectory)
             if conversations is not None:
-                first = number % updates
-                dealt = conversations.select_samples(np.arange(first, len(conversations.num_segments), updates))
-                minibatch = _add_conversations(minibatch, dealt, recipe.algorithm.ptx_coefficient)
+                update_in_pass = update % num_updates
+                update_conversations = conversations.select_samples(
+                    np.arange(update_in_pass, len(conversations.num_segments), num_updates)
+                )
+                minibatch = _add_conversations(minibatch, update_conversations, recipe.algorithm.ptx_coefficient)
             minibatches.append(minibatch)
         if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
             # From the second update on, trainer and engine have different weights. A comparison would mean nothing.
@@ -162,7 +164,9 @@ class RLBatch(TokenBatch):
         """Return the indices of the samples of each of a step's minibatches."""
         if step <= recipe.frozen_steps:
             return []
-        orders = [_order(len(self.groups), recipe.seed, step, number) for number in range(recipe.train.epochs_per_step)]
+        orders = [
+            _pass_order(len(self.groups), recipe.seed, step, number) for number in range(recipe.train.epochs_per_step)
+        ]
         return [samples for order in orders for samples in parts(order, recipe.train.updates_per_step)]
 
     def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
@@ -209,7 +213,7 @@ def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def _turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
+def _collect_turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
     rewards = np.zeros((len(trajectories), max(trajectory.num_turns for trajectory in trajectories)))
     for sample, trajectory in enumerate(trajectories):
         for turn, reward in trajectory.turn_rewards:
@@ -217,38 +221,42 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
     return rewards
 
 
-def _state_groups(groups: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
-    placed = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group]
-    numbers = np.full((len(placed), max(trajectory.num_turns for _, trajectory in placed)), -1, np.int64)
+def _number_state_groups(groups: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
+    """Return the array `RLBatch.state_groups`: equal states of one group's turns get one number."""
+    grouped_trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group]
+    state_numbers = np.full(
+        (len(grouped_trajectories), max(trajectory.num_turns for _, trajectory in grouped_trajectories)), -1, np.int64
+    )
     number_of_state: dict[tuple[int, str], int] = {}
-    for sample, (group, trajectory) in enumerate(placed):
+    for sample, (group, trajectory) in enumerate(grouped_trajectories):
         for turn, state in enumerate(trajectory.turn_states[: trajectory.num_turns]):
             if state is not None:
-                numbers[sample, turn] = number_of_state.setdefault((group, state), len(number_of_state))
-    return numbers
+                state_numbers[sample, turn] = number_of_state.setdefault((group, state), len(number_of_state))
+    return state_numbers
 
 
-def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[np.float64]]:
+def _collect_scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[np.float64]]:
+    """Return the samples' scores by each reward function, [samples]; NaN: the function did not score the sample."""
     rewards = [trajectory.reward for trajectory in trajectories]
     names = dict.fromkeys(name for reward in rewards if reward is not None for name in reward.scores)
     scores = {name: np.full(len(rewards), np.nan) for name in names}
     for sample, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         if reward is None or trajectory.turn_rewards:
             continue
-        judged = any(score is not None for score in reward.scores.values())
+        is_judged = any(score is not None for score in reward.scores.values())
         for name in names:
             # If nothing scored the sample, or all functions failed, its reward is 0, and so is each function's score.
-            score = reward.scores.get(name) if judged else 0.0
+            score = reward.scores.get(name) if is_judged else 0.0
             scores[name][sample] = np.nan if score is None else score
     return scores
 
 
-def _environment_scores(trajectories: Sequence[Trajectory]) -> NDArray[np.float64] | None:
+def _collect_environment_scores(trajectories: Sequence[Trajectory]) -> NDArray[np.float64] | None:
     scores = [t.reward.score if t.reward is not None and t.turn_rewards else np.nan for t in trajectories]
     return None if np.isnan(scores).all() else np.array(scores)
 
 
-def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
+def _fill_old_logprobs(segment: Segment) -> NDArray[np.float32]:
     if segment.old_logprobs is not None:
         return segment.old_logprobs
     # NaN marks missing log-probs: any use of them makes the loss NaN.
@@ -256,16 +264,19 @@ def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
 
 
 def _concatenate_all(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
-    present = [array for array in arrays if array is not None]
-    return np.concatenate(present) if len(present) == len(arrays) else None
+    """Return the arrays joined, or None if any is missing."""
+    known_arrays = [array for array in arrays if array is not None]
+    return np.concatenate(known_arrays) if len(known_arrays) == len(arrays) else None
 
 
-def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
+def _collect_experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
+    """Return the handles of the segments' routed experts (MoE), or None if a segment has none."""
     handles = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
     return np.array(handles, np.int64) if len(handles) == len(segments) else None
 
 
-def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
+def _pass_order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
+    """Return the order of the samples in pass `number`: the first pass is in order, later passes are shuffled."""
     if number == 0:
         return np.arange(count)
     return np.random.default_rng([seed, step, number]).permutation(count)

@@ -20,7 +20,7 @@ def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: d
     """
     # `rae` updates a baseline after each sample, so the order matters.
     scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])
-    names = [_baseline_name(recipe, batch, sample) for sample in scored]
+    names = [_name_baseline(recipe, batch, sample) for sample in scored]
     baseline_names = list(dict.fromkeys(names))
     roles = torch.tensor([baseline_names.index(name) for name in names], dtype=torch.int64)
     baselines_before = torch.tensor([baselines.get(name, 0.0) for name in baseline_names], dtype=scores.dtype)
@@ -33,7 +33,8 @@ def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: d
     return advantages
 
 
-def _baseline_name(recipe: Recipe, batch: RLBatch, sample: int) -> str:
+def _name_baseline(recipe: Recipe, batch: RLBatch, sample: int) -> str:
+    """Return the key of a sample's baseline: its role, in a mixture SOURCE.ROLE."""
     role = batch.roles[sample]
     if role is None:
         raise ConfigError(

@@ -63,42 +63,47 @@ async def token_records(
     batch's old log-probs are the engine's. Call this function before the update.
     """
     trajectories = flatten(groups)
-    positions = _extremes(batch, count)
-    if not len(positions):
+    samples = _find_extreme_samples(batch, count)
+    if not len(samples):
         return []
-    places = batch.last_segments[positions]
-    selected_batch = batch.select(places)
+    segment_rows = batch.last_segments[samples]
+    selected_batch = batch.select(segment_rows)
     old_logprobs = selected_batch.per_token.get("old_logprobs")
+    # Get the trainer's log-probs of the chosen samples' last segments.
     # NaN marks log-probs to be computed only by the update's own forward pass.
     is_known = not (old_logprobs is None or starts_from_rollout or np.isnan(old_logprobs).any())
     if old_logprobs is None or not is_known:
         old_logprobs = await forward(selected_batch)
-    trainer = np.split(old_logprobs, selected_batch.cu_seqlens[1:-1])
-    advantages = np.split(selected_batch.per_token["advantages"], selected_batch.cu_seqlens[1:-1])
+    logprobs_by_segment = np.split(old_logprobs, selected_batch.cu_seqlens[1:-1])
+    advantages_by_segment = np.split(selected_batch.per_token["advantages"], selected_batch.cu_seqlens[1:-1])
     records = []
-    for place, trainer_logprobs, token_advantages in zip(positions.tolist(), trainer, advantages, strict=True):
-        trajectory = trajectories[place]
+    for sample, trainer_logprobs, token_advantages in zip(
+        samples.tolist(), logprobs_by_segment, advantages_by_segment, strict=True
+    ):
+        trajectory = trajectories[sample]
         segment = trajectory.segments[-1]
         is_sampled = segment.weight_versions >= 0
-        first = int(is_sampled.argmax())
-        selected = np.arange(first, len(segment))
-        cut = max(0, len(selected) - MOST_TOKENS)
-        if cut:
-            selected = np.concatenate([selected[: MOST_TOKENS // 2], selected[-(MOST_TOKENS // 2) :]])
+        first_sampled = int(is_sampled.argmax())
+        shown_tokens = np.arange(first_sampled, len(segment))
+        num_omitted = max(0, len(shown_tokens) - MOST_TOKENS)
+        if num_omitted:
+            shown_tokens = np.concatenate([shown_tokens[: MOST_TOKENS // 2], shown_tokens[-(MOST_TOKENS // 2) :]])
         # Log-probs computed here are by the current weights, so compare them only with tokens sampled by these weights.
         is_comparable = is_known | (segment.weight_versions == weight_version)
         columns = {
-            "text": selected_texts(tokenizer, segment.token_ids[first:], selected - first),
-            "advantage": _numbers(token_advantages, is_sampled, selected),
-            "rollout_logprob": _numbers(segment.rollout_logprobs, is_sampled, selected),
-            "trainer_logprob": _numbers(trainer_logprobs, is_sampled & is_comparable, selected),
-            "logprob_gap": _numbers(trainer_logprobs - segment.rollout_logprobs, is_sampled & is_comparable, selected),
-            "weight_version": _numbers(segment.weight_versions, is_sampled, selected),
-            "turn": _numbers(segment.turns, is_sampled, selected),
+            "text": selected_texts(tokenizer, segment.token_ids[first_sampled:], shown_tokens - first_sampled),
+            "advantage": _round_known(token_advantages, is_sampled, shown_tokens),
+            "rollout_logprob": _round_known(segment.rollout_logprobs, is_sampled, shown_tokens),
+            "trainer_logprob": _round_known(trainer_logprobs, is_sampled & is_comparable, shown_tokens),
+            "logprob_gap": _round_known(
+                trainer_logprobs - segment.rollout_logprobs, is_sampled & is_comparable, shown_tokens
+            ),
+            "weight_version": _round_known(segment.weight_versions, is_sampled, shown_tokens),
+            "turn": _round_known(segment.turns, is_sampled, shown_tokens),
         }
         # `columns` already contain the completion's text.
         record = {name: value for name, value in trajectory.record().items() if name not in ("completion", "turns")}
-        records.append({**record, "segments": len(trajectory.segments), "cut": cut, "columns": columns})
+        records.append({**record, "segments": len(trajectory.segments), "cut": num_omitted, "columns": columns})
     return records
 
 
@@ -106,17 +111,17 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
     """Return the text of each token [tokens]. If several tokens share a character, the last one has its text."""
     texts: list[str] = []
     pending: list[int] = []
-    for number, token in enumerate(token_ids.tolist(), 1):
+    for num_read, token in enumerate(token_ids.tolist(), 1):
         pending.append(token)
         text = str(tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         # The decoder writes U+FFFD for an incomplete character. A token may also mean U+FFFD, so join at most 4 tokens.
-        is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and number < len(token_ids)
+        is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and num_read < len(token_ids)
         if not is_part:
             # SentencePiece decoders drop the space before a text's first word, so restore it.
             name = tokenizer.convert_ids_to_tokens(pending[0])
-            has_space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
+            needs_space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
             pending = []
-            text = f" {text}" if has_space else text
+            text = f" {text}" if needs_space else text
         texts.append("" if is_part else text)
     return texts
 
@@ -127,33 +132,36 @@ def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected:
     Decodes only these tokens, and neighbours sharing a character. A segment of 32k tokens would take seconds.
     """
     texts: list[str] = []
-    for run in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):
-        begin, end = int(run[0]), int(run[-1]) + 1
-        earliest = max(0, begin - _BYTES_OF_CHARACTER + 1)
-        start = next((s for s in range(begin, earliest - 1, -1) if _begins_character(tokenizer, token_ids[s:])), begin)
-        run_texts = token_texts(tokenizer, token_ids[start : end + _BYTES_OF_CHARACTER - 1])
-        texts += run_texts[begin - start : end - start]
+    for indices in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):
+        begin, end = int(indices[0]), int(indices[-1]) + 1
+        earliest_start = max(0, begin - _BYTES_OF_CHARACTER + 1)
+        first_decoded = next(
+            (s for s in range(begin, earliest_start - 1, -1) if _begins_character(tokenizer, token_ids[s:])), begin
+        )
+        run_texts = token_texts(tokenizer, token_ids[first_decoded : end + _BYTES_OF_CHARACTER - 1])
+        texts += run_texts[begin - first_decoded : end - first_decoded]
     return texts
 
 
 def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> bool:
+    """Return whether the text of these tokens begins with a whole character."""
     start = token_ids[:_BYTES_OF_CHARACTER].tolist()
     text = str(tokenizer.decode(start, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return not text.startswith("\ufffd")
 
 
-def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
+def _find_extreme_samples(batch: RLBatch, count: int) -> NDArray[np.int64]:
+    """Return the indices of `count` samples: half with the highest mean advantages, half with the lowest."""
     sums = np.add.reduceat(np.where(batch.loss_mask, batch.per_token["advantages"], 0.0), batch.cu_samples[:-1])
     # Mean per token, because a sum would prefer long trajectories.
     means = sums / np.maximum(batch.num_sampled, 1)
-    # Half with the highest mean advantages, then half with the lowest.
     order = np.argsort(-means, kind="stable")
     order = order[batch.num_sampled[order] > 0]
     count = min(count, len(order))
     return np.concatenate([order[: count - count // 2], order[len(order) - count // 2 :]])
 
 
-def _numbers(
+def _round_known(
     values: NDArray[Any], is_known: NDArray[np.bool_], selected: NDArray[np.int64]
 ) -> list[float | int | None]:
     """Return the values of the selected tokens, to six digits; None where a value is unknown or not finite."""

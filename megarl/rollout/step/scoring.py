@@ -73,13 +73,13 @@ async def add_model_scores(
     Returns the groups and the metrics.
     """
     # A trajectory's last segment ends with its final answer.
-    ends = with_score_masks(batch.select(batch.last_segments))
-    values = await reward_model.forward(ends)
-    # `with_score_masks` appended a place to each sequence. The value there scores the whole sequence.
-    scores = values[ends.cu_seqlens[1:] - 1].astype(np.float64)
+    last_segments = with_score_masks(batch.select(batch.last_segments))
+    token_scores = await reward_model.forward(last_segments)
+    # `with_score_masks` appended a token to each sequence. The model's output there scores the whole sequence.
+    scores = token_scores[last_segments.cu_seqlens[1:] - 1].astype(np.float64)
     clipped = scores if config.model_clip is None else scores.clip(-config.model_clip, config.model_clip)
-    added = iter((config.model_weight * clipped).tolist())
-    rescored = [[_with_score(t, next(added), config.function_weight) for t in group] for group in groups]
+    weighted_scores = iter((config.model_weight * clipped).tolist())
+    rescored = [[_with_score(t, next(weighted_scores), config.function_weight) for t in group] for group in groups]
     batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
     # Turn rewards are part of `rewards`, so they need the same weight.
     batch.turn_rewards = config.function_weight * batch.turn_rewards
@@ -107,33 +107,34 @@ async def complete_logprobs(
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
     trajectories = flatten([*groups, *waiting])
-    num_skipped = _first_needing(recipe, sum(len(group) for group in groups))
+    num_skipped = _count_skippable(recipe, sum(len(group) for group in groups))
     needs_entropies = recipe.algorithm.entropy_top_share is not None
     lacks_values = [
-        number >= num_skipped and lacks_logprobs(trajectory) for number, trajectory in enumerate(trajectories)
+        trajectory_index >= num_skipped and lacks_logprobs(trajectory)
+        for trajectory_index, trajectory in enumerate(trajectories)
     ]
     lacks_entropies = [needs_entropies and _lacks_entropies(trajectory) for trajectory in trajectories]
-    if places := [place for place, wants in enumerate(zip(lacks_values, lacks_entropies, strict=True)) if any(wants)]:
+    if indices := [index for index, needs in enumerate(zip(lacks_values, lacks_entropies, strict=True)) if any(needs)]:
         # Join all in one batch, because each forward pass is a call to every rank.
-        batch = RLBatch.from_groups([[trajectories[place] for place in places]])
+        batch = RLBatch.from_groups([[trajectories[index] for index in indices]])
         values_by_row = [
             iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))
         ]
-        for place in places:
-            logprobs, *entropies = (list(islice(values, len(trajectories[place].segments))) for values in values_by_row)
-            if lacks_values[place]:
-                trajectories[place] = with_logprobs(trajectories[place], logprobs)
-            if lacks_entropies[place]:
-                trajectories[place] = _with_entropies(trajectories[place], *entropies)
+        for index in indices:
+            logprobs, *entropies = (list(islice(values, len(trajectories[index].segments))) for values in values_by_row)
+            if lacks_values[index]:
+                trajectories[index] = with_logprobs(trajectories[index], logprobs)
+            if lacks_entropies[index]:
+                trajectories[index] = _with_entropies(trajectories[index], *entropies)
     # `trajectories` is flat, so restore the groups in the same order.
-    completed = iter(trajectories)
+    completed_trajectories = iter(trajectories)
     completed_groups, completed_waiting = (
-        [[next(completed) for _ in group] for group in group_list] for group_list in (groups, waiting)
+        [[next(completed_trajectories) for _ in group] for group in group_list] for group_list in (groups, waiting)
     )
     return completed_groups, completed_waiting
 
 
-def _first_needing(recipe: Recipe, count: int) -> int:
+def _count_skippable(recipe: Recipe, count: int) -> int:
     """Return how many of a step's `count` trajectories, from the first on, need no log-probs before the updates."""
     train = recipe.train
     if _needs_logprobs(recipe) or train.epochs_per_step > 1:
@@ -194,4 +195,5 @@ def _with_entropies(trajectory: Trajectory, entropies: Sequence[np.ndarray]) -> 
 
 
 def _sampled_only(segment: Segment, values: np.ndarray) -> np.ndarray:
+    """Return the values with zeros at tokens that were not sampled."""
     return np.where(segment.loss_mask, values, np.float32(0))

@@ -32,6 +32,7 @@ def weighted_state_advantages(turn_rewards: Tensor, batch: RLBatch, algorithm: A
 
 
 def _refuse_missing_states(batch: RLBatch, algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError if a turn of a scored sample has no state."""
     is_turn = np.arange(batch.state_groups.shape[1]) < batch.num_turns[:, None]
     missing = np.argwhere(is_turn & batch.is_scored[:, None] & (batch.state_groups < 0))
     if len(missing):

@@ -160,24 +160,24 @@ def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Traject
     Unscored attempts do not count. A reward model scores only the trajectories in `trained`, so the total then
     describes only these; None: all.
     """
-    judged = [t.reward for t in trajectories if t.reward is not None]
+    all_rewards = [t.reward for t in trajectories if t.reward is not None]
     scored = [(t, t.reward) for t in (trajectories if trained is None else trained) if t.reward is not None]
     scores = np.array([reward.score for _, reward in scored])
     lengths = np.array([t.num_sampled for t in trajectories])
     groups = np.array([t.group for t, _ in scored])
-    flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
+    has_equal_rewards = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
     names = {"accuracy": "reward/accuracy", "unjudged": "reward/unjudged"}
-    verdicts = {names[name]: value for name, value in accuracy_metrics(judged).items()}
+    verdicts = {names[name]: value for name, value in accuracy_metrics(all_rewards).items()}
     return (
-        function_metrics(judged)
+        function_metrics(all_rewards)
         | verdicts
         | {
             "reward/mean": float(scores.mean()),
             "reward/std": float(scores.std()),
             "reward/min": float(scores.min()),
             "reward/max": float(scores.max()),
-            "reward/format_valid": float(np.mean([reward.format_valid for reward in judged])),
-            "reward/zero_variance_groups": float(np.mean(flat)),
+            "reward/format_valid": float(np.mean([reward.format_valid for reward in all_rewards])),
+            "reward/zero_variance_groups": float(np.mean(has_equal_rewards)),
             "rollout/completion_tokens/mean": float(lengths.mean()),
             "rollout/completion_tokens/max": float(lengths.max()),
             "rollout/truncated": float(np.mean([t.ended == "length" for t in trajectories])),
@@ -191,32 +191,32 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     The environment's own metrics get the prefix `environment/`, except `tools/`.
     """
     count = len(trajectories)
-    prompts = [_first_prompt_tokens(t) for t in trajectories]
-    turns = [t.num_turns for t in trajectories]
+    prompt_lengths = [_first_prompt_tokens(t) for t in trajectories]
+    num_turns = [t.num_turns for t in trajectories]
     sizes = [size for t in trajectories for size in t.turn_tokens]
-    segments = [len(t.segments) for t in trajectories]
-    by_attempt = {
+    segment_counts = [len(t.segments) for t in trajectories]
+    values_by_metric = {
         "rollout/observed_tokens": [t.num_observed for t in trajectories],
         "time/engine_wait_seconds": [t.engine_seconds for t in trajectories],
         "time/environment_wait_seconds": [t.environment_seconds for t in trajectories],
     }
     metrics = {
         "rollout/temperature": sum(t.temperature for t in trajectories) / count,
-        "rollout/prompt_tokens/mean": sum(prompts) / count,
-        "rollout/prompt_tokens/max": float(max(prompts)),
-        "rollout/turns/mean": sum(turns) / count,
-        "rollout/turns/max": float(max(turns)),
+        "rollout/prompt_tokens/mean": sum(prompt_lengths) / count,
+        "rollout/prompt_tokens/max": float(max(prompt_lengths)),
+        "rollout/turns/mean": sum(num_turns) / count,
+        "rollout/turns/max": float(max(num_turns)),
         "rollout/turn_tokens/mean": sum(sizes) / max(len(sizes), 1),
         "rollout/turn_tokens/max": float(max(sizes, default=0)),
         "rollout/restarted": float(sum(t.restarts for t in trajectories)),
-        "rollout/segments/mean": sum(segments) / count,
-        "rollout/forks": float(sum(number - 1 for number in segments if number)),
+        "rollout/segments/mean": sum(segment_counts) / count,
+        "rollout/forks": float(sum(num_segments - 1 for num_segments in segment_counts if num_segments)),
     }
-    for name, amounts in by_attempt.items():
-        metrics |= {f"{name}/mean": sum(amounts) / count, f"{name}/max": float(max(amounts))}
+    for name, attempt_values in values_by_metric.items():
+        metrics |= {f"{name}/mean": sum(attempt_values) / count, f"{name}/max": float(max(attempt_values))}
     # Log zeros too, so that each reason has a curve without gaps.
-    for why in get_args(Ended):
-        metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
+    for end_reason in get_args(Ended):
+        metrics[f"rollout/ended/{end_reason}"] = sum(t.ended == end_reason for t in trajectories) / count
     retained_sets = [s.retained_sets for t in trajectories for s in t.segments if s.retained_sets is not None]
     if retained_sets:
         # Count 0 means that nothing was cut off at this position, or nothing sampled.
@@ -236,6 +236,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _first_prompt_tokens(trajectory: Trajectory) -> int:
+    """Return the number of tokens before the first sampled token."""
     sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
     return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())
 
@@ -249,19 +250,24 @@ def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool
     mask = batch.loss_mask
     if not mask.any():
         return {}
-    distances = np.minimum(weight_version - batch.weight_versions[mask], OLDEST)
-    metrics = {
-        f"staleness/tokens/age_{distance}": float((distances == distance).mean()) for distance in np.unique(distances)
-    }
-    old, rollout = batch.per_token.get("old_logprobs"), batch.per_token["rollout_logprobs"]
-    if not is_trainers or old is None or np.isnan(old[mask]).any() or np.isnan(rollout[mask]).any():
+    ages = np.minimum(weight_version - batch.weight_versions[mask], OLDEST)
+    metrics = {f"staleness/tokens/age_{age}": float((ages == age).mean()) for age in np.unique(ages)}
+    old_logprobs, rollout_logprobs = batch.per_token.get("old_logprobs"), batch.per_token["rollout_logprobs"]
+    if (
+        not is_trainers
+        or old_logprobs is None
+        or np.isnan(old_logprobs[mask]).any()
+        or np.isnan(rollout_logprobs[mask]).any()
+    ):
         return metrics
     # float64, because k3 and the ratios are exponentials of small differences.
-    moments = mismatch_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
-    for distance in np.unique(distances):
-        is_at_distance = torch.from_numpy(distances == distance)
-        mismatch = mismatch_metrics({name: float(values[is_at_distance].mean()) for name, values in moments.items()})
-        metrics |= {f"logprob_gap/{name}/age_{distance}": mismatch[name] for name in ("mean", "k3")}
-        metrics[f"importance/ess/age_{distance}"] = mismatch["ess"]
-        metrics[f"importance/ratio/age_{distance}"] = float(moments["ratio"][is_at_distance].mean())
+    moments = mismatch_moments(
+        torch.from_numpy(old_logprobs[mask]).double(), torch.from_numpy(rollout_logprobs[mask]).double()
+    )
+    for age in np.unique(ages):
+        has_age = torch.from_numpy(ages == age)
+        mismatch = mismatch_metrics({name: float(values[has_age].mean()) for name, values in moments.items()})
+        metrics |= {f"logprob_gap/{name}/age_{age}": mismatch[name] for name in ("mean", "k3")}
+        metrics[f"importance/ess/age_{age}"] = mismatch["ess"]
+        metrics[f"importance/ratio/age_{age}"] = float(moments["ratio"][has_age].mean())
     return metrics

@@ -121,7 +121,7 @@ class StepRecord:
         # safetensors writes the underlying buffer, so a strided view would be stored wrongly.
         tensors = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
         # In a file of its own: the next step and --bisect need only the chain.
-        chain = self._chain(chain_of(records, self.step - 1))
+        chain = self._compute_chain(chain_of(records, self.step - 1))
         contents = {
             RECORD: json.dumps(values).encode(),
             ARRAYS: tensors,
@@ -139,7 +139,8 @@ class StepRecord:
             replace_folder(partial, folder)
         return sum(map(len, contents.values()))
 
-    def _chain(self, previous: str) -> str:
+    def _compute_chain(self, previous: str) -> str:
+        """Return the hash of this step's results and of the `previous` hash, which covers all earlier steps."""
         digest = hashlib.sha256(previous.encode())
         for name in sorted(self.digests):
             digest.update(f"{name} {self.digests[name].tolist()}".encode())
@@ -173,7 +174,7 @@ class StepRecord:
                 digests=_select_by_prefix(arrays, "digest."),
                 borders=arrays["borders"],
                 metrics={name: float(value) for name, value in values["metrics"].items()},
-                state=_state_of(values["state"]),
+                state=_read_state(values["state"]),
                 chain=chain_of(records, step),
             )
             record._check_sizes(step)
@@ -193,18 +194,19 @@ class StepRecord:
             return replace(record, groups=groups, waiting=waiting)
 
     def _check_sizes(self, step: int) -> None:
+        """Raise ValueError if the record is of another step, or its arrays do not fit its samples and tokens."""
         if self.step != step:
             raise ValueError(f"it is the record of step {self.step}")
         num_samples = len(self.borders) - 1
         if self.borders.ndim != 1 or num_samples < 0 or (np.diff(self.borders) < 0).any():
             raise ValueError("the samples' borders are not ascending")
-        misfits = [name for name, array in self.digests.items() if array.shape != (num_samples,)]
-        misfits += [
+        misfitting_names = [name for name, array in self.digests.items() if array.shape != (num_samples,)]
+        misfitting_names += [
             name for name, array in self.arrays.items() if array.shape not in ((num_samples,), (self.num_tokens,))
         ]
-        misfits += [name for name in self.arrays if name not in self.digests]
-        if misfits:
-            raise ValueError(f"the array {misfits[0]} does not fit the number of samples or tokens")
+        misfitting_names += [name for name in self.arrays if name not in self.digests]
+        if misfitting_names:
+            raise ValueError(f"the array {misfitting_names[0]} does not fit the number of samples or tokens")
 
 
 def record_folder(records: Path, step: int) -> Path:
@@ -218,6 +220,7 @@ def recorded_steps(records: Path) -> set[int]:
 
 @contextmanager
 def _damage_named(folder: Path) -> Iterator[None]:
+    """Context that raises errors of reading a record as DataError with the record's folder."""
     if not (folder / RECORD).is_file():
         raise DataError(
             f"{folder}: there is no record of this step; records are written by runs with train.record=tokens or all"
@@ -246,7 +249,7 @@ def _plain(fingerprint: Fingerprint) -> list[Any]:
     return [f"{fingerprint.checksum:016x}", fingerprint.squares, fingerprint.numel, *fingerprint.sketch]
 
 
-def _state_of(values: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, dict[int, Fingerprint]]:
+def _read_state(values: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, dict[int, Fingerprint]]:
     return {
         name: {
             rank: Fingerprint(int(checksum, 16), tuple(sketch), squares, numel)
@@ -307,98 +310,122 @@ def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Differen
     values.
     """
     tolerance = 0.0 if recorded.layout == replayed.layout else OTHER_LAYOUT_TOLERANCE
-    yield from _array_differences(recorded, replayed, tolerance)
-    yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
+    yield from _find_array_differences(recorded, replayed, tolerance)
+    yield from _find_metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
     # Adam's first moments hold the gradients. Norms and weights follow from them, so compare them later.
-    gradient_names, other_names = _shared_state(recorded.state, replayed.state, tolerance)
+    gradient_names, other_names = _select_names_to_compare(recorded.state, replayed.state, tolerance)
     # Clipping spreads one wrong gradient to all tensors. The wrong one has the largest distance, so sort by distance.
     state_differences = [
-        difference for name in gradient_names for difference in _state_differences(name, recorded, replayed, tolerance)
+        difference
+        for name in gradient_names
+        for difference in _find_state_differences(name, recorded, replayed, tolerance)
     ]
     yield from sorted(state_differences, key=lambda difference: -difference.distance)
-    yield from _metric_differences(NORMS, recorded.metrics, replayed.metrics, tolerance)
+    yield from _find_metric_differences(NORMS, recorded.metrics, replayed.metrics, tolerance)
     for name in other_names:
-        yield from _state_differences(name, recorded, replayed, tolerance)
+        yield from _find_state_differences(name, recorded, replayed, tolerance)
 
 
-def _shared_state(before: StateParts, now: StateParts, tolerance: float) -> tuple[list[str], list[str]]:
+def _select_names_to_compare(
+    recorded: StateParts, replayed: StateParts, tolerance: float
+) -> tuple[list[str], list[str]]:
     """Return the names of state tensors to compare: first moments (they hold the gradients), then all others."""
-    names = before.keys() | now.keys()
-    if not all(any("optimizer." in name for name in state) for state in (before, now)):
+    names = recorded.keys() | replayed.keys()
+    if not all(any("optimizer." in name for name in state) for state in (recorded, replayed)):
         # With train.record = tokens, a record has weights only.
         names = {name for name in names if "optimizer." not in name}
     if tolerance:
         # Other parallel sizes may use another optimizer, with other names.
-        names &= before.keys() & now.keys()
+        names &= recorded.keys() & replayed.keys()
     ordered = sorted(names, key=_place_in_step)
     first_moments = [name for name in ordered if any(part in name for part in _FIRST_MOMENTS)]
     return first_moments, [name for name in ordered if name not in set(first_moments)]
 
 
-def _metric_differences(
-    names: Sequence[str], before: Mapping[str, float], now: Mapping[str, float], tolerance: float
+def _find_metric_differences(
+    names: Sequence[str], recorded: Mapping[str, float], replayed: Mapping[str, float], tolerance: float
 ) -> Iterator[Difference]:
+    """Yield the metrics that differ by more than the tolerance, or exist in one of the records only."""
     for name in names:
-        if (name in before) != (name in now):
-            yield Difference(name, "", _MISSING if name in before else _ADDED)
-        elif name in before:
+        if (name in recorded) != (name in replayed):
+            yield Difference(name, "", _MISSING if name in recorded else _ADDED)
+        elif name in recorded:
             # Not a sum of rounded values, and smaller than any absolute tolerance: compare it exactly.
-            limit = 0.0 if name == "train/learning_rate" else tolerance
-            if not _is_close(np.array([before[name]]), np.array([now[name]]), limit)[0]:
-                yield Difference(name, "", f"{before[name]:.9g} recorded, {now[name]:.9g} now")
+            tolerance_here = 0.0 if name == "train/learning_rate" else tolerance
+            if not _is_close(np.array([recorded[name]]), np.array([replayed[name]]), tolerance_here)[0]:
+                yield Difference(name, "", f"{recorded[name]:.9g} recorded, {replayed[name]:.9g} now")
 
 
-def _array_differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
+def _find_array_differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
+    """Yield the arrays of the batch that differ, each with the place of its first difference."""
     if not np.array_equal(recorded.borders, replayed.borders):
         yield Difference("token_ids", "", "the numbers of tokens or samples differ")
         return
     names = recorded.digests.keys() | replayed.digests.keys()
-    first = [name for name in _FIRST_ARRAYS if name in names]
-    for name in [*first, *sorted(names - set(first))]:
+    first_names = [name for name in _FIRST_ARRAYS if name in names]
+    for name in [*first_names, *sorted(names - set(first_names))]:
         if not (name in recorded.digests and name in replayed.digests):
             yield Difference(name, "", _MISSING if name in recorded.digests else _ADDED)
             continue
+        # Compare the values if both records have them, else the CRC-32 of each sample's part.
         has_values = name in recorded.arrays and name in replayed.arrays
         if has_values:
-            before, now = recorded.arrays[name], replayed.arrays[name]
-            wrong = (~_is_close(before, now, tolerance)).nonzero()[0]
-            if not len(wrong):
+            recorded_values, replayed_values = recorded.arrays[name], replayed.arrays[name]
+            differing_indices = (~_is_close(recorded_values, replayed_values, tolerance)).nonzero()[0]
+            if not len(differing_indices):
                 continue
-            is_per_sample = len(before) == len(recorded.borders) - 1
-            samples = wrong if is_per_sample else np.searchsorted(recorded.borders, wrong, side="right") - 1
-            place, first = f"of sample {samples[0]}", wrong[0]
+            is_per_sample = len(recorded_values) == len(recorded.borders) - 1
+            samples = (
+                differing_indices
+                if is_per_sample
+                else np.searchsorted(recorded.borders, differing_indices, side="right") - 1
+            )
+            location, first_index = f"of sample {samples[0]}", differing_indices[0]
             if not is_per_sample:
-                place += f", token {first - recorded.borders[samples[0]]}"
-            amount = f"{before[first]:.9g} recorded, {now[first]:.9g} now"
+                location += f", token {first_index - recorded.borders[samples[0]]}"
+            description = f"{recorded_values[first_index]:.9g} recorded, {replayed_values[first_index]:.9g} now"
         elif tolerance == 0 or name == "token_ids":
             samples = (recorded.digests[name] != replayed.digests[name]).nonzero()[0]
             if not len(samples):
                 continue
-            place, amount = f"of sample {samples[0]}", "another CRC-32"
+            location, description = f"of sample {samples[0]}", "another CRC-32"
         else:
             continue
-        unique = np.unique(samples)
-        yield Difference(name, place, f"{amount}; {len(unique)} of {len(recorded.borders) - 1} samples differ", unique)
+        differing_samples = np.unique(samples)
+        yield Difference(
+            name,
+            location,
+            f"{description}; {len(differing_samples)} of {len(recorded.borders) - 1} samples differ",
+            differing_samples,
+        )
 
 
 def _is_close(before: NDArray[Any], now: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
+    """Return where two arrays are equal, or within the relative and absolute tolerance. NaN equals NaN."""
     if tolerance == 0:
         return (before == now) | (np.isnan(before) & np.isnan(now))
     return np.isclose(now, before, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def _state_differences(name: str, recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
-    before, now = recorded.state.get(name, {}), replayed.state.get(name, {})
-    if not before or not now:
-        yield Difference(name, "", _MISSING if before else _ADDED, distance=1.0)
+def _find_state_differences(
+    name: str, recorded: StepRecord, replayed: StepRecord, tolerance: float
+) -> Iterator[Difference]:
+    """Yield a difference if a tensor of the trainer's state differs, or exists in one of the records only."""
+    recorded_parts, replayed_parts = recorded.state.get(name, {}), replayed.state.get(name, {})
+    if not recorded_parts or not replayed_parts:
+        yield Difference(name, "", _MISSING if recorded_parts else _ADDED, distance=1.0)
         return
-    if tolerance == 0 and before.keys() == now.keys():
-        wrong = [rank for rank in sorted(before) if before[rank].checksum != now[rank].checksum]
-        if wrong:
-            distance = max(before[rank].distance(now[rank]) for rank in wrong)
-            yield Difference(name, f"on rank {wrong[0]}", f"relative distance about {distance:.2g}", distance=distance)
+    if tolerance == 0 and recorded_parts.keys() == replayed_parts.keys():
+        differing_ranks = [
+            rank for rank in sorted(recorded_parts) if recorded_parts[rank].checksum != replayed_parts[rank].checksum
+        ]
+        if differing_ranks:
+            distance = max(recorded_parts[rank].distance(replayed_parts[rank]) for rank in differing_ranks)
+            yield Difference(
+                name, f"on rank {differing_ranks[0]}", f"relative distance about {distance:.2g}", distance=distance
+            )
         return
-    distance = sum(before.values(), Fingerprint()).distance(sum(now.values(), Fingerprint()))
+    distance = sum(recorded_parts.values(), Fingerprint()).distance(sum(replayed_parts.values(), Fingerprint()))
     # `not <=` rather than `>`, so that NaN counts as a difference.
     if not distance <= STATE_FACTOR * tolerance:
         yield Difference(name, "", f"relative distance about {distance:.2g}", distance=distance)

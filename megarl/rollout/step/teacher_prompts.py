@@ -50,14 +50,14 @@ class TeacherPrompts:
         `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
         if the chat template did not write the prompt: then the teacher's prompt cannot be derived.
         """
-        parts = [part for source in self.context if (part := _context(source, trajectory, group))]
-        if self.context and not parts:
+        context_texts = [part for source in self.context if (part := _make_context(source, trajectory, group))]
+        if self.context and not context_texts:
             return None
         prompt, messages = trajectory.first_prompt, trajectory.messages[0] if trajectory.messages else ()
         if prompt is None:
             return [None for _ in trajectory.segments]
         # Render for each attempt: attempts of a group may have different contexts.
-        teacher_prompt = self._render(_fill_template(self.template, messages, "\n\n".join(parts)), trajectory)
+        teacher_prompt = self._render(_fill_template(self.template, messages, "\n\n".join(context_texts)), trajectory)
         self._check_prompt(prompt, messages, trajectory)
         openings: list[Opening | None] = []
         for segment in trajectory.segments:
@@ -65,8 +65,8 @@ class TeacherPrompts:
                 openings.append(None)
                 continue
             # Sampled tokens are never replaced, even if the prompts agree with them.
-            limit = int(segment.loss_mask.argmax())
-            opening = splice(segment.token_ids[:limit], prompt=prompt, teacher_prompt=teacher_prompt)
+            first_sampled = int(segment.loss_mask.argmax())
+            opening = splice(segment.token_ids[:first_sampled], prompt=prompt, teacher_prompt=teacher_prompt)
             if opening is None:
                 raise _prompt_error(trajectory, "a later model call does not begin with the first prompt")
             openings.append(opening)
@@ -81,6 +81,7 @@ class TeacherPrompts:
     def _check_prompt(
         self, prompt: NDArray[np.int64], messages: Sequence[Mapping[str, Any]], trajectory: Trajectory
     ) -> None:
+        """Raise MegarlError unless the chat template turns the messages into exactly this prompt."""
         if (key := (prompt.tobytes(), f"{messages}{trajectory.tools}")) == self._checked:
             return
         if not np.array_equal(self._render(messages, trajectory), prompt):
@@ -96,12 +97,12 @@ def splice(
     A later segment may lack the end of `prompt` [tokens], for example the start of the reasoning. Then both prompts
     must end with the missing tokens. Returns None if the sequence differs from the prompt earlier.
     """
-    num_equal = _common_length(token_ids, prompt)
+    num_equal = _count_common_tokens(token_ids, prompt)
     # The sequence lacks these last tokens of the prompt.
-    rest = len(prompt) - num_equal
-    if rest > _common_length(prompt[::-1], teacher_prompt[::-1]):
+    num_missing = len(prompt) - num_equal
+    if num_missing > _count_common_tokens(prompt[::-1], teacher_prompt[::-1]):
         return None
-    return Opening(num_equal, teacher_prompt[: len(teacher_prompt) - rest])
+    return Opening(num_equal, teacher_prompt[: len(teacher_prompt) - num_missing])
 
 
 def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[TokenBatch, NDArray[np.int64]]:
@@ -109,34 +110,35 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
 
     `openings` has one opening per sequence. The opening's tokens have index -1.
     """
-    pieces: list[NDArray[np.int64]] = []
-    places: list[NDArray[np.int64]] = []
+    token_pieces: list[NDArray[np.int64]] = []
+    index_pieces: list[NDArray[np.int64]] = []
     for opening, start, end in zip(openings, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        first = int(start) + opening.num_replaced
-        pieces += [opening.token_ids, batch.token_ids[first:end]]
-        places.append(np.concatenate([np.full(len(opening.token_ids), -1, np.int64), np.arange(first, end)]))
-    place = np.concatenate(places)
+        first_kept = int(start) + opening.num_replaced
+        token_pieces += [opening.token_ids, batch.token_ids[first_kept:end]]
+        index_pieces.append(np.concatenate([np.full(len(opening.token_ids), -1, np.int64), np.arange(first_kept, end)]))
+    batch_indices = np.concatenate(index_pieces)
     joined = TokenBatch(
-        token_ids=np.concatenate(pieces),
+        token_ids=np.concatenate(token_pieces),
         # Index -1 reads the batch's last token, so the first condition masks it.
-        loss_mask=(place >= 0) & batch.loss_mask[place],
-        cu_seqlens=borders([len(sequence_places) for sequence_places in places]),
+        loss_mask=(batch_indices >= 0) & batch.loss_mask[batch_indices],
+        cu_seqlens=borders([len(sequence_indices) for sequence_indices in index_pieces]),
         samples=batch.samples,
         # The engine routed the policy's prompt. The teacher's prompt differs, so the teacher's routers choose experts.
-        retained_sets=None if batch.retained_sets is None else select_retained(batch.retained_sets, place),
+        retained_sets=None if batch.retained_sets is None else select_retained(batch.retained_sets, batch_indices),
         temperatures=batch.temperatures,
         target_keys=batch.target_keys,
     )
-    return joined, place
+    return joined, batch_indices
 
 
-def _common_length(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+def _count_common_tokens(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+    """Return how many of the first tokens of both arrays are equal."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(left[:size] != right[:size])
     return int(differs[0]) if len(differs) else size
 
 
-def _context(source: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
+def _make_context(source: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
     """Return one source's part of a trajectory's context; empty if the trajectory has none."""
     if source == "feedback":
         # Messages before each completion, then messages after the last one.
@@ -157,15 +159,20 @@ def _text(value: Any) -> str:
 
 def _fill_template(template: str, messages: Sequence[Mapping[str, Any]], context: str) -> list[Mapping[str, Any]]:
     """Return the messages with the last user message filled into the template."""
-    number = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=None)
-    if number is None or not isinstance(messages[number].get("content"), str):
+    last_user_index = max(
+        (place for place, message in enumerate(messages) if message.get("role") == "user"), default=None
+    )
+    if last_user_index is None or not isinstance(messages[last_user_index].get("content"), str):
         raise MegarlError(
             "distillation.teacher_prompt: a prompt has no user message with a text; leave these records out, or the "
             "field"
         )
-    prompt = messages[number]["content"]
-    rewritten = {**messages[number], "content": fill_template(template, {"prompt": prompt, "context": context})}
-    return [*messages[:number], rewritten, *messages[number + 1 :]]
+    prompt = messages[last_user_index]["content"]
+    rewritten = {
+        **messages[last_user_index],
+        "content": fill_template(template, {"prompt": prompt, "context": context}),
+    }
+    return [*messages[:last_user_index], rewritten, *messages[last_user_index + 1 :]]
 
 
 def _prompt_error(trajectory: Trajectory, problem: str) -> MegarlError:

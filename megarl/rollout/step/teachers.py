@@ -80,9 +80,9 @@ class Teachers:
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: the number of the teacher, and of the sequence in the step."""
         teacher_numbers = np.array([self._of_source[name] for name in batch.environments], np.int64)
-        numbers = np.arange(batch.num_sequences)
+        sequence_numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
-        batch.target_keys = np.column_stack([teacher_numbers[batch.samples], numbers])
+        batch.target_keys = np.column_stack([teacher_numbers[batch.samples], sequence_numbers])
         self._openings = [_NO_OPENING] * batch.num_sequences
 
     def write_prompts(self, batch: RLBatch, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
@@ -93,29 +93,29 @@ class Teachers:
         if not self._prompts:
             return {}
         trajectories = [(trajectory, group) for group in groups for trajectory in group]
-        num_samples = num_without = num_long = 0
-        lengths: list[int] = []
+        num_samples = num_without_context = num_too_long = 0
+        prompt_lengths: list[int] = []
         first_segments = np.cumsum(batch.num_segments) - batch.num_segments
-        for (trajectory, group), first in zip(trajectories, first_segments, strict=True):
+        for (trajectory, group), first_sequence in zip(trajectories, first_segments, strict=True):
             if (prompts := self._prompts.get(trajectory.environment)) is None:
                 continue
             num_samples += 1
             openings = prompts.openings(trajectory, group)
-            num_without += openings is None
-            for number, opening in enumerate(openings or [None] * len(trajectory.segments), first):
-                start, end = batch.cu_seqlens[number : number + 2]
-                is_long = opening is not None and opening.length_of(int(end - start)) > self._max_tokens
-                num_long += is_long
+            num_without_context += openings is None
+            for sequence, opening in enumerate(openings or [None] * len(trajectory.segments), first_sequence):
+                start, end = batch.cu_seqlens[sequence : sequence + 2]
+                is_too_long = opening is not None and opening.length_of(int(end - start)) > self._max_tokens
+                num_too_long += is_too_long
                 # With the policy's own prompt, the teacher would know no more than the policy.
-                if opening is None or is_long:
+                if opening is None or is_too_long:
                     batch.loss_mask[start:end] = False
                 else:
-                    self._openings[number] = opening
-                    lengths.append(len(opening.token_ids))
+                    self._openings[sequence] = opening
+                    prompt_lengths.append(len(opening.token_ids))
         return {
-            "distillation/no_context": num_without / max(num_samples, 1),
-            "distillation/too_long": num_long / max(num_long + len(lengths), 1),
-            "distillation/teacher_prompt_tokens": float(np.mean(lengths)) if lengths else 0.0,
+            "distillation/no_context": num_without_context / max(num_samples, 1),
+            "distillation/too_long": num_too_long / max(num_too_long + len(prompt_lengths), 1),
+            "distillation/teacher_prompt_tokens": float(np.mean(prompt_lengths)) if prompt_lengths else 0.0,
         }
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
@@ -124,9 +124,9 @@ class Teachers:
         Returns the metric `distillation/unknown`, the share of excluded tokens.
         """
         num_trained = batch.loss_mask.sum()
-        for model, sequences in self._parts(batch):
-            places = batch.tokens_of(sequences)
-            batch.loss_mask[places] &= batch.token_ids[places] < _num_tokens(model)
+        for model, sequences in self._split_by_teacher(batch):
+            token_indices = batch.tokens_of(sequences)
+            batch.loss_mask[token_indices] &= batch.token_ids[token_indices] < _num_tokens(model)
         return {"distillation/unknown": float(1 - batch.loss_mask.sum() / max(num_trained, 1))}
 
     async def score(self, batch: TokenBatch) -> NDArray[np.float32]:
@@ -136,24 +136,26 @@ class Teachers:
         token.
         """
         logprobs = np.zeros(len(batch.token_ids), np.float32)
-        for model, sequences in self._parts(batch):
-            sent, places = self._as_read(batch.select(sequences))
-            values = await model.forward(_replace_unknown_tokens(sent, model))
-            logprobs[batch.tokens_of(sequences)[places[places >= 0]]] = values[places >= 0]
+        for model, sequences in self._split_by_teacher(batch):
+            teacher_batch, policy_indices = self._with_openings(batch.select(sequences))
+            teacher_logprobs = await model.forward(_replace_unknown_tokens(teacher_batch, model))
+            logprobs[batch.tokens_of(sequences)[policy_indices[policy_indices >= 0]]] = teacher_logprobs[
+                policy_indices >= 0
+            ]
         return logprobs
 
     async def teach(self, minibatch: TokenBatch) -> None:
         """Let the teachers store their distributions over this minibatch. The policy's next update reads them."""
-        for model, sequences in self._parts(minibatch):
-            sent, _ = self._as_read(minibatch.select(sequences))
-            await model.teach(_replace_unknown_tokens(sent, model))
+        for model, sequences in self._split_by_teacher(minibatch):
+            teacher_batch, _ = self._with_openings(minibatch.select(sequences))
+            await model.teach(_replace_unknown_tokens(teacher_batch, model))
 
-    def _as_read(self, batch: TokenBatch) -> tuple[TokenBatch, NDArray[np.int64]]:
+    def _with_openings(self, batch: TokenBatch) -> tuple[TokenBatch, NDArray[np.int64]]:
         """Return the batch as the teachers read it, with each token's index in `batch`; -1 in openings."""
         assert batch.target_keys is not None
         return join_openings(batch, [self._openings[number] for number in batch.target_keys[:, 1]])
 
-    def _parts(self, batch: TokenBatch) -> Iterator[tuple[TeacherRankModel, NDArray[np.int64]]]:
+    def _split_by_teacher(self, batch: TokenBatch) -> Iterator[tuple[TeacherRankModel, NDArray[np.int64]]]:
         """Yield each teacher with the indices of its sequences in the batch [sequences of the teacher].
 
         Sequences without a trained token are left out.
@@ -194,7 +196,7 @@ def compute_teacher_advantages(
     log_ratios = torch.where(mask, log_ratios, 0.0)
     # Measure before clipping, so the metric is an unbiased estimate of the KL.
     metrics = {"distillation/reverse_kl": -float(log_ratios[mask].double().mean())}
-    metrics |= _band_metrics(batch, log_ratios)
+    metrics |= _compute_band_metrics(batch, log_ratios)
     if (bound := config.max_log_ratio) is not None:
         metrics["distillation/clipped"] = float((log_ratios[mask].abs() > bound).double().mean())
         log_ratios = log_ratios.clamp(-bound, bound)
@@ -211,18 +213,18 @@ def compute_teacher_advantages(
     return metrics
 
 
-def _band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str, float]:
+def _compute_band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str, float]:
     """Return the policy's mean log-prob minus the teacher's in each band of token indices. Empty bands are omitted.
 
     `log_ratios` [tokens] are the teacher's log-probs minus the policy's.
     """
-    counts = np.cumsum(batch.loss_mask)
+    num_trained = np.cumsum(batch.loss_mask)
     # Subtract the trained tokens of earlier samples, so that indices start at 0 in each sample.
-    before = np.concatenate([[0], counts])[batch.cu_samples[:-1]]
-    numbers = counts - 1 - np.repeat(before, np.diff(batch.cu_samples))
+    num_earlier = np.concatenate([[0], num_trained])[batch.cu_samples[:-1]]
+    token_indices = num_trained - 1 - np.repeat(num_earlier, np.diff(batch.cu_samples))
     metrics = {}
     for (name, first), end in zip(_BANDS.items(), [*list(_BANDS.values())[1:], np.inf], strict=True):
-        is_in_band = torch.from_numpy(batch.loss_mask & (numbers >= first) & (numbers < end))
+        is_in_band = torch.from_numpy(batch.loss_mask & (token_indices >= first) & (token_indices < end))
         if is_in_band.any():
             metrics[f"distillation/reverse_kl/{name}"] = -float(log_ratios[is_in_band].double().mean())
     return metrics
@@ -234,8 +236,8 @@ def add_reward_advantages(batch: RLBatch, recipe: Recipe) -> dict[str, float]:
     The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy), with the advantage A from rewards.
     Policy gradients are linear in advantages, so the sum maximises both objectives.
     """
-    taught = batch.per_token["advantages"]
+    teacher_advantages = batch.per_token["advantages"]
     metrics = compute_advantages(batch, recipe, 0.0)
-    summed = batch.per_token["advantages"] + recipe.distillation.kl_coefficient * taught
-    batch.per_token["advantages"] = summed.astype(np.float32)
+    total_advantages = batch.per_token["advantages"] + recipe.distillation.kl_coefficient * teacher_advantages
+    batch.per_token["advantages"] = total_advantages.astype(np.float32)
     return metrics
