@@ -19,7 +19,7 @@ async def train(run: Run) -> None:
     """
     recipe, models, phase = run.recipe, run.models, run.tracker.phase
     algorithm, policy, has_advantages = recipe.algorithm, models["policy"], recipe.has_advantages
-    teachers = Teachers(recipe, models, _prompts_of(run))
+    teachers = Teachers(recipe, models, _make_teacher_prompts(run))
 
     async with on_policy_rollout(run) as rollout:
         await rollout.resume()
@@ -64,7 +64,7 @@ async def train(run: Run) -> None:
                 await rollout.write_samples(step, groups, token_records)
 
 
-def _prompts_of(run: Run) -> dict[str, TeacherPrompts]:
+def _make_teacher_prompts(run: Run) -> dict[str, TeacherPrompts]:
     """Return the writers of the teachers' prompts by source. A source without distillation.teacher_prompt has none."""
     prompts = {}
     for source in run.data.sources:

@@ -59,7 +59,7 @@ def models_of(
 
     `spikes` detects the policy's updates to drop.
     """
-    shape = _shape_of(recipe, recipe.model.folder)
+    policy_shape = _read_shape(recipe, recipe.model.folder)
     policy = RankModel(
         ranks,
         parallel,
@@ -67,25 +67,26 @@ def models_of(
         max_tokens_per_forward=recipe.trainer.max_tokens_per_forward,
         row_multiple=row_multiple(recipe),
         together=recipe.sequences_per_example,
-        shape=trained_shape(recipe, shape),
+        shape=trained_shape(recipe, policy_shape),
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one pass.
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
     models = {"policy": replace(policy, spikes=spikes)} | {
         name: replace(policy, name=name, shape=model_shape, update_passes=3.0)
-        for name, model_shape in _shapes_beyond_policy(recipe, shape).items()
+        for name, model_shape in _read_other_shapes(recipe, policy_shape).items()
     }
     # Teachers with the policy's weights have its parallel sizes too.
-    own_teacher = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
-    teacher = own_teacher
+    teacher_with_policy_sizes = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
+    teacher = teacher_with_policy_sizes
     if recipe.distillation.sizes:
         teacher_recipe = recipe.for_teachers
         teacher = replace(teacher, parallel=parallel_of(teacher_recipe), row_multiple=row_multiple(teacher_recipe))
     for name in recipe.teacher_models:
         if (folder := recipe.teachers.get(name)) is None:
-            models[name] = replace(own_teacher, name=name, shape=shape)
+            models[name] = replace(teacher_with_policy_sizes, name=name, shape=policy_shape)
         else:
-            models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
+            models[name] = replace(teacher, name=name, shape=_read_shape(recipe, folder))
+    # Some losses need all segments of a sample in one microbatch.
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
         keeps_samples = is_sequence_loss(policy_loss) or recipe.algorithm.off_policy_limit is not None
@@ -95,13 +96,13 @@ def models_of(
     return {
         name: replace(
             model,
-            packing=SharedPrefixes(_sharing_problem(recipe, model, is_trained=name in ("policy", "critic"))),
+            packing=SharedPrefixes(_find_sharing_problem(recipe, model, is_trained=name in ("policy", "critic"))),
         )
         for name, model in models.items()
     }
 
 
-def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> str | None:
+def _find_sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> str | None:
     """Return why this model cannot compute a prefix once for several sequences, or None."""
     if model.shape is not None and model.shape.linear_attention is not None:
         return "the model has linear attention, whose state follows one sequence"
@@ -109,8 +110,8 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return "the model has latent attention: Transformer Engine's rotary kernel counts positions from a row's start"
     if not is_trained:
         return None
-    if (setting := recipe.trainer.draft_layers_setting) and model.name == "policy":
-        return f"{setting}: a shared token has a different token after the next one in each sample"
+    if (draft_layers_setting := recipe.trainer.draft_layers_setting) and model.name == "policy":
+        return f"{draft_layers_setting}: a shared token has a different token after the next one in each sample"
     if recipe.trains_drafter and model.name == "policy":
         return "trainer.drafter_learning_rate: a shared token has a different next token in each sample"
     if recipe.lora.dropout and model.name == "policy":
@@ -133,20 +134,20 @@ def sharing_notices(models: Mapping[str, RankModel]) -> list[str]:
     ]
 
 
-def _shape_of(recipe: Recipe, folder: str) -> ModelShape:
+def _read_shape(recipe: Recipe, folder: str) -> ModelShape:
     return read_model_shape(folder, recipe.override_of(folder))
 
 
-def _shapes_beyond_policy(recipe: Recipe, shape: ModelShape) -> dict[str, ModelShape]:
+def _read_other_shapes(recipe: Recipe, shape: ModelShape) -> dict[str, ModelShape]:
     """Return the shapes of reference, critic and reward model by name. `shape` is the policy's."""
     shapes: dict[str, ModelShape] = {}
     if recipe.has_reference:
         shapes["reference"] = shape
     if recipe.has_critic:
         folder = recipe.further_models.get("critic.path", recipe.model.folder)
-        shapes["critic"] = _shape_of(recipe, folder).with_value_head()
+        shapes["critic"] = _read_shape(recipe, folder).with_value_head()
     if (reward_model := recipe.further_models.get("reward.model")) is not None:
-        shapes["reward_model"] = _shape_of(recipe, reward_model)
+        shapes["reward_model"] = _read_shape(recipe, reward_model)
     return shapes
 
 
@@ -162,6 +163,7 @@ async def move_reference(models: Mapping[str, RankModel], recipe: Recipe, step: 
 
 
 async def load_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState, checkpoint: Path) -> None:
+    """Load the routed experts of waiting groups from a checkpoint into the ranks (trainer.router_replay)."""
     if recipe.trainer.router_replay:
         await models["policy"].group.call("replayed_experts.load", checkpoint, state.waiting_experts)
 

@@ -42,11 +42,11 @@ class OnPolicyRollout:
         run, checkpoint = self._run, self._run.origin.checkpoint
         if checkpoint is None:
             return
-        if lacking := self.buffer.load(checkpoint):
+        if num_lacking := self.buffer.load(checkpoint):
             run.tracker.notice(
-                f"{checkpoint}: {lacking} trajectories waiting for training have no log-probs of the trainer, because "
-                "algorithm.old_logprobs was not trainer when they were sampled. Their importance ratio uses the "
-                "engine's log-probs instead"
+                f"{checkpoint}: {num_lacking} trajectories waiting for training have no log-probs of the trainer, "
+                "because algorithm.old_logprobs was not trainer when they were sampled. Their importance ratio uses "
+                "the engine's log-probs instead"
             )
         # The ledger may end with events after the checkpoint.
         run.data.rewind_draws(self.state.draws.num_written)
@@ -77,14 +77,15 @@ class OnPolicyRollout:
             step.log(served_metrics(self._run.data.sources))
         if self._journal is not None:
             # Before the checkpoint, so that the journal has all attempts trained until then.
-            trained = [
-                (trajectory.journaled_as, self._num_trained(trajectory) if number in trained_samples else 0)
-                for number, trajectory in enumerate(flatten(groups))
+            trained_counts = [
+                (trajectory.journaled_as, self._num_trained(trajectory) if sample in trained_samples else 0)
+                for sample, trajectory in enumerate(flatten(groups))
                 if trajectory.journaled_as
             ]
-            self._journal.settle(step.number, trained, self.state.journaled_names)
+            self._journal.settle(step.number, trained_counts, self.state.journaled_names)
 
     def _num_trained(self, trajectory: Trajectory) -> int:
+        """Return how many of an attempt's sampled tokens have a loss."""
         recipe = self._recipe
         is_trained = is_trained_on(trajectory, recipe.algorithm.mask_truncated, recipe.trains_rewards)
         return trajectory.num_sampled if is_trained else 0
@@ -150,6 +151,7 @@ def _open_journal(run: Run) -> AttemptJournal:
 
 
 def _balance(run: Run) -> Balance | None:
+    """Return the detector of the bottleneck, or None if trainer and engines share their ranks."""
     recipe = run.recipe
     if recipe.rollout.placement == "colocated":
         return None

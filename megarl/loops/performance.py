@@ -226,19 +226,19 @@ class Performance:
         """
         if self._first_began is not None:
             # The tracker counts the first step's time from the start of the run, start-up included.
-            since_first = time.monotonic() - self._first_began
-            seconds = {**seconds, "time/step_seconds": min(since_first, seconds["time/step_seconds"])}
+            seconds_since_first = time.monotonic() - self._first_began
+            seconds = {**seconds, "time/step_seconds": min(seconds_since_first, seconds["time/step_seconds"])}
             self._first_began = None
         await self._ask_for_peak()
         activities, engines = await self._take_measurements()
         # The bound avoids a division by zero in a step that took no measurable time.
         step_seconds = max(seconds["time/step_seconds"], 1e-9)
         memory = peak_memory(activities)
-        work = self._work.take()
-        update_tokens = work.update_tokens if seconds.get("time/train_seconds") else 0.0
+        computed_work = self._work.take()
+        update_tokens = computed_work.update_tokens if seconds.get("time/train_seconds") else 0.0
         self._last_step = _MeasuredStep(update_tokens, *self._busy_seconds(activities), step_seconds)
         metrics = engines | memory | self._predicted_metrics(memory) | self._shares(self._last_step)
-        return metrics | self._throughput(work, seconds, scalars)
+        return metrics | self._compute_throughput(computed_work, seconds, scalars)
 
     async def measure_evaluation(self, seconds: Mapping[str, float]) -> EvaluationMetrics:
         """Return the metrics since the step's measurement. `seconds` are the evaluation's by phase.
@@ -247,16 +247,16 @@ class Performance:
         """
         activities, engines = await self._take_measurements()
         memory = peak_memory(activities)
-        step, self._last_step = self._last_step, None
+        last_step, self._last_step = self._last_step, None
         whole_step: dict[str, float] = {}
-        if step is not None:
-            busy = self._busy_seconds(activities)
+        if last_step is not None:
+            busy_seconds = self._busy_seconds(activities)
             whole_step = self._shares(
                 _MeasuredStep(
-                    step.update_tokens,
-                    step.busy_seconds + busy.all_ranks,
-                    step.trainers_busy_seconds + busy.trainers,
-                    step.seconds + seconds["time/step_seconds"],
+                    last_step.update_tokens,
+                    last_step.busy_seconds + busy_seconds.all_ranks,
+                    last_step.trainers_busy_seconds + busy_seconds.trainers,
+                    last_step.seconds + seconds["time/step_seconds"],
                 )
             )
         return EvaluationMetrics(engines | memory | self._predicted_metrics(memory), whole_step)
@@ -265,6 +265,7 @@ class Performance:
         return _BusySeconds(mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size]))
 
     def _shares(self, step: _MeasuredStep) -> dict[str, float]:
+        """Return the idle shares of ranks and trainers in a step, and its training throughput."""
         metrics = {"time/ranks_idle": idle_share(step.busy_seconds, step.seconds)}
         if self._ranks.is_separate:
             metrics["time/trainers_idle"] = idle_share(step.trainers_busy_seconds, step.seconds)
@@ -284,29 +285,40 @@ class Performance:
         phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in memory]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
-    def _throughput(self, work: Work, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+    def _compute_throughput(
+        self, work: Work, seconds: Mapping[str, float], step_metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the metrics of tokens and FLOPs per second and rank.
+
+        `seconds` are the step's times by name, `step_metrics` its metrics so far.
+        """
         num_ranks, num_trainers = self._ranks.world_size, self._ranks.trainers.world_size
         # Colocated ranks train and sample, so then all of them count as samplers.
         num_samplers = num_ranks - num_trainers or num_ranks
-        step_seconds, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
-        scoring, rollout = seconds.get("time/logprobs_seconds", 0.0), seconds.get("time/rollout_seconds", 0.0)
+        step_seconds, train_seconds = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
+        scoring_seconds, rollout_seconds = (
+            seconds.get("time/logprobs_seconds", 0.0),
+            seconds.get("time/rollout_seconds", 0.0),
+        )
         metrics: dict[str, float] = {}
-        if work.update_tokens and train:
-            metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_trainers
+        if work.update_tokens and train_seconds:
+            metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train_seconds / num_trainers
         if self._goes_on:
             # Sampling continues between steps, so it starts at the reshard and not at the begin of the phase.
-            rollout = max(rollout, min(step_seconds, scalars.get("perf/engines_open_seconds", 0.0)))
-        if rollout and "rollout/sampled_tokens" in scalars:
-            sampled = scalars["rollout/sampled_tokens"]
-            metrics["perf/rollout_tokens_per_second_per_rank"] = sampled / rollout / num_samplers
+            rollout_seconds = max(
+                rollout_seconds, min(step_seconds, step_metrics.get("perf/engines_open_seconds", 0.0))
+            )
+        if rollout_seconds and "rollout/sampled_tokens" in step_metrics:
+            num_sampled_tokens = step_metrics["rollout/sampled_tokens"]
+            metrics["perf/rollout_tokens_per_second_per_rank"] = num_sampled_tokens / rollout_seconds / num_samplers
         if work.represented_tokens:
             metrics["perf/represented_tokens"] = float(work.represented_tokens)
             metrics["perf/stored_tokens"] = float(work.stored_tokens)
             metrics["perf/rows_not_shared"] = float(work.refused_rows)
             if work.flops:
                 metrics["perf/flops_saved"] = work.saved_flops / (work.flops + work.saved_flops)
-        if work.flops and train + scoring:
-            tflops = work.flops / (train + scoring) / num_trainers / 1e12
+        if work.flops and train_seconds + scoring_seconds:
+            tflops = work.flops / (train_seconds + scoring_seconds) / num_trainers / 1e12
             metrics["perf/tflops_per_rank"] = tflops
             if self._peak_tflops is not None:
                 metrics["perf/mfu"] = tflops / self._peak_tflops
@@ -358,22 +370,24 @@ class Balance:
 
     def observe_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the METRICS of a step, from its `seconds` so far and its metric `time/engines_idle`."""
-        step_seconds, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
-        idle = min(1.0, waited / max(step_seconds, 1e-9))
-        step_metrics = {"time/rollout_waited_seconds": waited}
+        step_seconds, rollout_wait_seconds = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
+        trainer_idle_share = min(1.0, rollout_wait_seconds / max(step_seconds, 1e-9))
+        step_metrics = {"time/rollout_waited_seconds": rollout_wait_seconds}
         # The first step includes one-time work, so its shares would mislead.
         if self._is_first:
             self._is_first = False
             return step_metrics
-        self._idle.append((idle, metrics["time/engines_idle"]))
+        self._idle.append((trainer_idle_share, metrics["time/engines_idle"]))
         if len(self._idle) < FEWEST:
             return step_metrics
-        trainer_idle, engines_idle = (sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True))
-        balanced_ranks = self._balanced_ranks(trainer_idle, engines_idle)
-        self._judge(trainer_idle, engines_idle, balanced_ranks)
+        mean_trainer_idle, mean_engines_idle = (
+            sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True)
+        )
+        balanced_ranks = self._compute_balanced_ranks(mean_trainer_idle, mean_engines_idle)
+        self._judge(mean_trainer_idle, mean_engines_idle, balanced_ranks)
         return step_metrics | {"rollout/balanced_ranks": balanced_ranks}
 
-    def _balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
+    def _compute_balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
         """Return the number of engine ranks for equal load of trainer and engines, if work divides evenly
         over ranks.
         """
@@ -381,20 +395,24 @@ class Balance:
         # The bound avoids 0 / 0 if both sides were idle throughout.
         return (self._num_trainers + self._num_engines) * sampling / max(training + sampling, 1e-9)
 
-    def _judge(self, trainer_idle: float, engines_idle: float, ranks: float) -> None:
+    def _judge(self, trainer_idle: float, engines_idle: float, balanced_ranks: float) -> None:
+        """Report which side is the bottleneck, if that changed. `balanced_ranks` engine ranks would balance both."""
         difference = trainer_idle - engines_idle
-        slow = "engines" if difference > MARGIN else "trainer" if difference < -MARGIN else "neither"
+        slow_side = "engines" if difference > MARGIN else "trainer" if difference < -MARGIN else "neither"
         # Report changes only: a verdict repeated at each step would fill the log.
-        if slow == self._verdict:
+        if slow_side == self._verdict:
             return
-        self._verdict = slow
+        self._verdict = slow_side
         num_ranks = self._num_trainers + self._num_engines
-        side = "neither side is the bottleneck" if slow == "neither" else f"the bottleneck is the {slow}"
-        turns = "; under rollout.max_staleness = 0 one waits while the other works" if self._takes_turns else ""
+        verdict_text = (
+            "neither side is the bottleneck" if slow_side == "neither" else f"the bottleneck is the {slow_side}"
+        )
+        turns_text = "; under rollout.max_staleness = 0 one waits while the other works" if self._takes_turns else ""
         self._notify(
-            f"{side}: over {len(self._idle)} steps the trainer waited for samples {trainer_idle:.0%} of the time, the "
-            f"engines were idle {engines_idle:.0%}{turns}. Of {num_ranks} ranks about {ranks:.1f} for the engines "
-            f"would balance them (rollout.ranks, now {self._num_engines})"
+            f"{verdict_text}: over {len(self._idle)} steps the trainer waited for samples {trainer_idle:.0%} of the "
+            "time, "
+            f"the engines were idle {engines_idle:.0%}{turns_text}. Of {num_ranks} ranks about {balanced_ranks:.1f} "
+            f"for the engines would balance them (rollout.ranks, now {self._num_engines})"
         )
 
 
@@ -438,10 +456,11 @@ class Profiles:
 
     @asynccontextmanager
     async def _spans_recorded(self, number: int) -> AsyncIterator[None]:
+        """Context of one step: driver and ranks record spans, and their trace is written."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
         try:
-            offsets = await _begin(self._ranks.trainers.call)
+            offsets = await _start_spans(self._ranks.trainers.call)
             record(True)
             began = time.monotonic()
             try:
@@ -473,12 +492,12 @@ class Profiles:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
-        """Start recording spans on separate engines after the `earlier` trace. Return clock offsets like `_begin`."""
+        """Start recording spans on separate engines, after the `earlier` trace. Return offsets like `_start_spans`."""
         if not self._ranks.is_separate:
             return []
         if earlier is not None:
             await earlier
-        return await _begin(self._ranks.call_engines)
+        return await _start_spans(self._ranks.call_engines)
 
     async def _write(
         self,
@@ -501,6 +520,7 @@ class Profiles:
         if len(spans) != len(offsets):
             self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
             return
+        # Shift the ranks' spans to the driver's clock, so that all share one time axis.
         tracks = [Track("driver", driver_spans)] + [
             Track(f"rank {rank} on {self._ranks.topology[rank][0]}", rank_spans).shift(offset)
             for rank, (rank_spans, offset) in enumerate(zip(spans, offsets, strict=True))
@@ -520,7 +540,7 @@ class Profiles:
         )
 
 
-async def _begin(call: Call) -> list[float]:
+async def _start_spans(call: Call) -> list[float]:
     """Start recording spans on ranks. Return for each rank the seconds by which the driver's clock is ahead."""
     # In the first round ranks may still be busy. The round with the shorter answer time bounds the offset better.
     rounds = [await _ask_clocks(call) for _ in range(2)]

@@ -25,8 +25,8 @@ async def train(run: Run) -> None:
     nats per answer.
     """
     recipe, tracker = run.recipe, run.tracker
-    keep = collect_for(recipe, run.folder.path)
-    answers = read_preferences(recipe, run.data.tokenizer, recipe.data.train, run.data.dropped, collect=keep)
+    collect = collect_for(recipe, run.folder.path)
+    answers = read_preferences(recipe, run.data.tokenizer, recipe.data.train, run.data.dropped, collect=collect)
     order = run.origin.position.order(recipe, "data.train", len(answers))
     # Each item drawn before has two events: drawn and used.
     run.data.rewind_draws(2 * order.start(run.folder.resumed_step))
@@ -46,7 +46,7 @@ async def train(run: Run) -> None:
                 await _add_reference(run, batch)
             is_judged = recipe.sequences_per_example == 1
             # Computed before the update, to measure the policy that the update starts from.
-            kto_kl = await _divergence(run, batch) if is_judged else None
+            kto_kl = await _estimate_kto_kl(run, batch) if is_judged else None
             async with run.updating(step):
                 assign_token_weights(
                     batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
@@ -61,7 +61,7 @@ async def train(run: Run) -> None:
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:
     """Return all answers as one batch, with the two answers of a pair one after the other."""
-    return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
+    return TokenBatch.from_sequences([sequence for example in answers for sequence in example])
 
 
 async def _add_reference(run: Run, batch: TokenBatch) -> None:
@@ -69,7 +69,7 @@ async def _add_reference(run: Run, batch: TokenBatch) -> None:
         batch.per_token["reference_logprobs"] = await run.models["reference"].forward(batch)
 
 
-async def _divergence(run: Run, batch: TokenBatch) -> float:
+async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
     """Estimate the KL divergence between policy and reference for KTO: nats per answer, at least 0.
 
     It is the mean log-ratio of mismatched answers: each prompt with the answer to the next prompt.
@@ -79,11 +79,11 @@ async def _divergence(run: Run, batch: TokenBatch) -> float:
     masks = np.split(batch.loss_mask, batch.cu_seqlens[1:-1])
     mismatched = []
     for index in range(batch.num_sequences):
-        next_one = (index + 1) % batch.num_sequences
-        prompt, answer = tokens[index][: masks[index].argmax()], tokens[next_one][masks[next_one]]
+        next_index = (index + 1) % batch.num_sequences
+        prompt, answer = tokens[index][: masks[index].argmax()], tokens[next_index][masks[next_index]]
         # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
-        together = np.concatenate([prompt, answer])[:longest]
-        mismatched.append(TrainingSequence(together, np.arange(len(together)) >= len(prompt)))
+        mismatched_tokens = np.concatenate([prompt, answer])[:longest]
+        mismatched.append(TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt)))
     batch = TokenBatch.from_sequences(mismatched)
     with run.tracker.phase("logprobs"):
         await _add_reference(run, batch)
@@ -104,18 +104,18 @@ async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: i
             batch = _batch(answers)
             await _add_reference(run, batch)
             by_length = run.recipe.preference.normalize_by_length
-            worth = worths(batch, await policy.forward(batch), by_length=by_length)
+            answer_worths = worths(batch, await policy.forward(batch), by_length=by_length)
             # `_batch` stores the chosen and the rejected answer of a pair alternately.
-            better, worse = worth[::2], worth[1::2]
+            better_worths, worse_worths = answer_worths[::2], answer_worths[1::2]
             if run.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0
                 # Broadcast to all combinations of a desirable and an undesirable answer.
-                better, worse = worth[is_good, None], worth[None, ~is_good]
+                better_worths, worse_worths = answer_worths[is_good, None], answer_worths[None, ~is_good]
             # Without answers of both kinds AUC is undefined, so the set has no metric.
-            if not better.size or not worse.size:
+            if not better_worths.size or not worse_worths.size:
                 continue
             # A tie counts as half a win. Before training every pair is a tie, so accuracy starts at 0.5.
-            scalars[f"val/{name}/accuracy"] = float((np.sign(better - worse) / 2 + 0.5).mean())
+            scalars[f"val/{name}/accuracy"] = float((np.sign(better_worths - worse_worths) / 2 + 0.5).mean())
     return scalars
 
 

@@ -116,15 +116,15 @@ class ReshardSchedule:
         First completes a background reshard, and includes its metrics. Requests in separate engines pause, then
         continue with the new weights.
         """
-        before = await self.finish()
+        earlier_metrics = await self.finish()
         if self._ranks.is_separate:
-            reports, pause = await self._run_separate(step)
+            reports, pause_metrics = await self._run_separate(step)
         else:
             # Colocated engines hold no requests now: they were paused before they slept.
-            reports, pause = await self._reshard_calls.run(self._is_verified(step), step + 1), {}
+            reports, pause_metrics = await self._reshard_calls.run(self._is_verified(step), step + 1), {}
         await self._checks.check_engines(reports)
         self._pool.resume()
-        return _with_earlier(before, reshard_metrics(reports) | pause)
+        return _add_earlier_metrics(earlier_metrics, reshard_metrics(reports) | pause_metrics)
 
     async def begin(self, step: int) -> dict[str, float]:
         """Start a background reshard if the recipe allows it at this step, else reshard and wait.
@@ -133,19 +133,19 @@ class ReshardSchedule:
         count in this step. `finish` waits until the engines have the weights. Returns the metrics of the previous
         background reshard, or those of `run`.
         """
-        before = await self.finish()
+        earlier_metrics = await self.finish()
         # A restarted replica joins through a new cross-world process group. The trainers must help create it, so this
         # reshard cannot run in the background.
         can_overlap = self._reshard_calls.is_connected and not self._replacements.has_started
         if not (self._recipe.overlaps_at(step) and can_overlap):
-            return _with_earlier(before, await self.run(step))
+            return _add_earlier_metrics(earlier_metrics, await self.run(step))
         copies_made = asyncio.get_running_loop().create_future()
         self._sending = asyncio.create_task(self._send(step, copies_made))
         # The task may fail before `copies_made` is set. Then its error is raised here.
         await asyncio.wait([self._sending, copies_made], return_when=asyncio.FIRST_COMPLETED)
         if not copies_made.done():
             self._sending.result()
-        return before
+        return earlier_metrics
 
     async def finish(self) -> dict[str, float]:
         """Wait for the background reshard, and return its metrics; empty without one."""
@@ -193,23 +193,23 @@ class ReshardSchedule:
         Sets `copies_made` when the trainers have the copies and the engines have paused.
         """
         began = time.monotonic()
-        worked_before = 0.0
+        trainer_seconds_before = 0.0
 
         def continue_training() -> None:
-            nonlocal worked_before
-            worked_before = self._ranks.trainers.seconds_in_calls
-            pausing.add_done_callback(end_begin)
+            nonlocal trainer_seconds_before
+            trainer_seconds_before = self._ranks.trainers.seconds_in_calls
+            pause_task.add_done_callback(report_copies_made)
 
-        def end_begin(pausing: asyncio.Task[None]) -> None:
+        def report_copies_made(pause_task: asyncio.Task[None]) -> None:
             # If the pause failed, `_send` fails too. `begin` waits for `_send` or for `copies_made`.
-            if not pausing.cancelled() and pausing.exception() is None and not copies_made.done():
+            if not pause_task.cancelled() and pause_task.exception() is None and not copies_made.done():
                 copies_made.set_result(None)
 
         # Request them now: a later request is answered only after the engines have the weights, and would delay the
         # step.
         engine_measurements = self._performance.ask_engines()
-        pausing = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
-        engines_paused = asyncio.gather(pausing, asyncio.wait([engine_measurements]))
+        pause_task = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
+        engines_paused = asyncio.gather(pause_task, asyncio.wait([engine_measurements]))
         try:
             self._reports = await self._reshard_calls.run_overlapping(
                 self._is_verified(step), step + 1, engines_paused, continue_training
@@ -223,7 +223,7 @@ class ReshardSchedule:
             engines_paused.cancel()
             await asyncio.gather(engines_paused, return_exceptions=True)
         self._pool.resume()
-        return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
+        return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - trainer_seconds_before}
 
     def _resume_engines(self, began: float) -> dict[str, float]:
         """Let the engines with the new weights sample again. Return the metrics of the pause since `began`."""
@@ -236,6 +236,7 @@ class ReshardSchedule:
 
     @property
     def _leaders(self) -> set[int]:
+        """First ranks of the engine replicas that are alive."""
         return {group.part.first_rank for group in self._ranks.replicas}
 
 
@@ -250,11 +251,16 @@ def reshard_metrics(reports: Reports) -> dict[str, float]:
         f"reshard/{kind}_bytes": float(sum(report.num_bytes[kind] for report in reports))
         for kind in reports[0].num_bytes
     }
-    gaps = [report.probe_gap for report in reports if report.probe_gap is not None]
-    return seconds | transferred_bytes | ({"reshard/probe_gap": max(gaps)} if gaps else {}) | _rounding_metrics(reports)
+    probe_gaps = [report.probe_gap for report in reports if report.probe_gap is not None]
+    return (
+        seconds
+        | transferred_bytes
+        | ({"reshard/probe_gap": max(probe_gaps)} if probe_gaps else {})
+        | _compute_rounding_metrics(reports)
+    )
 
 
-def _rounding_metrics(reports: Reports) -> dict[str, float]:
+def _compute_rounding_metrics(reports: Reports) -> dict[str, float]:
     """Return the share of the merged update lost by rounding; empty before the first update."""
     roundings = [report.rounding for report in reports if report.rounding is not None]
     squared_update = sum(rounding.squared_update for rounding in roundings)
@@ -264,7 +270,7 @@ def _rounding_metrics(reports: Reports) -> dict[str, float]:
     return {"lora/lost_in_merge": (squared_error / squared_update) ** 0.5}
 
 
-def _with_earlier(earlier: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+def _add_earlier_metrics(earlier: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
     """Add the metrics of two reshards that ended in one step. Metrics in `_STATES` are those of the later one."""
     # Counter.update adds values, dict.update would replace them.
     total = Counter(earlier)

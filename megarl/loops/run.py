@@ -147,6 +147,7 @@ async def _attempt(
 
 
 async def _export(run: Run, display: Display) -> None:
+    """Export the trained model with its card, after the last check of the weights."""
     if not run.recipe.train.steps:
         return
     with display.phase("exporting the model", is_printed=True):
@@ -250,6 +251,7 @@ async def _start_run(
 
 
 async def _start_ranks(start: _Start, stacks: StackRequest) -> _StartedRanks:
+    """Start the ranks and build their models. From then on, lost separate engines are replaced."""
     recipe, folder, tracker, processes = start.recipe, start.folder, start.tracker, start.processes
     with tracker.phase("start"):
         with start.display.phase(f"starting {count_of_ranks(recipe)}", is_printed=True):
@@ -267,6 +269,7 @@ async def _start_ranks(start: _Start, stacks: StackRequest) -> _StartedRanks:
 async def _start_sampling(
     start: _Start, ranks: RunRanks, source_data: Mapping[str, SourceData], tokenizer: Tokenizer
 ) -> _Sampling:
+    """Start rewards and environments, and return the sources of samples with the pool of engines."""
     recipe, folder, tracker = start.recipe, start.folder, start.tracker
     rewards = start_rewards(recipe, start.stack, folder.logs_folder, tracker.notice)
     for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
@@ -286,9 +289,11 @@ async def _start_sampling(
 async def _make_run(
     start: _Start, started_ranks: _StartedRanks, pool: EnginePool, run_data: RunData, checks: StepChecks
 ) -> Run:
+    """Make everything that the loop uses: models, reshards, checkpoints and observers of the steps."""
     recipe, folder, tracker, stack = start.recipe, start.folder, start.tracker, start.stack
     ranks, reshard_calls, replacements = started_ranks
     spikes = spike_detector(recipe, start.origin.spikes)
+    # The driver's proxies of the models on the ranks.
     models = models_of(recipe, start.parallel, ranks.trainers, spikes)
     for notice in sharing_notices(models):
         tracker.notice(notice)
@@ -299,6 +304,7 @@ async def _make_run(
     stack.push_async_callback(reshard_schedule.close)
     profiles = Profiles(ranks, folder, tracker, recipe.train.profile_with)
     stack.push_async_callback(profiles.close)
+    # What each step does beyond training: saves, checks and measurements.
     checkpoints = _make_checkpoints(start, ranks, weight_checks, spikes)
     observers = make_observers(
         recipe, start.parallel, folder, tracker, ranks, checkpoints, models["policy"],
@@ -341,7 +347,9 @@ def _make_checkpoints(
 
 
 async def _load_state(run: Run, checkpoint: Path) -> None:
+    """Load the trainers' state from a checkpoint on disk, or from the copies in host memory."""
     origin, trainers, processes = run.origin, run.ranks.trainers, run.processes
+    # Colocated: engines must free the GPUs before the trainers load their weights and optimizer states.
     await run.reshard_schedule.sleep_engines()
     if origin.copied_step is None:
         await trainers.call("load_checkpoint", checkpoint)

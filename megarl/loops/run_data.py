@@ -49,14 +49,14 @@ class RunData:
 
         `batch` are the indices of `order` for the step, counted from 1. On-policy loops write their own events.
         """
-        file, first = self.draws_file, order.start(step - 1)
+        file, first_draw = self.draws_file, order.start(step - 1)
         if step > 1 and not file.exists():
             # The run began with a version of megarl that wrote no ledger for this loop.
             return
         # Each item drawn before has two events: drawn and used.
-        events = DrawEvents(num_written=2 * first)
-        for place, index in enumerate(batch, first):
-            events.add("drawn", "train", place, index)
+        events = DrawEvents(num_written=2 * first_draw)
+        for draw, index in enumerate(batch, first_draw):
+            events.add("drawn", "train", draw, index)
             events.add("used", "train", index)
         with storage_faults_named(file):
             events.write(file, step, {"train": order.num_items}, num_open=0, too_long=self.dropped.total())

@@ -28,8 +28,8 @@ async def train(run: Run) -> None:
     Logs `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`.
     """
     recipe = run.recipe
-    keep = collect_for(recipe, run.folder.path)
-    conversations = read_conversations(recipe, run.data.tokenizer, recipe.data.train, run.data.dropped, collect=keep)
+    collect = collect_for(recipe, run.folder.path)
+    conversations = read_conversations(recipe, run.data.tokenizer, recipe.data.train, run.data.dropped, collect=collect)
     held_out: HeldOut = {
         name: read_conversations(recipe, run.data.tokenizer, path, run.data.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation_conversations.items()
@@ -58,12 +58,13 @@ async def train(run: Run) -> None:
 
 
 async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
+    """Return the held-out losses after a step (0: before the first), and the metrics of sampled validation sets."""
     if not step:
         # Sample now, while the engines are awake and have the trainer's initial weights.
-        sampled = await run.evaluate(0)
+        sampling_metrics = await run.evaluate(0)
         await run.reshard_schedule.sleep_engines()
-        return sampled | await _losses(run, held_out)
-    metrics = await _losses(run, held_out)
+        return sampling_metrics | await _compute_losses(run, held_out)
+    metrics = await _compute_losses(run, held_out)
     if any(source.validation for source in run.data.sources):
         # SFT reshards only for an evaluation that samples, because training itself needs no engine.
         with run.tracker.phase("reshard"):
@@ -73,7 +74,7 @@ async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
     return metrics
 
 
-async def _losses(run: Run, held_out: HeldOut) -> dict[str, float]:
+async def _compute_losses(run: Run, held_out: HeldOut) -> dict[str, float]:
     """Return `val/SET/loss` of each held-out set, in nats per token of the assistant."""
     scalars: dict[str, float] = {}
     policy = run.models["policy"]

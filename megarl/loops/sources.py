@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 class SourceData(NamedTuple):
+    """The problems of one source."""
+
     training: Sequence[Problem]
     """Training problems. Empty in loops that read their training data themselves."""
     validation: dict[str, Sequence[Problem]]
@@ -91,11 +93,11 @@ def start_rewards(
     recipe: Recipe, stack: AsyncExitStack, log_folder: Path, notice: Callable[[str], object]
 ) -> dict[str, RewardPool]:
     """Start each source's reward processes, closed with `stack`. Sources with equal settings share them."""
-    by_settings: list[tuple[WorkerSettings, RewardPool]] = []
+    started_pools: list[tuple[WorkerSettings, RewardPool]] = []
     pools: dict[str, RewardPool] = {}
     for source in recipe.sources:
         settings = worker_settings(source.recipe.reward, source.recipe.sandbox)
-        pool = next((pool for pool_settings, pool in by_settings if pool_settings == settings), None)
+        pool = next((pool for pool_settings, pool in started_pools if pool_settings == settings), None)
         if pool is None:
             pool = RewardPool(
                 settings,
@@ -103,12 +105,12 @@ def start_rewards(
                 num_workers=source.recipe.reward.num_workers if recipe.has_engine else 0,
                 log_folder=log_folder,
                 # Log files of all pools are numbered consecutively in one folder.
-                first_log=sum(len(pool_settings) for _, pool_settings in by_settings),
+                first_log=sum(len(pool_settings) for _, pool_settings in started_pools),
                 notice=notice,
                 make_server=server_processes(recipe.cluster),
             )
             stack.push_async_callback(pool.aclose)
-            by_settings.append((settings, pool))
+            started_pools.append((settings, pool))
         pools[source.name] = pool
     return pools
 
@@ -119,22 +121,25 @@ def _start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path)
     num_started = 0
     for source in recipe.sources:
         rollout = source.recipe.rollout
-        number = num_processes(rollout.environment, rollout.environment_processes) if recipe.has_engine else 0
-        if number == 0:
+        num_source_processes = (
+            num_processes(rollout.environment, rollout.environment_processes) if recipe.has_engine else 0
+        )
+        if num_source_processes == 0:
             continue
         pools[source.name] = EnvironmentPool(
             process_settings(rollout.environment, _settings(source.recipe), rollout.environment_memory_gib),
-            num_processes=number,
+            num_processes=num_source_processes,
             log_folder=log_folder,
             first_log=num_started,
             make_server=server_processes(recipe.cluster),
         )
         stack.callback(pools[source.name].close)
-        num_started += number
+        num_started += num_source_processes
     return pools
 
 
 def _settings(recipe: Recipe) -> Mapping[str, Any]:
+    """Return the arguments of a source's environment, with the sandbox settings if it uses the sandbox."""
     rollout = recipe.rollout
     return with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
 
@@ -159,16 +164,16 @@ async def make_sources(
     returns the agents of the run's nodes, where containers may start.
     """
     folder = recipe.model.folder
-    ends = added_turn_ends(folder, tokenizer)
-    if ends:
-        screen.info(turn_ends_notice(ends, folder, tokenizer))
+    turn_ends = added_turn_ends(folder, tokenizer)
+    if turn_ends:
+        screen.info(turn_ends_notice(turn_ends, folder, tokenizer))
     stack.push_async_callback(close_shared)
     environments = _start_environments(recipe, stack, log_folder)
     # One for all sources, because containers of several sources run on the same nodes.
     memory = RunMemory()
     return [
         await make_source(
-            replace(source, recipe=with_stop_tokens(source.recipe, ends)),
+            replace(source, recipe=with_stop_tokens(source.recipe, turn_ends)),
             data[source.name],
             rewards[source.name],
             environments.get(source.name),

@@ -45,12 +45,14 @@ async def compare_start(run: Run, examples: Iterable[Sequence[TrainingSequence]]
     tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
     policy = run.models["policy"]
     with run.tracker.phase("start"), policy.work.uncounted():
-        reference, *_ = await policy.group.call("transformers_model.logprobs", tokens)
-        if isinstance(reference, str):
-            run.tracker.notice(f"model.path: log-probs are not compared with transformers at the start: {reference}.")
+        reference_logprobs, *_ = await policy.group.call("transformers_model.logprobs", tokens)
+        if isinstance(reference_logprobs, str):
+            run.tracker.notice(
+                f"model.path: log-probs are not compared with transformers at the start: {reference_logprobs}."
+            )
             return
-        trained = await policy.forward(batch)
-    gap = measure_gap(np.split(trained, batch.cu_seqlens[1:-1]), reference)
+        trainer_logprobs = await policy.forward(batch)
+    gap = measure_gap(np.split(trainer_logprobs, batch.cu_seqlens[1:-1]), reference_logprobs)
     limit = _FP8_LIMIT if recipe.trainer.fp8 != "none" else _LIMITS.get(recipe.model.dtype, _ROUNDED_LIMIT)
     if (text := gap_warning(gap, limit)) is not None:
         run.tracker.notice(text)

@@ -221,26 +221,26 @@ class Run:
         The reason is a `megarl resize`, or lost nodes that have come back.
         """
         try:
-            change = take_request(self.folder.path, self.recipe)
+            requested_change = take_request(self.folder.path, self.recipe)
             if step == self.recipe.train.steps:
-                if change is not None:
+                if requested_change is not None:
                     self.tracker.notice("the run is not resized, because this was its last step")
                 return
-            if change is not None:
-                await self.ranks.reserve(change.parallel.world_size, change.parallel.replica_sizes)
+            if requested_change is not None:
+                await self.ranks.reserve(requested_change.parallel.world_size, requested_change.parallel.replica_sizes)
         except MegarlError as error:
             self.tracker.notice(f"the run cannot be resized: {error}")
             return
         # Without a request: the change back to the run's full size, if lost nodes have come back.
-        change = change or self.processes.growth()
-        if change is None:
+        requested_change = requested_change or self.processes.growth()
+        if requested_change is None:
             return
         await self.complete_background_work()
         await self.reshard_schedule.sleep_engines()
         await self.checkpoints.copy(step, state and state.save)
         # A signal may have arrived meanwhile.
         await self._stop_if_asked(step, state)
-        raise change
+        raise requested_change
 
     async def _save(self, step: int, state: RLState | None) -> None:
         """Save a checkpoint in addition to the regular ones, with the engines asleep."""

@@ -40,27 +40,28 @@ def leaving_on_signals(message: str) -> Iterator[None]:
     """Context whose code a stop signal cancels. Then raises StoppedError with this message."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    received: list[str] = []
+    signal_names: list[str] = []
 
-    def leave(number: signal.Signals) -> None:
-        if not received:
+    def cancel_task(signal_number: signal.Signals) -> None:
+        if not signal_names:
             task.cancel()
-        received.append(number.name)
+        signal_names.append(signal_number.name)
 
-    earlier = {number: signal.getsignal(number) for number in stop_signals()}
-    for number in earlier:
-        loop.add_signal_handler(number, leave, number)
+    # asyncio replaces the handlers, so remember them for the end of the context.
+    earlier_handlers = {signal_number: signal.getsignal(signal_number) for signal_number in stop_signals()}
+    for signal_number in earlier_handlers:
+        loop.add_signal_handler(signal_number, cancel_task, signal_number)
     try:
         yield
     except asyncio.CancelledError:
-        if not received:
+        if not signal_names:
             raise
-        raise StoppedError(f"{received[0]}: {message}") from None
+        raise StoppedError(f"{signal_names[0]}: {message}") from None
     finally:
-        for number, handler in earlier.items():
-            loop.remove_signal_handler(number)
+        for signal_number, handler in earlier_handlers.items():
+            loop.remove_signal_handler(signal_number)
             # asyncio leaves the default handler, which would end the process at once.
-            signal.signal(number, handler)
+            signal.signal(signal_number, handler)
 
 
 class StopRequest:
@@ -112,26 +113,26 @@ class StopRequest:
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        self._notice, first_at = notice, float("inf")
+        self._notice, first_request_time = notice, float("inf")
 
-        def receive(number: signal.Signals) -> None:
-            nonlocal first_at
+        def handle_signal(signal_number: signal.Signals) -> None:
+            nonlocal first_request_time
             # One request can arrive twice: at the batch script and its processes, or through a rank. Ctrl-C pressed
             # twice means two requests.
             is_repeated = self.by is not None and (
-                number == signal.SIGINT or loop.time() - first_at > _ONE_REQUEST_SECONDS
+                signal_number == signal.SIGINT or loop.time() - first_request_time > _ONE_REQUEST_SECONDS
             )
             if is_repeated:
                 self._is_urgent = True
                 self.end_ranks()
             if is_repeated or (self.by is None and not self._has_steps):
                 task.cancel()
-            first_at = min(first_at, loop.time())
-            self.ask(number.name)
+            first_request_time = min(first_request_time, loop.time())
+            self.ask(signal_number.name)
 
-        numbers = stop_signals()
-        for number in numbers:
-            loop.add_signal_handler(number, receive, number)
+        signal_numbers = stop_signals()
+        for signal_number in signal_numbers:
+            loop.add_signal_handler(signal_number, handle_signal, signal_number)
         try:
             yield
         except (asyncio.CancelledError, PeerLostError) as error:
@@ -145,11 +146,11 @@ class StopRequest:
                 raise
             raise StoppedError(f"{self.by}: stopped before a step began; {go_on}") from None
         finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+            for signal_number in signal_numbers:
+                loop.remove_signal_handler(signal_number)
                 # Only record signals: they must not interrupt the writing of the run's end. A recovery acts on them
                 # later.
-                signal.signal(number, lambda number, _: self.ask(signal.Signals(number).name))
+                signal.signal(signal_number, lambda signal_number, _: self.ask(signal.Signals(signal_number).name))
             self._notice = lambda text: None
 
 
@@ -157,17 +158,19 @@ class StopRequest:
 def stopping_at_once() -> Iterator[None]:
     """Context that raises StoppedError on a stop signal, while there is nothing to save."""
 
-    def leave(number: int, _: object) -> None:
-        raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
+    def raise_stopped(signal_number: int, _: object) -> None:
+        raise StoppedError(
+            f"{signal.Signals(signal_number).name}: stopped before a step began; start it again with --resume"
+        )
 
-    earlier = {number: signal.getsignal(number) for number in stop_signals()}
-    for number in earlier:
-        signal.signal(number, leave)
+    earlier_handlers = {signal_number: signal.getsignal(signal_number) for signal_number in stop_signals()}
+    for signal_number in earlier_handlers:
+        signal.signal(signal_number, raise_stopped)
     try:
         yield
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        for signal_number, handler in earlier_handlers.items():
+            signal.signal(signal_number, handler)
 
 
 class StackRequest:
@@ -186,21 +189,21 @@ def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
     request = StackRequest()
     path = logs_folder / DRIVER_LOG
 
-    def receive(*_: object) -> None:
+    def write_stacks(*_: object) -> None:
         request.ask_others()
         # Use os.write, because the signal may have interrupted the console or a stream while it held its lock.
         with suppress(OSError, RuntimeError):  # RuntimeError: no event loop runs yet
-            os.write(log.fileno(), task_stacks(asyncio.get_running_loop()).encode())
+            os.write(log_file.fileno(), task_stacks(asyncio.get_running_loop()).encode())
         with suppress(OSError):
             os.write(2, f"SIGQUIT: the stacks of driver and ranks are in {logs_folder}\n".encode())
 
     # faulthandler writes to a file descriptor, so the file stays open within the context.
-    with path.open("a") as log:
-        earlier = signal.signal(signal.SIGQUIT, receive)
+    with path.open("a") as log_file:
+        earlier_handler = signal.signal(signal.SIGQUIT, write_stacks)
         # `chain` calls the Python handler set above after the stacks are written.
-        faulthandler.register(signal.SIGQUIT, log, all_threads=True, chain=True)
+        faulthandler.register(signal.SIGQUIT, log_file, all_threads=True, chain=True)
         try:
             yield request
         finally:
             faulthandler.unregister(signal.SIGQUIT)
-            signal.signal(signal.SIGQUIT, earlier)
+            signal.signal(signal.SIGQUIT, earlier_handler)

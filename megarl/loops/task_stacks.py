@@ -19,20 +19,21 @@ def task_stacks(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _stack_of(task: asyncio.Task[Any]) -> str:
-    return "".join(f"  {line}\n" for line in _lines(task.get_coro()))
+    return "".join(f"  {line}\n" for line in _iterate_frames(task.get_coro()))
 
 
-def _lines(waiting: Any) -> Iterator[str]:
+def _iterate_frames(awaited: Any) -> Iterator[str]:
+    """Yield a line for each frame, from a coroutine to the object that it finally waits for."""
     # `Task.get_stack` returns the outermost frame alone, so follow the chain of awaited objects.
-    while waiting is not None:
-        if (frame := _first_attribute(waiting, _FRAMES)) is not None:
+    while awaited is not None:
+        if (frame := _first_attribute(awaited, _FRAMES)) is not None:
             yield f'File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
-            waiting = _first_attribute(waiting, _AWAITED)
-        elif generators := [value for value in gc.get_referents(waiting) if isinstance(value, AsyncGeneratorType)]:
+            awaited = _first_attribute(awaited, _AWAITED)
+        elif generators := [value for value in gc.get_referents(awaited) if isinstance(value, AsyncGeneratorType)]:
             # `async for` awaits a step of its generator. No attribute of the step leads to the generator.
-            waiting = generators[0]
+            awaited = generators[0]
         else:
-            yield repr(waiting)
+            yield repr(awaited)
             return
 
 

@@ -37,39 +37,42 @@ def bisect(first: Path, second: Path) -> Bisection:
     """
     for run in (first, second):
         RunRecord.open_of_this_version(run)
-    common = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
-    if not common:
+    common_steps = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
+    if not common_steps:
         raise ConfigError(f"{first} and {second}: have no recorded step in common; record both with train.record")
-    read: dict[int, tuple[StepRecord, StepRecord]] = {}
+    records_by_step: dict[int, tuple[StepRecord, StepRecord]] = {}
 
-    def records_of(number: int) -> tuple[StepRecord, StepRecord]:
-        if number not in read:
-            read[number] = StepRecord.load(first / RECORDS, number), StepRecord.load(second / RECORDS, number)
-        return read[number]
+    def records_of(step: int) -> tuple[StepRecord, StepRecord]:
+        if step not in records_by_step:
+            records_by_step[step] = StepRecord.load(first / RECORDS, step), StepRecord.load(second / RECORDS, step)
+        return records_by_step[step]
 
-    def compare(number: int) -> tuple[Difference, ...]:
-        first_record, second_record = records_of(number)
+    def compare(step: int) -> tuple[Difference, ...]:
+        first_record, second_record = records_of(step)
         if first_record.layout != second_record.layout and first_record.layout.get("dtype") != "float32":
             raise ConfigError(
                 f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
             )
         return tuple(differences(first_record, second_record))
 
-    looked_at: set[int] = set()
+    compared_chains: set[int] = set()
 
-    def has_parted(number: int) -> bool:
-        looked_at.add(number)
-        return chain_of(first / RECORDS, number) != chain_of(second / RECORDS, number)
+    def differs_until(step: int) -> bool:
+        compared_chains.add(step)
+        return chain_of(first / RECORDS, step) != chain_of(second / RECORDS, step)
 
-    first_last, second_last = records_of(common[-1])
-    if first_last.layout == second_last.layout:
-        place = bisect_left(common, True, key=has_parted)
-        if place == len(common):
-            return Bisection(None, (), common[-1], len(read.keys() | looked_at))
-        if step_differences := compare(common[place]):
-            return Bisection(common[place], step_differences, common[-1], len(read.keys() | looked_at))
-    # Chains also differ if one run began to record later, or records other contents.
-    for number in common:
-        if step_differences := compare(number):
-            return Bisection(number, step_differences, common[-1], len(read.keys() | looked_at))
-    return Bisection(None, (), common[-1], len(read.keys() | looked_at))
+    first_run_last, second_run_last = records_of(common_steps[-1])
+    if first_run_last.layout == second_run_last.layout:
+        index = bisect_left(common_steps, True, key=differs_until)
+        if index == len(common_steps):
+            return Bisection(None, (), common_steps[-1], len(records_by_step.keys() | compared_chains))
+        if step_differences := compare(common_steps[index]):
+            return Bisection(
+                common_steps[index], step_differences, common_steps[-1], len(records_by_step.keys() | compared_chains)
+            )
+    # Compare step by step: chains also differ if the runs have different parallel sizes, if one run began to record
+    # later, or if it records other contents.
+    for step in common_steps:
+        if step_differences := compare(step):
+            return Bisection(step, step_differences, common_steps[-1], len(records_by_step.keys() | compared_chains))
+    return Bisection(None, (), common_steps[-1], len(records_by_step.keys() | compared_chains))

@@ -91,35 +91,38 @@ def prepare(
     for run in filter(Path.is_dir, (model, recipe)):
         # Before config.yaml is read: fields of another version would be reported as unknown keys.
         RunRecord.read(run).refuse_newer_version()
+    # Read the recipe, with the evaluated model's folder and the options in it.
     notify = Display().info
     download_model(str(model), "MODEL", notify)
     folder = model_folder(model if model.exists() else Path(find_folder(str(model))), is_best=is_best)
-    file = recipe / "config.yaml" if recipe.is_dir() else recipe
-    as_written = read(file, overrides, is_of_run=recipe.is_dir()).recipe
-    places = [f"mixture.{name}." for name in as_written.mixture] or [""]
-    changes = [*overrides, override_text("model.path", str(folder))]
-    changes += [
-        override_text(f"{place}evaluation.{name}", value) for place in places for name, value in options.items()
+    recipe_file = recipe / "config.yaml" if recipe.is_dir() else recipe
+    recipe_without_options = read(recipe_file, overrides, is_of_run=recipe.is_dir()).recipe
+    prefixes = [f"mixture.{name}." for name in recipe_without_options.mixture] or [""]
+    all_overrides = [*overrides, override_text("model.path", str(folder))]
+    all_overrides += [
+        override_text(f"{prefix}evaluation.{name}", value) for prefix in prefixes for name, value in options.items()
     ]
-    loaded = load(file, changes, is_of_run=recipe.is_dir())
-    # Recipes of other loops have no sampling parameters or engines, so there is nothing to sample with.
+    loaded = load(recipe_file, all_overrides, is_of_run=recipe.is_dir())
+    # Refuse what cannot be evaluated. Recipes of other loops have no sampling parameters or engines, so there is
+    # nothing to sample with.
     if loaded.loop not in ("rl", "sft", "distillation"):
         raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe with loop rl, sft or distillation")
     set_names = [name for source in loaded.sources for name in source.recipe.data.validation]
     if not set_names:
-        raise ConfigError(f"{file}: has no data.validation, so there is nothing to evaluate; give sets by name")
+        raise ConfigError(f"{recipe_file}: has no data.validation, so there is nothing to evaluate; give sets by name")
     if unknown := [name for name in sets if name not in set_names]:
-        raise ConfigError(f"--set {unknown[0]}: is not a validation set of {file}; give {either(set_names)}")
+        raise ConfigError(f"--set {unknown[0]}: is not a validation set of {recipe_file}; give {either(set_names)}")
+    # Leave out of the recipe what an evaluation does not need.
     if not loaded.mixture:
         # The training data may be missing on this machine.
         loaded = loaded.model_copy(update={"data": _without_training_data(loaded.data)})
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
     is_override_given = any(override.startswith("model.override_config") for override in overrides)
-    if not is_override_given and Path(as_written.model.folder).resolve() != folder.resolve():
+    if not is_override_given and Path(recipe_without_options.model.folder).resolve() != folder.resolve():
         # `override_config` describes the recipe's model. A model exported from it has the changed fields already.
-        changed = loaded.model.model_copy(update={"override_config": {}})
-        loaded = loaded.model_copy(update={"model": changed})
+        plain_model = loaded.model.model_copy(update={"override_config": {}})
+        loaded = loaded.model_copy(update={"model": plain_model})
     if loaded.cluster.groups.engines is not None:
         # Ranks of one group need nodes of one kind, and here all ranks are engines of one group.
         cluster = loaded.cluster.model_copy(update={"groups": GroupsConfig()})
@@ -129,22 +132,22 @@ def prepare(
     download_missing(loaded, notify, with_models=False)
     loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
     parallel = _check_parallel(loaded)
-    home = model if (model / "config.yaml").is_file() else Path()
-    written = _make_folder(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
-    return Evaluation(folder, loaded, parallel, frozenset(sets or set_names), written)
+    run_folder = model if (model / "config.yaml").is_file() else Path()
+    output_folder = _make_folder(out, run_folder / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
+    return Evaluation(folder, loaded, parallel, frozenset(sets or set_names), output_folder)
 
 
 def _without_training_data(data: DataConfig) -> DataConfig:
     """Return the data config with a validation set as training data, so checks read no other file."""
-    sets = list(data.validation.values())
-    for data_set in sets:
+    validation_sets = list(data.validation.values())
+    for data_set in validation_sets:
         if isinstance(data_set, str) or not data_set.has_own_names:
             return data.model_copy(update={"train": path_of(data_set)})
     # All sets name their own fields, so the field names in `data` are free to use.
-    first = sets[0]
-    assert isinstance(first, DataSetConfig)
-    names = {"format": first.format, "fields": first.fields, "answer_field": first.answer_field}
-    return data.model_copy(update={"train": first.path, **names})
+    first_set = validation_sets[0]
+    assert isinstance(first_set, DataSetConfig)
+    field_names = {"format": first_set.format, "fields": first_set.fields, "answer_field": first_set.answer_field}
+    return data.model_copy(update={"train": first_set.path, **field_names})
 
 
 def _check_parallel(recipe: Recipe) -> ParallelConfig:
@@ -154,10 +157,12 @@ def _check_parallel(recipe: Recipe) -> ParallelConfig:
     if not parallel.is_separate:
         return parallel
     # Nothing trains here, so the engines get all ranks.
-    world, tp = parallel.num_ranks, parallel.rollout_tp
-    if world % tp:
-        raise ConfigError(f"rollout.tp = {tp}: does not divide the {world} ranks; an evaluation samples on all of them")
-    return ParallelConfig(tp=1, pp=1, dp=world, rollout_tp=tp, rollout_ep=parallel.rollout_ep)
+    num_ranks, tp = parallel.num_ranks, parallel.rollout_tp
+    if num_ranks % tp:
+        raise ConfigError(
+            f"rollout.tp = {tp}: does not divide the {num_ranks} ranks; an evaluation samples on all of them"
+        )
+    return ParallelConfig(tp=1, pp=1, dp=num_ranks, rollout_tp=tp, rollout_ep=parallel.rollout_ep)
 
 
 def _make_folder(out: Path | None, default: Path) -> Path:
@@ -195,36 +200,37 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
     with leaving_on_signals(f"the evaluation was stopped before its end; {folder} has the finished sets"):
         async with AsyncExitStack() as stack:
             tokenizer = tokenizer_of(recipe.model)
-            sources = await _sources(evaluation, tokenizer, stack)
+            sources = await _start_sources(evaluation, tokenizer, stack)
             sets = await stack.enter_async_context(aclosing(evaluate(sources, recipe.reward.max_failed_fraction)))
-            async for done in sets:
-                records = with_rendered_prompts(done.records(), done.trajectories, tokenizer)
+            async for evaluated_set in sets:
+                records = with_rendered_prompts(evaluated_set.records(), evaluated_set.trajectories, tokenizer)
                 # Written set by set, so that an interrupted evaluation retains the finished sets.
                 append_whole(folder / "answers.jsonl", b"".join(map(json_line, records)))
-                evaluated_sets.append(done)
-                for trajectory in done.trajectories:
+                evaluated_sets.append(evaluated_set)
+                for trajectory in evaluated_set.trajectories:
                     tool_use.add(trajectory.metrics)
-    if tools := tool_use.never_called:
-        _Screen().notice(uncalled_text(tools, "in this evaluation", f"megarl samples {folder}"))
+    if never_called_tools := tool_use.never_called:
+        _Screen().notice(uncalled_text(never_called_tools, "in this evaluation", f"megarl samples {folder}"))
     with storage_faults_named(folder):
-        replace_text(folder / "metrics.json", json.dumps(_summary(evaluation, evaluated_sets), indent=2) + "\n")
+        replace_text(folder / "metrics.json", json.dumps(_summarise(evaluation, evaluated_sets), indent=2) + "\n")
     return evaluated_sets
 
 
-async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
+async def _start_sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
     """Return the recipe's sources with the chosen validation sets, and engines closed by `stack`."""
     recipe, screen = evaluation.recipe, _Screen()
     dropped: Dropped = Counter()
-    heldout = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
+    problems_by_source = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
     for path, count in dropped.items():
         screen.notice(f"{path}: {count} prompts were dropped, because they are longer than data.max_prompt_tokens")
     logs = evaluation.folder / "logs"
+    # Start the ranks with engines, and the processes of the rewards.
     run_ranks = await start_ranks(recipe.cluster, logs)
-    ranks = run_ranks.trainers
+    engine_ranks = run_ranks.trainers
     # The stack closes in reverse order: reward workers and environments end before the ranks.
-    stack.push_async_callback(ranks.close)
-    ranks.deadlines = run_deadlines(recipe.cluster)
-    engines = {
+    stack.push_async_callback(engine_ranks.close)
+    engine_ranks.deadlines = run_deadlines(recipe.cluster)
+    engine_settings = {
         "folder": str(evaluation.model.absolute()),
         "config": recipe.rollout,
         "context_tokens": recipe.context_tokens,
@@ -232,15 +238,15 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
         "seed": recipe.seed,
         "override": recipe.model.override_config,
     }
-    await ranks.construct("megarl.serving.local_model:EngineRank", engines)
+    await engine_ranks.construct("megarl.serving.local_model:EngineRank", engine_settings)
     rewards = start_rewards(recipe, stack, logs, screen.notice)
-    pool = EnginePool(ranks, evaluation.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
-    data = {
+    pool = EnginePool(engine_ranks, evaluation.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
+    chosen_sets = {
         source: SourceData((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
-        for source, sets in heldout.items()
+        for source, sets in problems_by_source.items()
     }
     return await make_sources(
-        recipe, data, rewards, pool, tokenizer, stack, logs, screen, agents=lambda: run_ranks.agents
+        recipe, chosen_sets, rewards, pool, tokenizer, stack, logs, screen, agents=lambda: run_ranks.agents
     )
 
 
@@ -253,7 +259,9 @@ class _Screen:
         self.notice_once = FirstOfEachKind(display.warn).tell
 
 
-def _summary(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
+def _summarise(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
+    """Return the contents of metrics.json."""
+
     def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}
 

@@ -45,8 +45,8 @@ def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Pa
     that exists. A trained drafter has a folder next to it, `drafter_step_NNNNNN/` or `OUT_drafter/`. Raises ConfigError
     or DataError for a missing or incomplete model.
     """
-    earlier = RunRecord.open_of_this_version(run)
-    exported = _find_exported(earlier, is_best=is_best) if step is None else _export_step(earlier, step, out)
+    run_record = RunRecord.open_of_this_version(run)
+    exported = _find_exported(run_record, is_best=is_best) if step is None else _export_step(run_record, step, out)
     if problems := check_model_folder(exported.folder):
         raise DataError(f"{problems[0]}; or export a checkpoint: megarl export {run} --step N --out FOLDER")
     check_sizes(exported.folder)
@@ -61,37 +61,37 @@ def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.P
     return hub.push(exported.folder, name, message, is_private=is_private, without=(BEST,))
 
 
-def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
+def _find_exported(run_record: RunRecord, *, is_best: bool) -> Exported:
     """Return the folder of a run's own export: of its best evaluation, or of its end.
 
     Raises ConfigError if there is none.
     """
-    folder = earlier.path / ("hf_best" if is_best else "hf")
+    folder = run_record.path / ("hf_best" if is_best else "hf")
     if is_best and (best := BestRecord.read(folder)) is not None:
         return Exported(folder, best.step, drafter=_exported_drafter(folder))
     if not is_best and (folder / "config.json").is_file():
         # A resumed run does not replace the earlier model before its own end.
-        if (state := earlier.status.get("state")) != "done":
+        if (state := run_record.status.get("state")) != "done":
             raise ConfigError(
-                f"{earlier.path}: the run is {state} and went on after it exported hf/; let it end, or export a "
+                f"{run_record.path}: the run is {state} and went on after it exported hf/; let it end, or export a "
                 "checkpoint with --step N"
             )
-        return Exported(folder, earlier.step, drafter=_exported_drafter(folder))
-    steps = ", ".join(str(checkpoint_step(checkpoint)) for checkpoint in reversed(earlier.checkpoints))
+        return Exported(folder, run_record.step, drafter=_exported_drafter(folder))
+    steps = ", ".join(str(checkpoint_step(checkpoint)) for checkpoint in reversed(run_record.checkpoints))
     remedy = f"export a checkpoint with --step N; it has the steps {steps}" if steps else "let the run end first"
     reason = "has no model of a best evaluation (hf_best)" if is_best else "has no exported model (hf)"
-    raise ConfigError(f"{earlier.path}: the run {reason}; {remedy}")
+    raise ConfigError(f"{run_record.path}: the run {reason}; {remedy}")
 
 
-def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
+def _export_step(run_record: RunRecord, step: int, out: Path | None) -> Exported:
     """Return the model of a run's checkpoint, converted unless its default folder exists."""
-    folder = out or earlier.path / f"hf_step_{step:06d}"
+    folder = out or run_record.path / f"hf_step_{step:06d}"
     # Look for the folder first: the run may have exported this step itself and removed its checkpoint.
     if out is None and (folder / "config.json").is_file():
         return Exported(folder, step, drafter=_exported_drafter(folder))
-    checkpoint = earlier.checkpoint(step)
-    recipe = load_of_run(earlier.path)
-    _refuse_unconvertible(earlier.path, recipe)
+    checkpoint = run_record.checkpoint(step)
+    recipe = load_of_run(run_record.path)
+    _refuse_unconvertible(run_record.path, recipe)
     drafter = sibling_folder(folder, "drafter") if recipe.trains_drafter else None
     # The model's folder comes last: if it exists, both are complete.
     if drafter is not None and recipe.drafter is not None and not (out is None and drafter.is_dir()):

@@ -31,24 +31,25 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     NAME_fork_STEP unless an override sets it. Raises ConfigError for an unknown step, an existing folder or a wrong
     recipe. Raises DataError for a damaged checkpoint or a run of a newer megarl. An error leaves nothing behind.
     """
-    earlier = RunRecord.open_of_this_version(run)
-    checkpoint = earlier.checkpoint(step)
-    place = run.absolute()
-    fork_fields = {"runs_folder": str(place.parent), "name": f"{place.name}_fork_{step}"}
+    parent_record = RunRecord.open_of_this_version(run)
+    checkpoint = parent_record.checkpoint(step)
+    parent_folder = run.absolute()
+    fork_fields = {"runs_folder": str(parent_folder.parent), "name": f"{parent_folder.name}_fork_{step}"}
     changes = [*(override_text(field, value) for field, value in fork_fields.items()), *overrides]
     recipe = load_of_run(run, changes)
     target = run_path(recipe)
     _refuse_target(recipe, target, step)
     check_sizes(checkpoint)
-    parent = {"run": str(place), "name": place.name, "step": step, "megarl": version("megarl")}
+    # Write the whole fork to a temporary folder, then rename it.
+    parent = {"run": str(parent_folder), "name": parent_folder.name, "step": step, "megarl": version("megarl")}
     partial = target.with_name(f".{target.name}.partial")
     with storage_faults_named(target):
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            home = partial / "checkpoints" / checkpoint.name
-            home.parent.mkdir(parents=True)
+            fork_checkpoint = partial / "checkpoints" / checkpoint.name
+            fork_checkpoint.parent.mkdir(parents=True)
             # A checkpoint's files never change, so both runs can share them.
-            shutil.copytree(checkpoint, home, copy_function=_link_or_copy)
+            shutil.copytree(checkpoint, fork_checkpoint, copy_function=_link_or_copy)
             replace_text(partial / "config.yaml", to_yaml(recipe))
             replace_text(partial / PARENT, json.dumps(parent, indent=2) + "\n")
             if (run / "metrics.jsonl").exists():

@@ -144,10 +144,10 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     fields changed. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot
     change.
     """
-    earlier = RunRecord.open_of_this_version(run)
-    checkpoint, steps, recorded_layout = _executed_steps(earlier, step)
-    place = run.absolute()
-    run_fields = [override_text("runs_folder", str(place.parent)), override_text("name", place.name)]
+    run_record = RunRecord.open_of_this_version(run)
+    checkpoint, steps, recorded_layout = _find_executed_steps(run_record, step)
+    run_folder = run.absolute()
+    run_fields = [override_text("runs_folder", str(run_folder.parent)), override_text("name", run_folder.name)]
 
     def recipe_with(*changes: str) -> Recipe:
         # The run's config.yaml may be newer: a resumed run can change its recipe.
@@ -159,30 +159,35 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     _refuse_another_rounding(step, recorded_layout, recipe, parallel)
     if not changes:
         return Replay(run, recipe, parallel, recipe, (), checkpoint, steps)
-    changed = recipe_with(*overrides, *changes)
-    changed_fields = tuple(recipe_changes(plain_recipe(recipe), changed))
+    changed_recipe = recipe_with(*overrides, *changes)
+    changed_fields = tuple(recipe_changes(plain_recipe(recipe), changed_recipe))
     if not changed_fields:
         raise ConfigError(f"--set {changes[0]}: the run already has this value; give another one")
-    check(changed)
-    _refuse_other_models(recipe, changed, changed_fields)
-    return Replay(run, recipe, parallel, changed, changed_fields, checkpoint, steps)
+    check(changed_recipe)
+    _refuse_other_models(recipe, changed_recipe, changed_fields)
+    return Replay(run, recipe, parallel, changed_recipe, changed_fields, checkpoint, steps)
 
 
-def _executed_steps(earlier: RunRecord, step: int) -> tuple[Path | None, range, Mapping[str, Any]]:
+def _find_executed_steps(run_record: RunRecord, step: int) -> tuple[Path | None, range, Mapping[str, Any]]:
     """Return the checkpoint to start from (None: the initial weights), the steps to execute, and the record's layout.
 
     Raises ConfigError for a step without a record or with another recipe, or DataError for a damaged checkpoint.
     """
-    run = earlier.path
-    before = [folder for folder in earlier.checkpoints if checkpoint_step(folder) < step]
-    first = checkpoint_step(before[0]) + 1 if before else 1
-    steps = range(first, step + 1)
-    recorded = recorded_steps(run / RECORDS)
-    if missing := sorted(set(steps) - recorded):
-        recorded_text = f"it has steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
-        start = f"the checkpoint of step {first - 1}" if before else "the initial weights"
+    run = run_record.path
+    # The replay starts from the newest checkpoint before the step, so all steps since then need records.
+    earlier_checkpoints = [folder for folder in run_record.checkpoints if checkpoint_step(folder) < step]
+    first_step = checkpoint_step(earlier_checkpoints[0]) + 1 if earlier_checkpoints else 1
+    steps = range(first_step, step + 1)
+    recorded_numbers = recorded_steps(run / RECORDS)
+    if missing := sorted(set(steps) - recorded_numbers):
+        recorded_text = (
+            f"it has steps {min(recorded_numbers)} to {max(recorded_numbers)}"
+            if recorded_numbers
+            else "it has no records"
+        )
+        start = f"the checkpoint of step {first_step - 1}" if earlier_checkpoints else "the initial weights"
         raise ConfigError(
-            f"--step {step}: a replay starts from {start} and needs the records of steps {first} to {step}, but "
+            f"--step {step}: a replay starts from {start} and needs the records of steps {first_step} to {step}, but "
             f"{run / RECORDS} has none of step {missing[0]}; {recorded_text}. Choose another step; steps are "
             "recorded only with train.record=tokens or all"
         )
@@ -194,22 +199,25 @@ def _executed_steps(earlier: RunRecord, step: int) -> tuple[Path | None, range, 
             f"--step {step}: the run was resumed with another recipe after step {other_recipes[-1]}, and has "
             f"no checkpoint between that and step {step}; replay a step up to {other_recipes[-1]}"
         )
-    if not before:
+    if not earlier_checkpoints:
         return None, steps, record.layout
-    if expected := check_sizes(before[0]):
-        check_hashes(before[0], expected)
-    check_harmless(before[0])
-    return before[0], steps, record.layout
+    # Verify the checkpoint's files, because the ranks load them.
+    if expected_sizes := check_sizes(earlier_checkpoints[0]):
+        check_hashes(earlier_checkpoints[0], expected_sizes)
+    check_harmless(earlier_checkpoints[0])
+    return earlier_checkpoints[0], steps, record.layout
 
 
-def _refuse_another_rounding(step: int, recorded: Mapping[str, Any], recipe: Recipe, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for another optimizer, or for other parallel sizes in a dtype that rounds too much."""
-    if recipe.trainer.distributed_optimizer != recorded["trainer"]["distributed_optimizer"]:
+def _refuse_another_rounding(
+    step: int, recorded_layout: Mapping[str, Any], recipe: Recipe, parallel: ParallelConfig
+) -> None:
+    """Raise ConfigError for an optimizer other than the recorded run's, or for other parallel sizes below float32."""
+    if recipe.trainer.distributed_optimizer != recorded_layout["trainer"]["distributed_optimizer"]:
         raise ConfigError(
             f"--step {step}: trainer.distributed_optimizer = {recipe.trainer.distributed_optimizer}: the run's "
             "checkpoints have the state of the other optimizer; leave this override out"
         )
-    if layout_values(recipe, parallel) != recorded and recipe.model.dtype != "float32":
+    if layout_values(recipe, parallel) != recorded_layout and recipe.model.dtype != "float32":
         raise ConfigError(
             f"--step {step}: with model.dtype = {recipe.model.dtype}, rounding in another parallel layout differs by "
             f"far more than the tolerance of {OTHER_LAYOUT_TOLERANCE:g}, so the step can be replayed only in the run's "
@@ -226,17 +234,18 @@ def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str])
                 "train.updates_per_step and train.epochs_per_step; use an override (SECTION.FIELD=VALUE without --set) "
                 "for the layout, or `megarl fork` for other changes"
             )
-    facts: dict[str, Callable[[Recipe], bool]] = {
-        "a reference model": lambda of_run: of_run.has_reference,
-        "a critic": lambda of_run: of_run.has_critic,
-        "a loss of entropies": lambda of_run: of_run.algorithm.entropy_coefficient > 0,
+    # The record lacks what a model or a loss needs that the run did not have.
+    needs_of_recipes: dict[str, Callable[[Recipe], bool]] = {
+        "a reference model": lambda of_recipe: of_recipe.has_reference,
+        "a critic": lambda of_recipe: of_recipe.has_critic,
+        "a loss of entropies": lambda of_recipe: of_recipe.algorithm.entropy_coefficient > 0,
     }
-    for part, needs in facts.items():
-        if needs(recipe) != needs(changed):
-            verb, has = ("needs", "has none") if needs(changed) else ("runs without", "has one")
+    for model_part, is_needed_by in needs_of_recipes.items():
+        if is_needed_by(recipe) != is_needed_by(changed):
+            verb, has = ("needs", "has none") if is_needed_by(changed) else ("runs without", "has one")
             raise ConfigError(
-                f"--set {fields[0]}: the new value {verb} {part}, and the recorded run {has}; to try it, use `megarl "
-                "fork`"
+                f"--set {fields[0]}: the new value {verb} {model_part}, and the recorded run {has}; to try it, use "
+                "`megarl fork`"
             )
     if any(text.startswith("reward.") for text in fields):
         _refuse_unscorable(changed)
@@ -266,34 +275,37 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
         data = read_data(recipe, tokenizer, dropped, folder, with_validation=False)
-        conversations_at = conversations_of(recipe, tokenizer, dropped, _position(prepared.checkpoint))
+        conversations_at = conversations_of(recipe, tokenizer, dropped, _read_position(prepared.checkpoint))
         problems = {source: train for source, (train, _) in data.items()}
-        find = problem_lookup(problems, "the record", "restore the run's data")
+        find_problem = problem_lookup(problems, "the record", "restore the run's data")
         trainers = await _start_trainers(recipe, parallel, run / LOGS, stack)
-        steps = _Steps(prepared, trainers, conversations_at, find)
+        steps = _Steps(prepared, trainers, conversations_at, find_problem)
         if prepared.checkpoint is not None:
             await trainers.call("load_checkpoint", prepared.checkpoint)
+        # Execute the steps before the replayed one, and compare each with its record.
         comparisons = []
-        for number in prepared.steps[:-1]:
-            comparisons.append(await steps.compare(number))
-            notify(f"step {number}: executed")
+        for earlier_step in prepared.steps[:-1]:
+            comparisons.append(await steps.compare(earlier_step))
+            notify(f"step {earlier_step}: executed")
         if not prepared.changes:
             comparisons.append(await steps.compare(prepared.step))
             return comparisons, None
         pools: Mapping[str, RewardPool] = {}
         if any(text.startswith("reward.") for text in prepared.changes):
             pools = start_rewards(prepared.changed, stack, run / LOGS, notify)
-        compared, effect = await steps.compare_changed(prepared.step, folder / "state", pools)
-        return [*comparisons, compared], effect
+        comparison, effect = await steps.compare_changed(prepared.step, folder / "state", pools)
+        return [*comparisons, comparison], effect
 
 
-def _position(checkpoint: Path | None) -> DataPosition:
+def _read_position(checkpoint: Path | None) -> DataPosition:
+    """Return the position in the data at a checkpoint; None: at the beginning."""
     if checkpoint is None:
         return DataPosition()
     return DataPosition.from_checkpoint(checkpoint_step(checkpoint), read_driver(checkpoint))
 
 
 async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
+    """Start the ranks as in the run, and construct trainers on them. `stack` closes them."""
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     # Start idle ranks of separate engines too, so that cores and threads are divided as in the run.
@@ -324,13 +336,13 @@ class _Steps:
     def _policy(self) -> RankModel:
         return self._models["policy"]
 
-    async def compare(self, number: int) -> StepComparison:
-        record = StepRecord.load(self._prepared.run / RECORDS, number, self._find)
+    async def compare(self, step: int) -> StepComparison:
+        record = StepRecord.load(self._prepared.run / RECORDS, step, self._find)
         batch, _, metrics = await self._execute(record, self._prepared.recipe, self._models, record.groups)
-        compared = await self._compare_record(record, batch, metrics)
+        comparison = await self._compare_record(record, batch, metrics)
         # After the fingerprints, as in a run.
-        await move_reference(self._models, self._prepared.recipe, number)
-        return compared
+        await move_reference(self._models, self._prepared.recipe, step)
+        return comparison
 
     async def compare_changed(
         self, number: int, state: Path, pools: Mapping[str, RewardPool]
@@ -341,12 +353,14 @@ class _Steps:
         """
         prepared = self._prepared
         record = StepRecord.load(prepared.run / RECORDS, number, self._find)
+        # As in the run.
         state.mkdir()
         await self._trainers.call("save_checkpoint", state, False, False)
         await self._trainers.call("finish_checkpoint", True)
         batch, groups, metrics = await self._execute(record, prepared.recipe, self._models, record.groups)
-        compared = await self._compare_record(record, batch, metrics)
+        comparison = await self._compare_record(record, batch, metrics)
         logprobs = await self._policy.forward(batch)
+        # Go back to the state before the step, and execute it with the changes.
         await self._trainers.call("load_checkpoint", state)
         for name in ("policy", "critic") if prepared.recipe.has_critic else ("policy",):
             await self._trainers.call(f"{name}.change_objective", prepared.changed)
@@ -365,9 +379,11 @@ class _Steps:
                 for name in COMPARED_METRICS
                 if name in metrics and name in other_metrics
             },
-            tuple(_sample_effects((groups, changed_groups), (batch, changed_batch), (logprobs, other_logprobs))),
+            tuple(
+                _compute_sample_effects((groups, changed_groups), (batch, changed_batch), (logprobs, other_logprobs))
+            ),
         )
-        return compared, effect
+        return comparison, effect
 
     async def _execute(
         self, record: StepRecord, recipe: Recipe, models: Mapping[str, RankModel], groups: Sequence[Group]
@@ -386,6 +402,7 @@ class _Steps:
         return batch, scored, metrics | updates.metrics()
 
     async def _compare_record(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
+        """Make the record of the executed step, and compare it with the run's record."""
         samples = StepSamples(record.groups, record.waiting, record.kl_coefficient, record.role_baselines)
         prepared = self._prepared
         replayed = await make_record(
@@ -421,7 +438,7 @@ async def _rescore(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> 
     return [[next(scored) for _ in group] for group in groups]
 
 
-def _sample_effects(
+def _compute_sample_effects(
     groups: tuple[Sequence[Group], Sequence[Group]],
     batches: tuple[RLBatch, RLBatch],
     logprobs: tuple[NDArray[np.float32], NDArray[np.float32]],
@@ -430,14 +447,14 @@ def _sample_effects(
     effects = []
     batch_before, batch_now = batches
     mask = batch_before.loss_mask
-    for number, (sample_before, sample_now) in enumerate(zip(*map(flatten, groups), strict=True)):
-        first, last = batch_before.cu_samples[number : number + 2]
-        places = first + mask[first:last].nonzero()[0]
-        if not len(places):
+    for sample, (sample_before, sample_now) in enumerate(zip(*map(flatten, groups), strict=True)):
+        first, end = batch_before.cu_samples[sample : sample + 2]
+        trained_indices = first + mask[first:end].nonzero()[0]
+        if not len(trained_indices):
             continue
-        distances = np.abs(logprobs[1][places] - logprobs[0][places])
+        distances = np.abs(logprobs[1][trained_indices] - logprobs[0][trained_indices])
 
-        def mean(values: NDArray[np.float32], indices: NDArray[np.int64] = places) -> float:
+        def mean(values: NDArray[np.float32], indices: NDArray[np.int64] = trained_indices) -> float:
             return float(values[indices].mean())
 
         effects.append(
@@ -447,7 +464,7 @@ def _sample_effects(
                 reward=(_score(sample_before), _score(sample_now)),
                 advantage=(mean(batch_before.per_token["advantages"]), mean(batch_now.per_token["advantages"])),
                 logprob=(mean(logprobs[0]), mean(logprobs[1])),
-                largest_token=int(places[distances.argmax()] - first),
+                largest_token=int(trained_indices[distances.argmax()] - first),
             )
         )
     return effects

@@ -72,25 +72,30 @@ class Canary(StepObserver):
         reports: list[CanaryReport] = await self._ranks.trainers.call("weight_checks.compute_canary")
         verdict = judge(reports, self._parallel)
         if verdict is not None:
-            raise self._error(verdict, step.number)
+            raise self._make_error(verdict, step.number)
         self._last_step = step.number
         step.log({"time/canary_seconds": max(report.seconds for report in reports)})
 
-    def _error(self, verdict: Verdict, step: int) -> FaultyNodeError:
+    def _make_error(self, verdict: Verdict, step: int) -> FaultyNodeError:
+        """Return the error for wrong results: which ranks, on which nodes, and whether a node is excluded."""
         nodes = [self._ranks.topology[rank][0] for rank in verdict.ranks]
-        places = ", ".join(f"rank {rank} on {node}" for rank, node in zip(verdict.ranks, nodes, strict=True))
-        one_of = "one of " if len(verdict.ranks) > 1 else ""
-        how = "computed two different results" if verdict.is_unstable else "computed another result than its replicas"
+        ranks_text = ", ".join(f"rank {rank} on {node}" for rank, node in zip(verdict.ranks, nodes, strict=True))
+        one_of_text = "one of " if len(verdict.ranks) > 1 else ""
+        fault_text = (
+            "computed two different results" if verdict.is_unstable else "computed another result than its replicas"
+        )
         # If all wrong ranks are on one node, this node is at fault, whichever rank it is.
-        excluded = tuple(dict.fromkeys(nodes)) if len(set(nodes)) == 1 else ()
-        remedy = f"Node {excluded[0]} is excluded from now on" if excluded else self._undecided_remedy(verdict)
+        excluded_nodes = tuple(dict.fromkeys(nodes)) if len(set(nodes)) == 1 else ()
+        remedy = (
+            f"Node {excluded_nodes[0]} is excluded from now on" if excluded_nodes else self._undecided_remedy(verdict)
+        )
         return FaultyNodeError(
-            f"weights.canary_every = {self._every_steps}: before the updates of step {step}, {one_of}trainer {places} "
-            f"{how} of the canary batch with the same weights, first at {verdict.output}. The GPU or the memory is "
-            f"probably faulty. {remedy}. The canary was right at step {self._last_step}: remove checkpoints after it "
-            f"if in doubt. Go on with: megarl train {self._folder.path} --resume",
+            f"weights.canary_every = {self._every_steps}: before the updates of step {step}, {one_of_text}trainer "
+            f"{ranks_text} {fault_text} of the canary batch with the same weights, first at {verdict.output}. The GPU "
+            f"or the memory is probably faulty. {remedy}. The canary was right at step {self._last_step}: remove "
+            f"checkpoints after it if in doubt. Go on with: megarl train {self._folder.path} --resume",
             rank=verdict.ranks[0] if len(verdict.ranks) == 1 else None,
-            nodes=excluded,
+            nodes=excluded_nodes,
         )
 
     @staticmethod
@@ -110,27 +115,31 @@ def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict 
     unstable = {
         rank: first_difference
         for rank, report in enumerate(reports)
-        if (first_difference := _first_repeated(report)) is not None
+        if (first_difference := _find_unrepeated(report)) is not None
     }
+    # A rank that does not repeat its own result is certainly wrong.
     if unstable:
-        first = min(unstable.values())
-        ranks = tuple(rank for rank, (place, _) in unstable.items() if place == first[0])
-        return Verdict(ranks, first[1], is_unstable=True, is_decided=True)
+        first_unstable = min(unstable.values())
+        ranks = tuple(rank for rank, (place, _) in unstable.items() if place == first_unstable[0])
+        return Verdict(ranks, first_unstable[1], is_unstable=True, is_decided=True)
     if parallel.ep > 1:
         return None
+    # Compare the ranks with the same part of the model.
     differences = [
-        difference for group in _replicas(parallel) if (difference := _find_difference(reports, group)) is not None
+        difference
+        for group in _group_replicas(parallel)
+        if (difference := _find_difference(reports, group)) is not None
     ]
     if not differences:
         return None
     earliest = min(differences, key=lambda difference: (difference.place, difference.output))
-    first_ones = [difference for difference in differences if difference.place == earliest.place]
-    ranks = tuple(sorted({rank for difference in first_ones for rank in difference.ranks}))
-    is_decided = all(difference.is_majority for difference in first_ones)
+    earliest_differences = [difference for difference in differences if difference.place == earliest.place]
+    ranks = tuple(sorted({rank for difference in earliest_differences for rank in difference.ranks}))
+    is_decided = all(difference.is_majority for difference in earliest_differences)
     return Verdict(ranks, earliest.output, is_unstable=False, is_decided=is_decided)
 
 
-def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
+def _find_unrepeated(report: CanaryReport) -> tuple[Place, str] | None:
     """Return place and name of the first output that a rank's second pass computed differently, or None."""
     for output, repeated_number in zip(report.outputs, report.repeated, strict=True):
         if output.number != repeated_number:
@@ -138,7 +147,7 @@ def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
     return None
 
 
-def _replicas(parallel: ParallelConfig) -> Iterator[list[int]]:
+def _group_replicas(parallel: ParallelConfig) -> Iterator[list[int]]:
     """Yield groups of ranks with the same part of the model, one rank of each data-parallel replica."""
     groups: Mapping[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank in range(parallel.world_size):
@@ -148,13 +157,17 @@ def _replicas(parallel: ParallelConfig) -> Iterator[list[int]]:
 
 
 def _find_difference(reports: Sequence[CanaryReport], group: Sequence[int]) -> _ReplicaDifference | None:
+    """Return the first output in which the ranks of `group`, replicas of one model part, differ, or None.
+
+    It names the ranks of the minority; without a majority, all ranks of the group.
+    """
     for outputs in zip(*(reports[rank].outputs for rank in group), strict=True):
-        counts = Counter(output.number for output in outputs)
-        if len(counts) == 1:
+        number_counts = Counter(output.number for output in outputs)
+        if len(number_counts) == 1:
             continue
-        [(number, num_equal)] = counts.most_common(1)
+        [(majority_number, num_equal)] = number_counts.most_common(1)
         is_majority = 2 * num_equal > len(group)
-        minority_ranks = [rank for rank, output in zip(group, outputs, strict=True) if output.number != number]
+        minority_ranks = [rank for rank, output in zip(group, outputs, strict=True) if output.number != majority_number]
         ranks = tuple(minority_ranks if is_majority else group)
         return _ReplicaDifference(outputs[0].place, outputs[0].name, ranks, is_majority)
     return None

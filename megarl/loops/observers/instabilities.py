@@ -68,16 +68,18 @@ class Instabilities(StepObserver):
         """Act on the spikes of a step's updates: skip, stop or roll back."""
         if self._spikes is None or not self._spikes.spikes:
             return
-        first = self._spikes.spikes[0]
-        text = f"step {step.number}: an update with {first} was dropped (train.on_spike = {self._train.on_spike})"
+        first_spike = self._spikes.spikes[0]
+        fault_text = (
+            f"step {step.number}: an update with {first_spike} was dropped (train.on_spike = {self._train.on_spike})"
+        )
         if self._train.on_spike == "skip":
-            self._tracker.notice_once("spike", f"{text}; train/spikes counts such updates")
+            self._tracker.notice_once("spike", f"{fault_text}; train/spikes counts such updates")
         elif self._train.on_spike == "stop":
-            self._fault = text
+            self._fault = fault_text
         elif self._spikes.rollbacks >= self._train.max_rollbacks:
-            self._fault = f"{text}, after {self._spikes.rollbacks} rollbacks (train.max_rollbacks)"
+            self._fault = f"{fault_text}, after {self._spikes.rollbacks} rollbacks (train.max_rollbacks)"
         else:
-            await self._roll_back(text)
+            await self._roll_back(fault_text)
 
     async def _roll_back(self, text: str) -> None:
         """Load the newest checkpoint into the trainer. Step numbers and position in the data do not change."""

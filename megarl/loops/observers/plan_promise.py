@@ -55,6 +55,7 @@ class PlanPromise(StepObserver):
         self._has_measured = True
 
     def _compare_memory(self, step: Step) -> None:
+        """Log the largest ratio of measured to planned memory among the phases. Warn once if it is too large."""
         names = {phase: f"memory/{phase}_gib" for phase in self._gib}
         peak_gib = {phase: step.metrics[name] for phase, name in names.items() if name in step.metrics}
         ratios = {phase: gib / self._gib[phase] for phase, gib in peak_gib.items() if self._gib[phase]}
@@ -70,16 +71,17 @@ class PlanPromise(StepObserver):
             )
 
     def _compare_seconds(self, step: Step) -> None:
+        """Log the ratio of measured to planned seconds. Warn once of a large ratio, and name the worst phase."""
         seconds = self._tracker.seconds
-        total = seconds["time/step_seconds"] / self._seconds["step"]
-        step.log({"plan/seconds_ratio": total})
-        if total <= _SECONDS_LIMIT:
+        step_ratio = seconds["time/step_seconds"] / self._seconds["step"]
+        step.log({"plan/seconds_ratio": step_ratio})
+        if step_ratio <= _SECONDS_LIMIT:
             return
         excess = {name: seconds.get(f"time/{name}_seconds", 0.0) - self._seconds[name] for name in _PHASES}
-        phase = max(excess, key=lambda name: excess[name])
+        worst_phase = max(excess, key=lambda name: excess[name])
         self._tracker.notice_once(
             "plan seconds",
-            f"step {step.number}: took {total:.2f} times the {self._seconds['step']:.1f} s that megarl plan promised "
-            f"(plan/seconds_ratio), most of it in {phase}: {seconds.get(f'time/{phase}_seconds', 0.0):.1f} s instead "
-            f"of {self._seconds[phase]:.1f}",
+            f"step {step.number}: took {step_ratio:.2f} times the {self._seconds['step']:.1f} s that megarl plan "
+            f"promised (plan/seconds_ratio), most of it in {worst_phase}: "
+            f"{seconds.get(f'time/{worst_phase}_seconds', 0.0):.1f} s instead of {self._seconds[worst_phase]:.1f}",
         )

@@ -46,6 +46,7 @@ class StepChecks(StepObserver):
             raise UnhealthyError(f"train.on_unhealthy = stop: {finding.text}")
 
     def find_fault(self, step: Step) -> MegarlError | None:
+        """Warn of uncalled tools and empty updates. Return the error of a mismatch or health rule that ends the run."""
         self._tool_use.add(step.metrics)
         for tool in self._tool_use.never_called:
             text = uncalled_text([tool], f"up to step {step.number}", self._look)
@@ -68,6 +69,7 @@ class StepChecks(StepObserver):
         return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
 
     def _report_empty_update(self, step: int) -> None:
+        """Warn once that an update had no token to train, with the likely cause."""
         cause = "no turn of its records is trained. Check the weights of the data's messages"
         if self._recipe.is_on_policy:
             truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""

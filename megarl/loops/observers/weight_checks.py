@@ -65,16 +65,16 @@ class WeightChecks(StepObserver):
         """
         if not self._weights.check_every:
             return
-        step, saved = self._folder.resumed_step, origin.checksum
+        step, saved_checksum = self._folder.resumed_step, origin.checksum
         self._add(step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1), is_new=False)
-        loaded = self._checksums[step + 1]
+        loaded_checksum = self._checksums[step + 1]
         # The checksum is of merged weights: a resume may change lora.alpha, and other processors merge with other
         # rounding.
-        if saved is not None and loaded != saved and not self._has_adapters:
+        if saved_checksum is not None and loaded_checksum != saved_checksum and not self._has_adapters:
             raise DataError(
-                f"the weights loaded from the checkpoint of step {step} have the checksum {loaded}, but were saved "
-                f"with {saved}: they were damaged before they were written, or while they were loaded. Remove the "
-                f"checkpoint, then resume from an earlier one: megarl train {self._folder.path} --resume"
+                f"the weights loaded from the checkpoint of step {step} have the checksum {loaded_checksum}, but were "
+                f"saved with {saved_checksum}: they were damaged before they were written, or while they were loaded. "
+                f"Remove the checkpoint, then resume from an earlier one: megarl train {self._folder.path} --resume"
             )
 
     async def check_trainer(self) -> None:
@@ -101,7 +101,7 @@ class WeightChecks(StepObserver):
         for answer in changes:
             if answer.boxes:
                 last_write = "the update" if answer.holder.startswith("trainer") else "the reshard"
-                raise self._error(
+                raise self._make_error(
                     f"weights changed in the memory of {answer.holder} after {last_write} of step {answer.version - 1} "
                     f"(version {answer.version})",
                     answer.boxes,
@@ -116,10 +116,11 @@ class WeightChecks(StepObserver):
             version_engines = [engine.of_dtypes(self._dtypes) for engine in engines if engine.version == version]
             if differences := list(engine_differences(self._boxes[version], version_engines)):
                 # The trainer's weights may have changed before they were sent. Then this check names the trainer rank.
+                # Colocated: the engine must free the GPU first, because the trainer's weights move back there.
                 if not self._ranks.is_separate:
                     await self._ranks.trainers.call("sleep_engine")
                 await self.check_trainer()
-                raise self._error_of(version, "after the reshard", differences)
+                raise self._make_difference_error(version, "after the reshard", differences)
 
     async def observe(self, step: Step) -> None:
         if self._weights.check_every:
@@ -131,26 +132,31 @@ class WeightChecks(StepObserver):
         self._seconds += max(rank.seconds for rank in ranks)
         self._dtypes = {box.name: dtype for rank in ranks for box, dtype in zip(rank.boxes, rank.dtypes, strict=True)}
         version = step + 1
-        boxes, differences = merge(ranks)
+        merged_boxes, differences = merge(ranks)
         if differences:
-            raise self._error_of(version, "after the update", differences)
+            raise self._make_difference_error(version, "after the update", differences)
         # A reshard in the background may deliver the version before the newest one.
-        self._boxes = {older: self._boxes[older] for older in self._boxes if older >= version - 1} | {version: boxes}
-        self._checksums[version] = version_checksum(by_tensor(boxes))
+        self._boxes = {
+            earlier_version: self._boxes[earlier_version]
+            for earlier_version in self._boxes
+            if earlier_version >= version - 1
+        } | {version: merged_boxes}
+        self._checksums[version] = version_checksum(by_tensor(merged_boxes))
         if is_new:
             self._folder.add_version(version, step, self._checksums[version])
 
-    def _error_of(self, version: int, when: str, differences: Sequence[Difference]) -> MegarlError:
+    def _make_difference_error(self, version: int, when: str, differences: Sequence[Difference]) -> MegarlError:
+        """Return the error for a version whose checksums differ between ranks."""
         first = differences[0]
         holders = list(dict.fromkeys(holder for difference in differences for holder in difference.holders))
         doubt = "" if first.is_certain else "one of "
-        return self._error(
+        return self._make_error(
             f"weights of version {version} {when} of step {version - 1} differ from the others' on {doubt}"
             f"{', '.join(holders)}",
             [difference.box for difference in differences],
         )
 
-    def _error(self, problem: str, boxes: Sequence[Box]) -> MegarlError:
+    def _make_error(self, problem: str, boxes: Sequence[Box]) -> MegarlError:
         box_names = ", ".join(_text_of(box) for box in boxes[:_MOST_NAMED])
         remainder = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
         return MegarlError(

@@ -67,6 +67,7 @@ class RankProcesses:
         """Places of the trainers in the next start; empty: the first places of the living nodes."""
         self._folder = PrivateFolder()
         self._lost_at: float | None = None
+        """Time of the first loss in this recovery; None: no recovery is in progress."""
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
         """Number of lost trainer ranks that the run has survived."""
@@ -77,7 +78,9 @@ class RankProcesses:
         self.checked_nodes: set[str] = set()
         """Nodes that passed the checks before models were built."""
         self._received = 0.0
+        """Bytes that ranks received from other nodes to restore the state."""
         self._has_copies = False
+        """Whether the agents have copies of the whole state after the newest copied step."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,7 +135,7 @@ class RankProcesses:
         """
         if self.nodes is None or (isinstance(cause, PeerLostError) and self.recipe.cluster.recover == "stop"):
             raise cause
-        lost = [] if isinstance(cause, ResizeAskedError) else self._lost_ranks(cause)
+        lost_ranks = [] if isinstance(cause, ResizeAskedError) else self._find_lost_ranks(cause)
         stop.refuse_recovery(cause, folder.path)
         # If another rank is lost during the recovery, keep the time of the first loss.
         self._lost_at = self._lost_at or time.monotonic()
@@ -145,7 +148,7 @@ class RankProcesses:
             self._full, self._places = None, []
             self.recipe, self.parallel = cause.recipe, cause.parallel
         else:
-            await self._replace_lost(cause, lost, notify)
+            await self._replace_lost(cause, lost_ranks, notify)
             self.num_recoveries += 1
         self.copies.forget_begun()
         copies, damages = await list_copies(self.nodes.agents, checks=True)
@@ -155,7 +158,7 @@ class RankProcesses:
         if isinstance(cause, ResizeAskedError):
             folder.use_recipe(self.recipe)
 
-    def _lost_ranks(self, error: PeerLostError) -> list[int]:
+    def _find_lost_ranks(self, error: PeerLostError) -> list[int]:
         """Return the trainer ranks that died and so caused `error`. Raises `error` if none died."""
         if self._ranks is not None and self._ranks.trainers.end.lost:
             return [handle.rank for handle in self._ranks.trainers.end.lost]
@@ -164,62 +167,74 @@ class RankProcesses:
             return [error.rank]
         raise error
 
-    async def _replace_lost(self, error: PeerLostError, lost: Sequence[int], notify: Callable[[str], object]) -> None:
+    async def _replace_lost(
+        self, error: PeerLostError, lost_ranks: Sequence[int], notify: Callable[[str], object]
+    ) -> None:
         """Choose sizes and places after a loss. Raises the error if the run cannot continue."""
         assert self.nodes is not None
         num_before = self.parallel.world_size
-        alive = [
+        living_ranks = [
             rank
             for rank in range(num_before)
-            if rank not in lost and (rank >= len(self._places) or not self._places[rank].agent.is_lost)
+            if rank not in lost_ranks and (rank >= len(self._places) or not self._places[rank].agent.is_lost)
         ]
+        # restart: the same number of ranks, on other nodes if necessary.
         if self.recipe.cluster.recover == "restart":
-            notify(f"{error}. {len(alive)} of {num_before} ranks are left; all start again, and the lost are replaced")
+            notify(
+                f"{error}. {len(living_ranks)} of {num_before} ranks are left; all start again, "
+                "and the lost are replaced"
+            )
             try:
                 await self.nodes.replace_lost_nodes()
             except MegarlError as refusal:
                 raise error from refusal
             self._places = []
             return
-        full = self._full or ResizeAskedError(self.recipe, self.parallel)
+        # shrink: whole data-parallel replicas go on. The full size is remembered, to return to it.
+        full_size = self._full or ResizeAskedError(self.recipe, self.parallel)
         try:
-            shrunk = shrink_to(self.recipe, self.parallel, alive)
+            shrunk_recipe = shrink_to(self.recipe, self.parallel, living_ranks)
         except MegarlError as refusal:
             raise error from refusal
-        self.recipe, self.parallel = shrunk.recipe, shrunk.parallel
-        self._full = full if can_grow(self.recipe) else None
-        self._places = [self._places[rank] for rank in shrunk.continuing_ranks] if self._places else []
+        self.recipe, self.parallel = shrunk_recipe.recipe, shrunk_recipe.parallel
+        self._full = full_size if can_grow(self.recipe) else None
+        self._places = [self._places[rank] for rank in shrunk_recipe.continuing_ranks] if self._places else []
         notify(
-            f"{error}. {len(alive)} of {num_before} ranks are left; the run continues on "
+            f"{error}. {len(living_ranks)} of {num_before} ranks are left; the run continues on "
             f"{self.parallel.world_size} of them: {self.parallel}"
         )
         if self._full is not None:
             # Each loss doubles the pause: a node that fails again and again must not cost a restart in every step.
-            pause = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
-            self._search = asyncio.create_task(self._await_nodes(self._full.parallel, pause, notify))
+            pause_seconds = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
+            self._search = asyncio.create_task(self._await_nodes(self._full.parallel, pause_seconds, notify))
 
     def growth(self) -> ResizeAskedError | None:
         """Return the resize back to the full size if the nodes for it have been found, else None."""
         return self._full if self._search is not None and self._search.done() else None
 
-    async def _await_nodes(self, parallel: ParallelConfig, pause: float, notify: Callable[[str], object]) -> None:
-        """Wait until there are nodes for these parallel sizes. The first search is after `pause` seconds."""
+    async def _await_nodes(
+        self, parallel: ParallelConfig, pause_seconds: float, notify: Callable[[str], object]
+    ) -> None:
+        """Wait until there are nodes for these parallel sizes. The first search is after `pause_seconds` seconds."""
         assert self.nodes is not None
-        count = parallel.world_size
+        num_ranks = parallel.world_size
         while True:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause_seconds)
             try:
                 # In the background, because it takes long to find out that a node is dead.
-                await self.nodes.reserve(count, parallel.replica_sizes)
+                await self.nodes.reserve(num_ranks, parallel.replica_sizes)
             except MegarlError:
-                pause = _GROWTH_SECONDS
+                pause_seconds = _GROWTH_SECONDS
                 continue
             # A smaller run is better than none, whatever error the launcher's library raises.
             except Exception as error:
-                pause = min(2 * pause, _MOST_GROWTH_SECONDS)
-                notify(f"looking for nodes for {count} ranks failed; the next attempt is in {pause:g} s: {error!r}")
+                pause_seconds = min(2 * pause_seconds, _MOST_GROWTH_SECONDS)
+                notify(
+                    f"looking for nodes for {num_ranks} ranks failed; the next attempt is in {pause_seconds:g} s: "
+                    f"{error!r}"
+                )
                 continue
-            notify(f"there are nodes for {count} ranks again: the run returns to this size after the current step")
+            notify(f"there are nodes for {num_ranks} ranks again: the run returns to this size after the current step")
             return
 
     def _stop_search(self) -> None:

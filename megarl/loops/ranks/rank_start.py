@@ -40,6 +40,7 @@ def count_of_ranks(recipe: Recipe) -> str:
 async def start_ranks(
     processes: RankProcesses, folder: RunFolder, tracker: Tracker, stop: StopRequest, stacks: StackRequest
 ) -> RunRanks:
+    """Start the ranks of the run. Connect stop signals, hang reports and SIGQUIT with them."""
     ranks = await processes.start(folder.logs_folder, folder.bad_nodes, tracker.notice)
     ranks.on_stop_signal(stop.ask)
     stop.end_ranks = ranks.begin_close
@@ -57,8 +58,8 @@ async def construct_workers(
     await _check_nodes(processes, folder, tracker, ranks)
     # The node checks used cluster.start_timeout_seconds. From here on each method has its own deadline.
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
-    teachers = parallel_of(recipe.for_teachers) if recipe.distillation.sizes else None
-    settings = {"recipe": recipe, "parallel": parallel, "frozen_parallel": teachers}
+    teacher_parallel = parallel_of(recipe.for_teachers) if recipe.distillation.sizes else None
+    settings = {"recipe": recipe, "parallel": parallel, "frozen_parallel": teacher_parallel}
     settings["topology"] = ranks.trainers.topology
     if not ranks.is_separate:
         await ranks.trainers.construct(COLOCATED_WORKER, settings)

@@ -63,17 +63,17 @@ def request(run_folder: Path, values: Mapping[str, Any]) -> None:
     Raises ConfigError for other fields, or if the run has not read an earlier request yet.
     """
     refuse_other_fields(values)
-    path = run_folder / _REQUEST
-    complete = run_folder / f".{_REQUEST}.{os.getpid()}"
-    replace_text(complete, json.dumps(dict(values)) + "\n")
+    request_file = run_folder / _REQUEST
+    complete_file = run_folder / f".{_REQUEST}.{os.getpid()}"
+    replace_text(complete_file, json.dumps(dict(values)) + "\n")
     try:
-        _link_or_create(complete, path)
+        _link_or_create(complete_file, request_file)
     except FileExistsError:
         raise ConfigError(
-            f"{path}: another change waits for the end of the current step; ask again when the run has made it"
+            f"{request_file}: another change waits for the end of the current step; ask again when the run has made it"
         ) from None
     finally:
-        complete.unlink(missing_ok=True)
+        complete_file.unlink(missing_ok=True)
 
 
 def _link_or_create(complete: Path, path: Path) -> None:
@@ -123,6 +123,7 @@ def refuse_same_sizes(recipe: Recipe, resized: ResizedRecipe) -> None:
 
 
 def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
+    """Return whether a requested value is a valid size, or null for a field that may be null."""
     if value is not None:
         return type(value) is int and 1 <= value <= _MOST
     section, _, name = field.partition(".")
@@ -169,35 +170,40 @@ def shrink_to(recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]
     Numbers of replicas that the recipe refuses are left out, such as 3 for a batch of 8 sequences. Raises ConfigError
     if the survivors cannot hold one replica, or the recipe refuses every number.
     """
-    size = parallel.world_size // parallel.dp
-    replicas = len(survivors) // size
-    if not replicas:
+    ranks_per_replica = parallel.world_size // parallel.dp
+    max_replicas = len(survivors) // ranks_per_replica
+    if not max_replicas:
         raise ConfigError(
             f"cluster.recover = shrink: {len(survivors)} processes are left, but one data-parallel replica needs "
-            f"{size}; continue from the last checkpoint with --resume, on at least {size} ranks"
+            f"{ranks_per_replica}; continue from the last checkpoint with --resume, on at least "
+            f"{ranks_per_replica} ranks"
         )
-    smaller = _with_replicas(recipe, replicas, size)
+    shrunk = _with_replicas(recipe, max_replicas, ranks_per_replica)
     # Whole replicas stay where they are, if possible. Then their weights need not move.
-    replicas_ranks = [parallel.replica_ranks(replica) for replica in range(parallel.dp)]
-    ranks_of_whole = [rank for ranks in replicas_ranks if set(ranks) <= set(survivors) for rank in ranks]
-    continuing = [*ranks_of_whole, *(rank for rank in survivors if rank not in ranks_of_whole)]
-    return ShrunkRecipe(smaller.recipe, smaller.parallel, sorted(continuing[: smaller.parallel.world_size]))
+    ranks_by_replica = [parallel.replica_ranks(replica) for replica in range(parallel.dp)]
+    ranks_of_whole_replicas = [rank for ranks in ranks_by_replica if set(ranks) <= set(survivors) for rank in ranks]
+    preferred_ranks = [*ranks_of_whole_replicas, *(rank for rank in survivors if rank not in ranks_of_whole_replicas)]
+    return ShrunkRecipe(shrunk.recipe, shrunk.parallel, sorted(preferred_ranks[: shrunk.parallel.world_size]))
 
 
-def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> ResizedRecipe:
-    refusal = ConfigError("cluster.recover = shrink: no number of replicas is left")
+def _with_replicas(recipe: Recipe, max_replicas: int, ranks_per_replica: int) -> ResizedRecipe:
+    """Return the recipe with the largest number of replicas that it accepts, at most `max_replicas`.
+
+    Tries fewer replicas, and for each number fewer ranks per node. Raises the last refusal if none is accepted.
+    """
+    last_refusal = ConfigError("cluster.recover = shrink: no number of replicas is left")
     # Separate engines without nodes of their own keep their ranks on the trainers' nodes.
-    engines = recipe.separate_ranks if recipe.cluster.groups.engines is None else 0
+    num_engine_ranks = recipe.separate_ranks if recipe.cluster.groups.engines is None else 0
     for replicas in range(max_replicas, 0, -1):
-        dp = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
-        num_ranks = replicas * size + engines
-        for per_node in range(min(recipe.cluster.ranks_per_node, num_ranks), 0, -1):
-            nodes, remainder = divmod(num_ranks, per_node)
+        dp_field = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
+        num_ranks = replicas * ranks_per_replica + num_engine_ranks
+        for ranks_per_node in range(min(recipe.cluster.ranks_per_node, num_ranks), 0, -1):
+            num_nodes, remainder = divmod(num_ranks, ranks_per_node)
             if remainder:
                 continue
-            sizes = {"cluster.nodes": nodes, "cluster.ranks_per_node": per_node, **dp}
+            sizes = {"cluster.nodes": num_nodes, "cluster.ranks_per_node": ranks_per_node, **dp_field}
             try:
                 return _with_checked_sizes(recipe, sizes)
             except ConfigError as error:
-                refusal = error
-    raise refusal
+                last_refusal = error
+    raise last_refusal

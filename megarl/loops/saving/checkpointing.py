@@ -76,9 +76,9 @@ class Checkpoints:
 
         `save_driver` writes the driver's state into a folder. Raises DiskFullError.
         """
-        settings, last = self._recipe.checkpoint, self._recipe.train.steps
-        is_exported = bool(settings.export_every_steps) and step % settings.export_every_steps == 0
-        is_saved = bool(settings.every_steps) and (step % settings.every_steps == 0 or step == last)
+        config, last_step = self._recipe.checkpoint, self._recipe.train.steps
+        is_exported = bool(config.export_every_steps) and step % config.export_every_steps == 0
+        is_saved = bool(config.every_steps) and (step % config.every_steps == 0 or step == last_step)
         if is_exported or is_saved:
             await self._check_weights()
         # Exports wait for the ranks, so they are not part of an asynchronous save.
@@ -89,8 +89,8 @@ class Checkpoints:
         # Before the checkpoint: both need the engines asleep, and the evaluation follows only after the reshard.
         await self._best.take(step)
         if is_saved:
-            await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
-        await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._memory_of_spikes())
+            await self._begin(step, save_driver, config.asynchronous, is_resharded=False)
+        await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._spike_state())
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the step's model in `hf_best/` if its evaluation, with these metrics, is the best so far.
@@ -122,29 +122,30 @@ class Checkpoints:
             step,
             save_driver,
             self._checksum_after(step),
-            self._memory_of_spikes(),
+            self._spike_state(),
             is_forced=True,
             is_resharded=True,
         )
         await self.copies.complete(self._ranks, wait=True)
 
-    def _memory_of_spikes(self) -> Mapping[str, Any] | None:
+    def _spike_state(self) -> Mapping[str, Any] | None:
         return None if self._spikes is None else self._spikes.as_json()
 
     async def _begin(
         self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool, *, is_resharded: bool
     ) -> None:
+        """Start a save of this step. With `asynchronous`, the ranks write in the background."""
         await self.complete(wait=True)
-        partial = self._partial(step)
+        partial = self._partial_folder(step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._step_in_progress = step
-        self._spikes_then = self._memory_of_spikes()
+        self._spikes_then = self._spike_state()
         if save_driver:
             with self._removed_when_full(), disk_full_named(partial, 0):
                 save_driver(partial)
         with self._tracker.phase("checkpoint"):
-            await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
+            await self._call_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
     async def complete(self, *, wait: bool = False) -> None:
         """Publish the save in progress if all ranks have written their parts. With `wait`, wait for them."""
@@ -152,42 +153,42 @@ class Checkpoints:
         if self._step_in_progress is None:
             return
         with self._tracker.phase("checkpoint"):
-            parts = await self._of_ranks("finish_checkpoint", wait)
-            if None in parts:
+            files_by_rank = await self._call_ranks("finish_checkpoint", wait)
+            if None in files_by_rank:
                 return
             # Metrics must be on disk before the checkpoint: a resumed run continues their files at its step.
             self._tracker.flush()
-            self._publish(self._step_in_progress, dict(ChainMap(*parts)))
+            self._publish(self._step_in_progress, dict(ChainMap(*files_by_rank)))
         self._step_in_progress = None
 
     def _publish(self, step: int, files: dict[str, Any]) -> None:
         """Write driver.json and the manifest, rename the folder to its final name, and remove old checkpoints."""
         faults.reach("manifest")
-        partial, home = self._partial(step), self._folder.checkpoints_folder
-        driver = {
+        partial, checkpoints_folder = self._partial_folder(step), self._folder.checkpoints_folder
+        driver_values = {
             "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
             "checksum": self._checksum_after(step),
             "spikes": self._spikes_then, "drawn": self._position.after(step, self._recipe).as_json(),
         }  # fmt: skip
-        replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
+        replace_text(partial / DRIVER, json.dumps(driver_values, indent=2) + "\n")
         # The manifest comes last, then the rename: only a complete save gets a checkpoint's name.
         complete_manifest(partial, files, {"format": "torch_dist"})
         target = self._checkpoint_folder(step)
         faults.reach("publish")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        sync(home)
+        sync(checkpoints_folder)
         faults.reach("latest")
-        replace_text(home / "latest", target.name + "\n")
+        replace_text(checkpoints_folder / "latest", target.name + "\n")
         faults.reach("remove")
         # Remove older checkpoints only after the new one is seen complete under its final name.
         if check_sizes(target):
-            for older in RunRecord.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
+            for old_checkpoint in RunRecord.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
                 # `checkpoint.best` also retains the checkpoint of the best step, in addition to the newest `keep`.
-                if checkpoint_step(older) != self._best.step:
+                if checkpoint_step(old_checkpoint) != self._best.step:
                     # Rename before removal: if the process dies during rmtree, a half-removed folder must not look like
                     # a checkpoint.
-                    shutil.rmtree(older.rename(home / f".{older.name}.removed"))
+                    shutil.rmtree(old_checkpoint.rename(checkpoints_folder / f".{old_checkpoint.name}.removed"))
 
     def _step_folder(self, step: int) -> Path:
         return self._folder.path / f"hf_step_{step:06d}"
@@ -195,20 +196,21 @@ class Checkpoints:
     def _checkpoint_folder(self, step: int) -> Path:
         return self._folder.checkpoints_folder / f"step_{step:06d}"
 
-    def _partial(self, step: int) -> Path:
+    def _partial_folder(self, step: int) -> Path:
         return self._folder.checkpoints_folder / f".step_{step:06d}.partial"
 
-    async def _of_ranks(self, method: str, *arguments: Any) -> list[Any]:
+    async def _call_ranks(self, method: str, *arguments: Any) -> list[Any]:
         with self._removed_when_full():
             return await self._ranks.call(method, *arguments)
 
     @contextmanager
     def _removed_when_full(self) -> Iterator[None]:
+        """Context that removes the save in progress if the disk is full, so that the space is free again."""
         try:
             yield
         except DiskFullError:
             assert self._step_in_progress is not None
-            shutil.rmtree(self._partial(self._step_in_progress), ignore_errors=True)
+            shutil.rmtree(self._partial_folder(self._step_in_progress), ignore_errors=True)
             raise
 
 
@@ -239,7 +241,7 @@ def remove_incomplete_saves(home: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def survey(earlier: RunRecord) -> Survey:
+def survey(run_record: RunRecord) -> Survey:
     """Find the newest checkpoint whose files match its manifest. Changes nothing.
 
     A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError for an unreadable checkpoint, or
@@ -248,19 +250,19 @@ def survey(earlier: RunRecord) -> Survey:
     # Imported here because it loads torch's checkpoint code, which a run without checkpoints does not need.
     from megarl.checkpoint.torch_dist_reader import check_intact
 
-    damaged: dict[str, str] = {}
-    for folder in earlier.checkpoints:
+    damaged_checkpoints: dict[str, str] = {}
+    for folder in run_record.checkpoints:
         try:
             with storage_faults_named(folder):
                 check_intact(folder)
         except DataError as error:
-            damaged[folder.name] = str(error)
+            damaged_checkpoints[folder.name] = str(error)
         else:
-            return Survey(folder, damaged)
+            return Survey(folder, damaged_checkpoints)
     try:
-        earlier.refuse_start_over()
+        run_record.refuse_start_over()
     except DataError as error:
-        raise DataError("\n  ".join([str(error), *damaged.values()])) from None
+        raise DataError("\n  ".join([str(error), *damaged_checkpoints.values()])) from None
     return Survey(None, {})
 
 

@@ -37,13 +37,17 @@ class DataPosition:
 
         Checkpoints of earlier versions have none. Each of their steps drew as many records as their recipe says.
         """
-        if (drawn := driver.get("drawn")) is not None:
-            return cls(step, {name: int(count) for name, count in drawn.items()})
+        if (drawn_counts := driver.get("drawn")) is not None:
+            return cls(step, {name: int(count) for name, count in drawn_counts.items()})
         recipe = driver["recipe"]
-        names = ["data.ptx"] if recipe.get("loop") in _ON_POLICY else _BATCH_SIZES
+        data_fields = ["data.ptx"] if recipe.get("loop") in _ON_POLICY else _BATCH_SIZES
         return cls(
             step,
-            {name: step * _value_at(recipe, *_BATCH_SIZES[name]) for name in names if _value_at(recipe, name, None)},
+            {
+                name: step * _value_at(recipe, *_BATCH_SIZES[name])
+                for name in data_fields
+                if _value_at(recipe, name, None)
+            },
         )
 
     def after(self, step: int, recipe: Recipe) -> Self:
@@ -70,6 +74,7 @@ class DataPosition:
 
 
 def _batch_sizes(recipe: Recipe) -> dict[str, int]:
+    """Return how many records each step draws, by the field of the data."""
     sizes = {} if recipe.is_on_policy else {"data.train": recipe.train.prompts_per_step}
     return sizes | ({"data.ptx": recipe.algorithm.ptx_conversations} if recipe.data.ptx else {})
 

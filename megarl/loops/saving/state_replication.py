@@ -44,7 +44,7 @@ class CopiedStep:
 
 
 class StateReplication:
-    """Copies the state every `every` steps (0: never). The driver's part goes to subfolders of `folder`.
+    """Copies the state every `every_steps` steps (0: never). The driver's part goes to subfolders of `folder`.
 
     Ranks send their copies to a rank on another node during the next step. A new copy begins only when all ranks have
     the previous one.
@@ -75,25 +75,25 @@ class StateReplication:
         """
         if not is_forced and (not self._every_steps or step % self._every_steps):
             return
-        began = time.monotonic()
+        start_time = time.monotonic()
         await self.complete(ranks, wait=True)
         if self.newest is not None and self.newest.step == step:
             return
-        driver = self._folder / f"step_{step:06d}"
+        driver_folder = self._folder / f"step_{step:06d}"
         # A lost rank may have left an incomplete copy.
-        shutil.rmtree(driver, ignore_errors=True)
-        driver.mkdir(parents=True)
+        shutil.rmtree(driver_folder, ignore_errors=True)
+        driver_folder.mkdir(parents=True)
         if save_driver:
-            save_driver(driver)
+            save_driver(driver_folder)
         num_bytes = sum(await ranks.call("replicated_state.begin", step, is_resharded))
-        self._copy_in_progress = CopiedStep(step, driver, checksum, spikes)
+        self._copy_in_progress = CopiedStep(step, driver_folder, checksum, spikes)
         self._metrics = {
-            "time/state_copy_seconds": time.monotonic() - began,
+            "time/state_copy_seconds": time.monotonic() - start_time,
             "checkpoint/copy_bytes": float(num_bytes),
         }
 
     async def renew(self, ranks: WorkerGroup) -> None:
-        """Copy the restored state again, unless `every` is 0: after a restore, ranks may have other parts of it."""
+        """Copy the restored state again, unless `every_steps` is 0. A restore may give ranks other parts of it."""
         if not self._every_steps or self.newest is None:
             return
         await ranks.call("replicated_state.begin", self.newest.step, False)
@@ -114,9 +114,9 @@ class StateReplication:
             await ranks.call("replicated_state.finish", False)
             raise
         await drop_others([place.agent for place in ranks.places], self._copy_in_progress.step)
-        before, self.newest, self._copy_in_progress = self.newest, self._copy_in_progress, None
-        if before is not None and before.driver != self.newest.driver:
-            shutil.rmtree(before.driver, ignore_errors=True)
+        previous, self.newest, self._copy_in_progress = self.newest, self._copy_in_progress, None
+        if previous is not None and previous.driver != self.newest.driver:
+            shutil.rmtree(previous.driver, ignore_errors=True)
 
     def forget_begun(self) -> None:
         """Forget the copy in progress, because a rank was lost."""
