@@ -103,15 +103,17 @@ class RankModel:
         sequences of a sample must share a row and do not fit.
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch, self.together)
-        rows = self._rows(batch, packed, self.update_passes)
+        rows = self._make_rows(batch, packed, self.update_passes)
         if self.shape is not None:
             self.work.flops += update_only_flops(self.shape, batch.lengths)
         if self.name == "policy":
             # A critic trains on the same tokens. Counting them twice would double the reported rate.
             self.work.update_tokens += len(batch.token_ids)
         limits = None if self.spikes is None else self.spikes.limits()
-        results = await self.group.scatter(f"{self.name}.update", self.by_rank(rows), kl_coefficient, kto_kl, limits)
-        update = merge_ranks([results[rank] for ranks in self._reporting_ranks() for rank in ranks])
+        rank_results = await self.group.scatter(
+            f"{self.name}.update", self.by_rank(rows), kl_coefficient, kto_kl, limits
+        )
+        update = merge_ranks([rank_results[rank] for ranks in self._list_reporting_ranks() for rank in ranks])
         if self.spikes is not None:
             self.spikes.add(update.outcome)
         return update
@@ -123,26 +125,27 @@ class RankModel:
         a model other than the policy has a value that is not finite for a trained token.
         """
         # A forward pass reads only the tokens, so the other arrays are not sent.
-        sent = batch.with_arrays({})
-        values = await self.gather(f"{self.name}.forward", sent, max_tokens=self.max_tokens_per_forward)
+        tokens_only = batch.with_arrays({})
+        values = await self.gather(f"{self.name}.forward", tokens_only, max_tokens=self.max_tokens_per_forward)
         # Updates with the policy's own values of this kind are skipped by the ranks, which report the tensor.
         if self.name != "policy":
             self._refuse_not_finite(batch, values)
         return values
 
     def _refuse_not_finite(self, batch: TokenBatch, values: NDArray[np.float32]) -> None:
+        """Raise MegarlError if a trained token has a score that is not finite, or a log-prob of NaN or +inf."""
         is_score = self.shape is not None and self.shape.has_value_head
         # A log-prob of -inf is a token that the model cannot produce.
-        faulty = batch.loss_mask & (~np.isfinite(values) if is_score else ~(values < np.inf))
-        if not faulty.any():
+        is_faulty = batch.loss_mask & (~np.isfinite(values) if is_score else ~(values < np.inf))
+        if not is_faulty.any():
             return
-        place = int(faulty.argmax())
-        sequence = int(np.searchsorted(batch.cu_seqlens, place, side="right")) - 1
+        first_index = int(is_faulty.argmax())
+        sequence = int(np.searchsorted(batch.cu_seqlens, first_index, side="right")) - 1
         raise MegarlError(
-            f"{field_of_model(self.name)}: the model {self.name} computed {faulty.sum()} "
+            f"{field_of_model(self.name)}: the model {self.name} computed {is_faulty.sum()} "
             f"{'scores' if is_score else 'log-probs'} that are not finite, of {batch.loss_mask.sum()}. The first is "
-            f"{values[place]} in sequence {sequence} of {batch.num_sequences}. Check its weights and config.json; for "
-            "an overflow in its dtype, set model.dtype=float32"
+            f"{values[first_index]} in sequence {sequence} of {batch.num_sequences}. Check its weights and "
+            "config.json; for an overflow in its dtype, set model.dtype=float32"
         )
 
     async def forward_with_entropies(self, batch: TokenBatch) -> NDArray[np.float32]:
@@ -163,26 +166,26 @@ class RankModel:
         filled = batch if len(filled_indices) == batch.num_sequences else batch.select(filled_indices)
         filled.loss_mask[batch.cu_seqlens[-1] :] = False
         packed = self._pack(filled, self.together, max_tokens)
-        rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=max_tokens)
+        rows = self._make_rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=max_tokens)
         results = await self.group.scatter(method, self.by_rank(rows), *args)
-        parts = [
+        rows_and_values = [
             (row, values)
-            for replica, (reporting, *_) in zip(packed, self._reporting_ranks(), strict=True)
-            for row, values in zip(replica, results[reporting], strict=True)
+            for replica, (reporting_rank, *_) in zip(packed, self._list_reporting_ranks(), strict=True)
+            for row, values in zip(replica, results[reporting_rank], strict=True)
         ]
-        gathered = np.zeros((*parts[0][1].shape[:-1], len(batch.token_ids)), np.float32)
-        for row, values in parts:
+        gathered = np.zeros((*rows_and_values[0][1].shape[:-1], len(batch.token_ids)), np.float32)
+        for row, values in rows_and_values:
             # Drop the values of repeated sequences, which only fill rows (see `filled`).
-            is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[filled_indices[row]])
-            gathered[..., batch.tokens_of(filled_indices[row])[is_asked]] = values[..., is_asked]
+            is_original = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[filled_indices[row]])
+            gathered[..., batch.tokens_of(filled_indices[row])[is_original]] = values[..., is_original]
         return gathered
 
     def forward_rows(self, batch: TokenBatch, num_counted: int) -> list[list[TokenBatch]]:
         """Return the rows of a forward pass by replica. Only the first `num_counted` sequences count as work."""
         packed = self._pack(batch, self.together, self.max_tokens_per_forward)
-        return self._rows(batch, packed, 1.0, num_counted=num_counted, max_tokens=self.max_tokens_per_forward)
+        return self._make_rows(batch, packed, 1.0, num_counted=num_counted, max_tokens=self.max_tokens_per_forward)
 
-    def _rows(
+    def _make_rows(
         self,
         batch: TokenBatch,
         packed: list[list[list[int]]],
@@ -197,11 +200,12 @@ class RankModel:
         """
         num_counted = batch.num_sequences if num_counted is None else num_counted
         capacity = self._capacity(max_tokens)
-        return [[self._row(batch, row, passes, num_counted, capacity) for row in replica] for replica in packed]
+        return [[self._make_row(batch, row, passes, num_counted, capacity) for row in replica] for replica in packed]
 
-    def _row(
+    def _make_row(
         self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int, capacity: int
     ) -> TokenBatch:
+        """Return one row, packed as `arrange` chooses, and count its work."""
         row = batch.select(sequences)
         savings = self.packing.arrange(
             row,
@@ -212,6 +216,7 @@ class RankModel:
         is_counted = np.asarray(sequences) < num_counted
         lengths = row.lengths[is_counted]
         saved_tokens = np.zeros_like(lengths) if savings is None else savings.tokens[is_counted]
+        # Count the row's tokens and FLOPs with and without the savings.
         if savings is not None:
             self.work.represented_tokens += int(lengths.sum())
             self.work.stored_tokens += int((lengths - saved_tokens).sum())
@@ -227,10 +232,10 @@ class RankModel:
 
         Every rank then has the same number of rows, and none is empty.
         """
-        unit = self.parallel.dp * self.parallel.rows_multiple * self.together
-        missing = -num_sequences % unit
-        everything = np.arange(num_sequences)
-        return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
+        multiple = self.parallel.dp * self.parallel.rows_multiple * self.together
+        num_missing = -num_sequences % multiple
+        all_indices = np.arange(num_sequences)
+        return np.concatenate([all_indices, np.tile(all_indices[-self.together :], num_missing // self.together)])
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
         """Assign sequences to rows, with all of a sample in one row. Raises MegarlError if one does not fit."""
@@ -268,6 +273,7 @@ class RankModel:
         return count_tokens if self.shape is None else sequence_flops(self.shape)
 
     def _capacity(self, max_tokens: int | None) -> int:
+        """Return the maximum tokens in a row."""
         return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
     def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
@@ -277,7 +283,7 @@ class RankModel:
             per_rank[self.parallel.replica_ranks(replica)[0]] = rows
         return per_rank
 
-    def _reporting_ranks(self) -> list[list[int]]:
+    def _list_reporting_ranks(self) -> list[list[int]]:
         """Return the ranks that return each replica's results, in context-parallel order."""
         parallel = self.parallel
         return [

@@ -51,6 +51,7 @@ class Replacements:
         await asyncio.gather(*(group.close() for group in self.take()))
 
     async def _replace(self, lost_group: WorkerGroup) -> None:
+        """Start a lost replica's ranks again, with a few attempts. The replica is then ready for the next reshard."""
         began = time.monotonic()
         # The old processes must be gone before new processes use their GPUs.
         await lost_group.close()

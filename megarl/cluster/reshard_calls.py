@@ -139,6 +139,7 @@ class ReshardCalls:
             groups = self._ranks.groups
             method = "join_and_reshard" if command is Command.JOIN else "reshard"
             limit = self._limit(method)
+            # After a loss or a restart the ranks must first create a new process group.
             if command is Command.JOIN:
                 calls = self._join_calls(groups, version, limit)
             else:
@@ -149,9 +150,11 @@ class ReshardCalls:
             command = self._states.end_attempt(has_suspect=self._has_suspect(groups))
             if self._states.state is State.IDLE:
                 return [report for reports in answers for report in reports]
+            # The last attempt has failed.
             if command is Command.GIVE_UP:
-                reasons = "; ".join(_losses(groups, answers)) or "a replica was lost"
+                reasons = "; ".join(_describe_losses(groups, answers)) or "a replica was lost"
                 raise PeerLostError(f"{MOST_ATTEMPTS} consecutive reshards to the engines were aborted: {reasons}")
+            # End the replica that left first, because it is most likely at fault, and try once more.
             if command is Command.END_SUSPECT:
                 suspect = self._first_to_leave
                 assert suspect is not None
@@ -163,9 +166,9 @@ class ReshardCalls:
         self, method: str, limit: float, groups: Sequence[WorkerGroup], calls: Calls
     ) -> list[list[Any]]:
         """Await one attempt's calls and return each group's answers; empty for a lost replica."""
-        engines = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
+        engine_calls = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
         async with self._watch(method, limit):
-            answers = await together([calls[0], *engines])
+            answers = await together([calls[0], *engine_calls])
         error, self._report_error = self._report_error, None
         if error is not None:
             raise error
@@ -191,18 +194,19 @@ class ReshardCalls:
     async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """Return the answers to the trainers' call. End each replica that did not join their process group."""
         reports = await call
-        missing = {rank for report in reports if isinstance(report, LostPeer) for rank in report.missing}
-        first, ending = 0, []
+        missing_ranks = {rank for report in reports if isinstance(report, LostPeer) for rank in report.missing}
+        first_rank, end_calls = 0, []
         for group in groups:
-            absent = sorted(missing.intersection(range(first, first + group.world_size)))
-            if absent and group in self._ranks.replicas:
-                local_ranks = [rank - first for rank in absent]
-                ending.append(self._end(local_ranks, group, "did not join the process group of the others"))
-            first += group.world_size
-        await asyncio.gather(*ending)
+            absent_ranks = sorted(missing_ranks.intersection(range(first_rank, first_rank + group.world_size)))
+            if absent_ranks and group in self._ranks.replicas:
+                local_ranks = [rank - first_rank for rank in absent_ranks]
+                end_calls.append(self._end(local_ranks, group, "did not join the process group of the others"))
+            first_rank += group.world_size
+        await asyncio.gather(*end_calls)
         return reports
 
     async def _end(self, ranks: Sequence[int], group: WorkerGroup, fault: str) -> None:
+        """End a group because of a `fault` of these ranks, and remove it from the run."""
         error = await group.diagnosis.end_faulty(ranks, fault)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
@@ -216,12 +220,14 @@ class ReshardCalls:
         """
 
         field = self._ranks.trainers.deadlines.limit_for(method).field
-        latest = Limit(limit + self._slack(limit), field)
+        extended_limit = Limit(limit + self._slack(limit), field)
 
         async def end_late() -> None:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
-                await asyncio.gather(*(group.diagnosis.end_if_absent(method, latest) for group in self._ranks.groups))
+                await asyncio.gather(
+                    *(group.diagnosis.end_if_absent(method, extended_limit) for group in self._ranks.groups)
+                )
 
         async def end_stopped() -> None:
             await self._cancelled.wait()
@@ -230,15 +236,16 @@ class ReshardCalls:
             # The agent of a busy node may answer late.
             await self._end_stopped(self._ranks.groups, fault, limit / 2)
 
-        watches = [asyncio.create_task(end_late()), asyncio.create_task(end_stopped())]
+        watch_tasks = [asyncio.create_task(end_late()), asyncio.create_task(end_stopped())]
         try:
             yield
         finally:
-            for watch in watches:
+            for watch in watch_tasks:
                 watch.cancel()
-            await asyncio.wait(watches)
+            await asyncio.wait(watch_tasks)
 
     async def _end_stopped(self, groups: Sequence[WorkerGroup], fault: str, patience_seconds: float) -> None:
+        """End each group with a stopped rank, if the run can lose engine replicas."""
         if self._ranks.on_lost is not None:
             await asyncio.gather(*(group.diagnosis.end_if_stopped(fault, patience_seconds) for group in groups))
 
@@ -266,6 +273,7 @@ class ReshardCalls:
     def _call(
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
+        """Return a call to a group, with extra time to find and end a group at fault."""
         slack = self._slack(limit) + _BLAME_SECONDS
         return group.scatter(
             method, per_rank, *args, slack_seconds=slack, on_answer=partial(self._handle_report, group)
@@ -291,6 +299,7 @@ class ReshardCalls:
             self._report_error = error
 
     def _handle_loss(self, reason: str) -> None:
+        """Cancel the process group on all ranks, once, if the state machine says so."""
         if self._states.handle(Event.PEER_LOST) is Command.CANCEL_GROUP and not self._cancelled.is_set():
             self._cancelled.set()
             for group in self._ranks.groups:
@@ -304,7 +313,8 @@ class ReshardCalls:
         return f"cross_world_{meeting.world}_{self._num_groups}"
 
 
-def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]) -> list[str]:
+def _describe_losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]) -> list[str]:
+    """Return the reasons why ranks left the process group, for an error message."""
     return [
         f"rank {rank}: {report.reason}"
         for group, reports in zip(groups, answers, strict=True)

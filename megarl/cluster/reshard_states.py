@@ -103,6 +103,8 @@ class TransitionError(RuntimeError):
 
 
 class ReshardStates:
+    """The state of a reshard, changed by events according to `TRANSITIONS`."""
+
     def __init__(self) -> None:
         self.state = State.DISCONNECTED
         self.attempt = 0

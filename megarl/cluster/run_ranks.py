@@ -167,17 +167,17 @@ class RunRanks:
         Removes a lost replica at once if others remain. Otherwise a lost rank cancels the work and raises
         PeerLostError.
         """
-        working, watch = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
+        work_task, loss_task = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
         try:
-            await asyncio.wait({working, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work_task, loss_task}, return_when=asyncio.FIRST_COMPLETED)
             # The work's own call to a lost rank may fail too, with a better message.
-            await asyncio.wait({working}, timeout=_CAUSE_SECONDS)
-            return working.result() if working.done() else watch.result()
+            await asyncio.wait({work_task}, timeout=_CAUSE_SECONDS)
+            return work_task.result() if work_task.done() else loss_task.result()
         finally:
-            working.cancel()
-            watch.cancel()
-            await asyncio.wait({working, watch})
-            for task in (working, watch):
+            work_task.cancel()
+            loss_task.cancel()
+            await asyncio.wait({work_task, loss_task})
+            for task in (work_task, loss_task):
                 # asyncio warns about errors that nobody retrieves.
                 _ = task.cancelled() or task.exception()
 
@@ -246,8 +246,8 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
         for task in tasks:
             task.cancel()
         raise
-    failed = [task for task in tasks if task.done() and task.exception() is not None]
-    if failed and all(_is_echo(task.exception()) for task in failed):
+    failed_tasks = [task for task in tasks if task.done() and task.exception() is not None]
+    if failed_tasks and all(_is_echo(task.exception()) for task in failed_tasks):
         await asyncio.wait(tasks, timeout=_CAUSE_SECONDS)
     errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
     if errors:

@@ -29,10 +29,10 @@ class SharedPrefixes(RowPacking):
     def arrange(self, row: TokenBatch, *, sequence_multiple: int, capacity: int, costs: Costs) -> Savings:
         """Store the row as a tree if this saves enough, or if the row exceeds the capacity otherwise."""
         shared_tokens = shared_lengths(row.prefix_keys, row.cu_seqlens)
-        is_worth = bool(saved_share(row.lengths, shared_tokens, costs) > WORTH_SHARING)
+        saves_enough = bool(saved_share(row.lengths, shared_tokens, costs) > WORTH_SHARING)
         separate_tokens = int((-(-row.lengths // sequence_multiple) * sequence_multiple).sum())
-        row.shares_prefixes = (is_worth or separate_tokens > capacity) and self.problem is None
+        row.shares_prefixes = (saves_enough or separate_tokens > capacity) and self.problem is None
         return Savings(
             tokens=shared_tokens if row.shares_prefixes else np.zeros_like(row.lengths),
-            is_refused=is_worth and not row.shares_prefixes,
+            is_refused=saves_enough and not row.shares_prefixes,
         )

@@ -38,10 +38,10 @@ async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
 
     Raises PeerLostError or OSError.
     """
-    of_agent: defaultdict[AgentLink, dict[str, Any]] = defaultdict(dict)
+    files_by_agent: defaultdict[AgentLink, dict[str, Any]] = defaultdict(dict)
     for place, files in zip(group.places, files_of_ranks, strict=True):
-        of_agent[place.agent] |= files
-    await asyncio.gather(*(agent.request("hold", files=files) for agent, files in of_agent.items()))
+        files_by_agent[place.agent] |= files
+    await asyncio.gather(*(agent.request("hold", files=files) for agent, files in files_by_agent.items()))
 
 
 async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> tuple[list[StateCopy], list[str]]:
@@ -57,21 +57,23 @@ async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> t
             continue
         if isinstance(answer, BaseException):
             raise answer
-        damaged = {name.rpartition("/")[0] for name in answer["damaged"]}
-        for copy_name in sorted(damaged):
+        damaged_copies = {name.rpartition("/")[0] for name in answer["damaged"]}
+        # A copy with one damaged file is useless, and the agent has deleted the file.
+        for copy_name in sorted(damaged_copies):
             step, origin, _ = copy_name.split("/")
             damages.append(
                 f"node {agent.node}: the copy of rank {origin}'s state after step {step} has changed in its memory; "
                 "this copy is dropped"
             )
-        by_copy: dict[str, StateCopy] = {}
+        # Collect the files of each intact copy.
+        copies_by_name: dict[str, StateCopy] = {}
         for name, fields in answer["files"].items():
             copy_name = name.rpartition("/")[0]
             step, origin, num_ranks = map(int, copy_name.split("/"))
-            if copy_name not in damaged:
-                copy = by_copy.setdefault(copy_name, StateCopy(agent, step, origin, num_ranks))
+            if copy_name not in damaged_copies:
+                copy = copies_by_name.setdefault(copy_name, StateCopy(agent, step, origin, num_ranks))
                 copy.files[name] = fields
-        copies += by_copy.values()
+        copies += copies_by_name.values()
     return copies, damages
 
 
@@ -81,8 +83,8 @@ def _living(agents: Sequence[AgentLink]) -> list[AgentLink]:
 
 def is_complete(copies: Sequence[StateCopy], step: int) -> bool:
     """Return whether every rank's state after a step has a copy."""
-    of_step = [copy for copy in copies if copy.step == step]
-    return bool(of_step) and {copy.origin for copy in of_step} == set(range(of_step[0].num_ranks))
+    step_copies = [copy for copy in copies if copy.step == step]
+    return bool(step_copies) and {copy.origin for copy in step_copies} == set(range(step_copies[0].num_ranks))
 
 
 async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
@@ -102,15 +104,17 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
     for copy in copies:
         holders[copy.origin][copy.agent] = copy
     nodes = list(dict.fromkeys(place.agent for place in places))
+    # Send the copies that no node of these places holds.
     for origin, receiver in hand_overs(holders, nodes).items():
         copies.append(await _send(next(iter(holders[origin].values())), receiver))
-    files: defaultdict[AgentLink, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    files_by_agent: defaultdict[AgentLink, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for copy in copies:
-        files[copy.agent] |= copy.files
-    return [files[place.agent] for place in places]
+        files_by_agent[copy.agent] |= copy.files
+    return [files_by_agent[place.agent] for place in places]
 
 
 async def _send(copy: StateCopy, receiver: AgentLink) -> StateCopy:
+    """Send a copy to another agent, and return the copy there."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
     offered = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
     await receiver.request("fetch", **offered)

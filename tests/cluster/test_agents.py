@@ -159,7 +159,7 @@ async def test_a_meeting_that_stops_early_has_ended_before_its_server_is_closed(
         finally:
             ended.append("meeting")
 
-    assert await PlayedNodes(0)._first_of(meet(), 60) == "the agents ended"
+    assert await PlayedNodes(0)._wait_for_agents(meet(), 60) == "the agents ended"
     assert ended == ["meeting"] and asyncio.all_tasks() == tasks_before
 
 

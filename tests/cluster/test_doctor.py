@@ -12,7 +12,15 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from megarl.cluster.checks import doctor
-from megarl.cluster.checks.doctor import _devices, apex, differences, numa_map, number_formats, version_set, versions
+from megarl.cluster.checks.doctor import (
+    _describe_devices,
+    apex,
+    differences,
+    numa_map,
+    number_formats,
+    version_set,
+    versions,
+)
 from megarl.config import Recipe
 from megarl.findings import Finding
 from megarl.platform.numa import Place
@@ -121,7 +129,7 @@ def test_a_driver_that_torch_cannot_use_is_named(tmp_path: Path, monkeypatch: py
     for asked in (installed_gpus, driver_version):
         asked.cache_clear()
     try:
-        [finding] = _devices(["NVIDIA H100, 570.86.15"])
+        [finding] = _describe_devices(["NVIDIA H100, 570.86.15"])
     finally:
         for asked in (installed_gpus, driver_version):
             asked.cache_clear()

@@ -121,9 +121,9 @@ def test_variables_of_the_flight_recorder_are_torchs(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(launchers.chosen_device, "has_cuda_build", lambda: True)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
-    found = launchers._flight_recorder(ClusterConfig(), tmp_path, 4)
+    found = launchers._flight_recorder_variables(ClusterConfig(), tmp_path, 4)
     assert found["TORCH_FR_BUFFER_SIZE"] == "50" and found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_4_"
-    assert launchers._flight_recorder(ClusterConfig(device="cpu"), tmp_path, 4) == {}
+    assert launchers._flight_recorder_variables(ClusterConfig(device="cpu"), tmp_path, 4) == {}
     library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         # TORCH_NCCL_DUMP_ON_TIMEOUT is in the library of CUDA builds.

@@ -106,9 +106,11 @@ class Agent:
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Serve until the driver closes its connection. Then kill all ranks and release everything."""
         loop = asyncio.get_running_loop()
-        for number in ENDING_SIGNALS:
+        for ending_signal in ENDING_SIGNALS:
             # A launcher signals the agents only. The driver then saves and ends the run.
-            loop.add_signal_handler(number, self._tell, {"event": "signal", "name": signal.Signals(number).name})
+            loop.add_signal_handler(
+                ending_signal, self._send_event, {"event": "signal", "name": signal.Signals(ending_signal).name}
+            )
         try:
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
@@ -133,7 +135,7 @@ class Agent:
             numbers = struct.unpack(f"<{num_processes}I", await reader.readexactly(4 * num_processes))
             message = await reader.readexactly(size)
             # A rank may have ended meanwhile. The driver knows that already, or is about to read it.
-            for rank in self._living(numbers).values():
+            for rank in self._living_ranks(numbers).values():
                 rank.writer.write(message)
                 if batch is not None:
                     rank.batch = batch
@@ -141,32 +143,35 @@ class Agent:
 
     async def _take_control(self, message: dict[str, Any]) -> None:
         """Execute a control message. The answer to a request has its `id`."""
-        do, request = message.pop("do"), message.pop("id", None)
-        if do == "kill":
-            for rank in self._living(message["processes"]).values():
+        action, request_id = message.pop("do"), message.pop("id", None)
+        if action == "kill":
+            for rank in self._living_ranks(message["processes"]).values():
                 rank.forked.kill()
-        elif do == "dismiss":
-            for rank in self._living(message["processes"]).values():
+        elif action == "dismiss":
+            for rank in self._living_ranks(message["processes"]).values():
                 with suppress(OSError):
                     rank.writer.write_eof()
         else:
-            answering = self._start_task(self._answer(request, self._requests[do](**message)))
-            if do == "fork":
+            answer_task = self._start_task(self._answer(request_id, self._requests[action](**message)))
+            if action == "fork":
                 # The next message may be a call to these processes.
-                await answering
+                await answer_task
 
-    async def _answer(self, request: int, work: Awaitable[Any]) -> None:
+    async def _answer(self, request_id: int, work: Awaitable[Any]) -> None:
+        """Await the work of a request, and send the driver its result or its error, as plain data."""
         try:
-            self._tell({"id": request, "result": await work})
+            self._send_event({"id": request_id, "result": await work})
         except OSError as error:
-            place = None if error.filename is None else str(error.filename)
-            self._tell({"id": request, "errno": error.errno, "error": error.strerror or str(error), "file": place})
+            file_name = None if error.filename is None else str(error.filename)
+            self._send_event(
+                {"id": request_id, "errno": error.errno, "error": error.strerror or str(error), "file": file_name}
+            )
         except MegarlError as error:
-            self._tell({"id": request, "megarl_class": type(error).__name__, "error": str(error)})
+            self._send_event({"id": request_id, "megarl_class": type(error).__name__, "error": str(error)})
         except Exception as error:
-            self._tell({"id": request, "errno": None, "error": repr(error), "file": None})
+            self._send_event({"id": request_id, "errno": None, "error": repr(error), "file": None})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send_event(self, message: dict[str, Any]) -> None:
         self._upward.write(pack_event(message))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -176,7 +181,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _living(self, processes: Collection[int]) -> dict[int, _Rank]:
+    def _living_ranks(self, processes: Collection[int]) -> dict[int, _Rank]:
         return {number: self._ranks[number] for number in processes if number in self._ranks}
 
     async def _fork(self, ranks: Sequence[Mapping[str, Any]], environment: Environment, imports: Sequence[str]) -> None:
@@ -186,45 +191,51 @@ class Agent:
         """
         provide_open_files(4 * (len(self._ranks) + len(ranks)), f"{len(ranks)} ranks on this node")
         batch = _Batch()
-        for fields in ranks:
-            number, log = fields["process"], Path(fields["log"])
-            folder = self._folder.path / f"rank_{number}"
+        for rank_fields in ranks:
+            process_number, log_file = rank_fields["process"], Path(rank_fields["log"])
+            folder = self._folder.path / f"rank_{process_number}"
             folder.mkdir(mode=0o700)
-            variables = {**os.environ, **RANK_VARIABLES, **environment, **fields["environment"], "TMPDIR": str(folder)}
-            with log.open("ab") as output:
-                server = fork_server(variables, (_RANK_MODULE, *imports), output)
-                forked = server.fork(fields["name"], f"{_RANK_MODULE}:main", variables, output)
+            variables = {
+                **os.environ,
+                **RANK_VARIABLES,
+                **environment,
+                **rank_fields["environment"],
+                "TMPDIR": str(folder),
+            }
+            with log_file.open("ab") as output:
+                rank_server = fork_server(variables, (_RANK_MODULE, *imports), output)
+                forked = rank_server.fork(rank_fields["name"], f"{_RANK_MODULE}:main", variables, output)
             reader, writer = await asyncio.open_connection(sock=forked.connection)
             # A child of the rank may have the other end open. Then reading would never show the end of the process.
             forked.ended.add_done_callback(lambda _, forked=forked: _cut(forked.connection))
-            rank = self._ranks[number] = _Rank(forked, writer, log, folder, batch)
-            self._start_task(self._listen(number, rank, reader))
+            rank = self._ranks[process_number] = _Rank(forked, writer, log_file, folder, batch)
+            self._start_task(self._listen(process_number, rank, reader))
 
-    async def _listen(self, number: int, rank: _Rank, reader: asyncio.StreamReader) -> None:
+    async def _listen(self, process_number: int, rank: _Rank, reader: asyncio.StreamReader) -> None:
         """Collect a rank's answers until its connection ends, then report its end."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 message = await reader.readexactly(size)
-                self._take_answer(rank.batch, ANSWER.pack(number, size), message)
+                self._take_answer(rank.batch, ANSWER.pack(process_number, size), message)
         # Send the answers that arrived before the rank's end first.
         self._send(rank.batch)
         await asyncio.wait([rank.forked.ended], timeout=_EXIT_SECONDS)
-        has_ended = rank.forked.ended.done()
-        self._tell(
+        has_exited = rank.forked.ended.done()
+        self._send_event(
             {
                 "event": "ended",
-                "process": number,
+                "process": process_number,
                 "code": rank.forked.exit_code,
                 "ended_with_server": rank.forked.ended_with_server,
-                "at": rank.forked.ended.result() if has_ended else None,
+                "at": rank.forked.ended.result() if has_exited else None,
             }
         )
-        if not has_ended:
+        if not has_exited:
             # Without a connection the rank is of no further use.
             rank.forked.kill()
             await rank.forked.ended
-        del self._ranks[number]
+        del self._ranks[process_number]
         rank.writer.close()
         rank.forked.release()
         await asyncio.to_thread(shutil.rmtree, rank.folder, ignore_errors=True)
@@ -247,9 +258,9 @@ class Agent:
 
         A rank reacts even while Python waits in C code.
         """
-        ranks = self._living(processes)
+        ranks = self._living_ranks(processes)
         # Only text after the end of a log at the request counts, because logs may hold earlier stacks.
-        ends = {number: _size(rank.log) for number, rank in ranks.items()}
+        old_log_sizes = {number: _log_bytes(rank.log) for number, rank in ranks.items()}
         for rank in ranks.values():
             with suppress(OSError):
                 rank.forked.signal(signal.SIGUSR2)
@@ -258,32 +269,34 @@ class Agent:
         began = loop.time()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            waited = loop.time() - began
-            awaited = [number for number in ends if not is_complete(stacks[number])]
-            stacks |= {number: _text_since(ranks[number].log, ends[number]) for number in awaited}
+            seconds_waited = loop.time() - began
+            incomplete_processes = [number for number in old_log_sizes if not is_complete(stacks[number])]
+            stacks |= {
+                number: _read_log_from(ranks[number].log, old_log_sizes[number]) for number in incomplete_processes
+            }
             # An incomplete text may never become complete: threads at work change while their frames are read.
-            is_over = all(
+            is_finished = all(
                 is_complete(stacks[number])
-                or (has_begun(stacks[number]) and waited > STACKS_SECONDS)
+                or (has_begun(stacks[number]) and seconds_waited > STACKS_SECONDS)
                 or number not in self._ranks
                 or ranks[number].obstacle is not None
-                for number in awaited
+                for number in incomplete_processes
             )
-            if is_over or waited > seconds:
+            if is_finished or seconds_waited > seconds:
                 return stacks
 
     async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
         """Return the processes that the kernel has stopped (SIGSTOP, for example), each with its obstacle."""
-        obstacles = {number: rank.obstacle for number, rank in self._living(processes).items()}
+        obstacles = {number: rank.obstacle for number, rank in self._living_ranks(processes).items()}
         return {number: obstacle for number, obstacle in obstacles.items() if obstacle is not None}
 
     async def _read_thread_states(self, processes: Collection[int]) -> dict[int, str]:
-        pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
+        pids = {number: rank.forked.pid for number, rank in self._living_ranks(processes).items()}
         return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
 
     async def _read_native_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
         """Return native stacks by process. A debugger has `seconds` for each."""
-        pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
+        pids = {number: rank.forked.pid for number, rank in self._living_ranks(processes).items()}
         readings = [asyncio.to_thread(_native_stacks, pid, seconds) for pid in pids.values()]
         return dict(zip(pids, await asyncio.gather(*readings), strict=True))
 
@@ -298,11 +311,11 @@ def _cut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _size(log: Path) -> int:
+def _log_bytes(log: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-def _text_since(log: Path, start: int) -> str:
+def _read_log_from(log: Path, start: int) -> str:
     with suppress(OSError), log.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")

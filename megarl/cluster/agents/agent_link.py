@@ -104,9 +104,9 @@ class AgentLink(asyncio.Protocol):
         """
         if self.is_lost:
             raise PeerLostError(f"the agent of node {self.node} has ended or lost its connection")
-        number = next(self._request_numbers)
-        answer = self._requests[number] = asyncio.get_running_loop().create_future()
-        self.send(pack_control({"do": do, "id": number, **fields}))
+        request_id = next(self._request_numbers)
+        answer = self._requests[request_id] = asyncio.get_running_loop().create_future()
+        self.send(pack_control({"do": do, "id": request_id, **fields}))
         try:
             async with asyncio.timeout(patience_seconds):
                 return await answer
@@ -115,7 +115,7 @@ class AgentLink(asyncio.Protocol):
                 f"the agent of node {self.node} did not answer `{do}` within {patience_seconds:g} s"
             ) from None
         finally:
-            self._requests.pop(number, None)
+            self._requests.pop(request_id, None)
 
     async def fork(
         self,
@@ -157,10 +157,10 @@ class AgentLink(asyncio.Protocol):
             raise
 
     def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
-        """Send a command to each rank. The returned future completes after the last answer, and fails with the first
-        error.
+        """Send a command to each rank. `answers` has a future for each rank's answer.
 
-        So a call to a thousand ranks waits for one future per node. `answers` has a future per rank.
+        The returned future completes after the last answer, and fails with the first error. So a call to a thousand
+        ranks waits for one future per node.
         """
         batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
         living = {handle: message for handle, message in messages.items() if not handle.died.done()}
@@ -173,8 +173,8 @@ class AgentLink(asyncio.Protocol):
 
     def send_notice(self, handles: Sequence[RankHandle], notice: bytes) -> None:
         """Send a notice to ranks. They read it even during a call."""
-        numbers = [handle.process for handle in handles]
-        head = PART.pack(len(numbers), len(notice)) + struct.pack(f"<{len(numbers)}I", *numbers)
+        process_numbers = [handle.process for handle in handles]
+        head = PART.pack(len(process_numbers), len(notice)) + struct.pack(f"<{len(process_numbers)}I", *process_numbers)
         self.send(BATCH.pack(NOTICE), head, notice)
 
     def kill(self, handles: Sequence[RankHandle]) -> None:
@@ -214,9 +214,9 @@ class AgentLink(asyncio.Protocol):
         if exc is not None:
             self._read_rest()
         self.ended.set_result(None)
-        end = f"was cut off: the agent of its node {self.node} ended or lost its connection"
+        end_text = f"was cut off: the agent of its node {self.node} ended or lost its connection"
         for handle in list(self._handles.values()):
-            self._note_end(handle, end, time.time(), is_cut_off=True)
+            self._note_end(handle, end_text, time.time(), is_cut_off=True)
         error = PeerLostError(f"the agent of node {self.node} ended or lost its connection")
         for answer in self._requests.values():
             if not answer.done():
@@ -234,36 +234,39 @@ class AgentLink(asyncio.Protocol):
         self._take_answers()
 
     def _take_answers(self) -> None:
+        """Decode the complete messages received so far: answers of ranks, and events of the agent."""
         # Local variables, for speed. In a short call of a thousand ranks the driver spends most of its time in this
         # loop.
         handles, batches = self._handles, self._batches
         unpack, head_bytes = ANSWER.unpack_from, ANSWER.size
         view = memoryview(self._unread)
-        num_bytes, start = len(view), 0
-        while num_bytes - start >= head_bytes:
-            process, size = unpack(view, start)
-            end = start + head_bytes + size
-            if end > num_bytes:
+        num_bytes, message_start = len(view), 0
+        while num_bytes - message_start >= head_bytes:
+            process, size = unpack(view, message_start)
+            message_end = message_start + head_bytes + size
+            if message_end > num_bytes:
                 break
             if process == AGENT:
-                self._take_event(json.loads(bytes(view[end - size : end])))
+                self._take_event(json.loads(bytes(view[message_end - size : message_end])))
             elif (handle := handles.get(process)) is not None and (batch := batches.pop(handle, None)) is not None:
-                batch.take(handle, view[end - size : end])
-            start = end
-        if start:
+                batch.take(handle, view[message_end - size : message_end])
+            message_start = message_end
+        if message_start:
             # A new buffer, because a buffer cannot be shortened while views of it exist.
-            self._unread = bytearray(view[start:])
+            self._unread = bytearray(view[message_start:])
 
     def _take_event(self, event: dict[str, Any]) -> None:
+        """Handle a message of the agent itself: a request's result, a stop signal, or the end of a rank."""
         if "id" in event:
             self._take_result(event)
         elif event["event"] == "signal":
             self.on_signal(event["name"])
         elif (handle := self._handles.get(event["process"])) is not None:
-            end = _end_text(event["code"], ended_with_server=event["ended_with_server"])
+            end = _describe_end(event["code"], ended_with_server=event["ended_with_server"])
             self._note_end(handle, end, event["at"] or time.time())
 
     def _take_result(self, event: dict[str, Any]) -> None:
+        """Complete a request with the agent's result, or fail it with an error of the class that the agent names."""
         answer = self._requests.pop(event["id"], None)
         if answer is None or answer.done():
             return
@@ -277,8 +280,8 @@ class AgentLink(asyncio.Protocol):
 
     def _note_end(self, handle: RankHandle, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
         del self._handles[handle.process]
-        where = "" if self.addresses is None else f"on node {self.node} "
-        handle.note_end(end if is_cut_off else where + end, epoch_seconds, is_cut_off=is_cut_off)
+        place_text = "" if self.addresses is None else f"on node {self.node} "
+        handle.note_end(end if is_cut_off else place_text + end, epoch_seconds, is_cut_off=is_cut_off)
         if (batch := self._batches.pop(handle, None)) is not None:
             batch.fail(handle, handle.loss_error())
 
@@ -291,29 +294,29 @@ class RankPlace(NamedTuple):
     local_rank: int
 
 
-def _end_text(code: int | None, *, ended_with_server: bool) -> str:
+def _describe_end(code: int | None, *, ended_with_server: bool) -> str:
     """Return how a process ended, as a verb phrase. `code` None: it lost its connection and was killed."""
     if code is None:
         return "lost its connection"
-    how = f"exited with code {code}"
+    end_verb = f"exited with code {code}"
     if code < 0:
         name = signal.Signals(-code).name
         # Linux's out-of-memory killer sends SIGKILL, and leaves no other sign here.
-        how = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return f"ended with its fork server, which {how}" if ended_with_server else how
+        end_verb = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"ended with its fork server, which {end_verb}" if ended_with_server else end_verb
 
 
 def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
     """Return the parts of a batch. A command for several ranks is stored once."""
     # Keyed by identity, because comparing long messages would be slow.
-    receivers_of: defaultdict[int, list[int]] = defaultdict(list)
+    receivers_by_message: defaultdict[int, list[int]] = defaultdict(list)
     for handle, message in messages.items():
-        receivers_of[id(message)].append(handle.process)
-    distinct = {id(message): message for message in messages.values()}
+        receivers_by_message[id(message)].append(handle.process)
+    message_by_id = {id(message): message for message in messages.values()}
     parts: list[bytes] = []
-    head = BATCH.pack(len(receivers_of))
-    for identity, receivers in receivers_of.items():
-        message = distinct[identity]
+    head = BATCH.pack(len(receivers_by_message))
+    for message_id, receivers in receivers_by_message.items():
+        message = message_by_id[message_id]
         # One write for the heads, and one for a long message.
         head += PART.pack(len(receivers), len(message)) + struct.pack(f"<{len(receivers)}I", *receivers)
         parts += [head, message]

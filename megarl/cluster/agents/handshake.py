@@ -58,11 +58,11 @@ async def meet(
     OSError if connections cannot be accepted.
     """
     loop = asyncio.get_running_loop()
-    complete: asyncio.Future[None] = loop.create_future()
-    greetings: dict[asyncio.Task[None], None] = {}
+    all_met: asyncio.Future[None] = loop.create_future()
+    greeting_tasks: dict[asyncio.Task[None], None] = {}
     """Handshakes in progress, oldest first."""
 
-    async def greet(connected: socket.socket) -> None:
+    async def admit_peer(connected: socket.socket) -> None:
         connected.setblocking(False)
         # Commands and answers are often short: Nagle's algorithm would delay them.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -74,32 +74,32 @@ async def meet(
         except asyncio.CancelledError:
             connected.close()
             raise
-        if len(peers) == count and not complete.done():
-            complete.set_result(None)
+        if len(peers) == count and not all_met.done():
+            all_met.set_result(None)
 
-    async def accept() -> None:
+    async def accept_peers() -> None:
         async with asyncio.TaskGroup() as group:
             while True:
                 connected, _ = await loop.sock_accept(server)
                 # Silent strangers must not exhaust this process's file descriptors, nor displace the expected
                 # processes.
-                if len(greetings) >= count + STRANGERS:
-                    oldest = next(iter(greetings))
-                    del greetings[oldest]
+                if len(greeting_tasks) >= count + STRANGERS:
+                    oldest = next(iter(greeting_tasks))
+                    del greeting_tasks[oldest]
                     oldest.cancel()
-                greeting = group.create_task(greet(connected))
-                greetings[greeting] = None
-                greeting.add_done_callback(lambda task: greetings.pop(task, None))
+                greeting_task = group.create_task(admit_peer(connected))
+                greeting_tasks[greeting_task] = None
+                greeting_task.add_done_callback(lambda task: greeting_tasks.pop(task, None))
 
-    accepting = asyncio.create_task(accept())
+    accept_task = asyncio.create_task(accept_peers())
     try:
-        await asyncio.wait([accepting, complete], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([accept_task, all_met], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        accepting.cancel()
-        await asyncio.wait([accepting])
-    if not complete.done():
+        accept_task.cancel()
+        await asyncio.wait([accept_task])
+    if not all_met.done():
         # Too few have connected, so accepting failed: raise its error.
-        accepting.result()
+        accept_task.result()
 
 
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
@@ -121,13 +121,13 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     challenge = secrets.token_bytes(_NUMBER_BYTES)
     await loop.sock_sendall(connected, challenge)
     answer = await receive(_NUMBER_BYTES + _PROOF_BYTES)
-    theirs, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
+    peer_number, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
     # compare_digest takes constant time: its duration does not reveal how much of a forged proof is right.
-    if not hmac.compare_digest(proof, _proof(key, b"process", challenge, theirs)):
+    if not hmac.compare_digest(proof, _proof(key, b"process", challenge, peer_number)):
         raise StrangerError(
             "the connecting process does not know this run's secret key, so it is not one of the run's processes"
         )
-    await loop.sock_sendall(connected, _proof(key, b"driver", challenge, theirs))
+    await loop.sock_sendall(connected, _proof(key, b"driver", challenge, peer_number))
     return json.loads(await receive(_length(await receive(_LENGTH.size))))
 
 
@@ -136,9 +136,9 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
 
     Raises StrangerError or OSError if the other end is not the driver.
     """
-    challenge, number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
-    connected.sendall(number + _proof(key, b"process", challenge, number))
-    if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, number)):
+    challenge, own_number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
+    connected.sendall(own_number + _proof(key, b"process", challenge, own_number))
+    if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, own_number)):
         raise StrangerError(
             "the server at the driver's address does not know this run's secret key, so it is not this run's driver"
         )

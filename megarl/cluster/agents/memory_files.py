@@ -89,15 +89,15 @@ class MemoryFiles:
         key = secrets.token_bytes(32)
         server = socket.create_server((address, 0))
         files = {name: self._files[name] for name in names}
-        sending = asyncio.create_task(_send_files(server, key, list(files.values())))
-        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
-        described = {name: {"size": file.size, "checksum": file.checksum} for name, file in files.items()}
-        return {"address": list(server.getsockname()[:2]), "key": key.hex(), "files": described}
+        send_task = asyncio.create_task(_send_files(server, key, list(files.values())))
+        send_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        file_records = {name: {"size": file.size, "checksum": file.checksum} for name, file in files.items()}
+        return {"address": list(server.getsockname()[:2]), "key": key.hex(), "files": file_records}
 
     async def fetch(self, address: Sequence[Any], key: str, files: Mapping[str, Mapping[str, Any]]) -> None:
         """Receive files offered by another agent. Raises OSError or PeerLostError."""
-        received = await asyncio.to_thread(_receive_files, (address[0], address[1]), bytes.fromhex(key), files)
-        for name, file in received.items():
+        received_files = await asyncio.to_thread(_receive_files, (address[0], address[1]), bytes.fromhex(key), files)
+        for name, file in received_files.items():
             self._add(name, file)
 
     def _add(self, name: str, file: _MemoryFile) -> None:
@@ -107,6 +107,7 @@ class MemoryFiles:
 
 
 async def _send_files(server: socket.socket, key: bytes, files: Sequence[_MemoryFile]) -> None:
+    """Wait for the one agent that fetches these files, and send them one after another."""
     receivers: dict[str, socket.socket] = {}
     with closing(server):
         server.setblocking(False)
@@ -127,22 +128,23 @@ def _send_file(connected: socket.socket, file: _MemoryFile) -> None:
 def _receive_files(
     address: tuple[str, int], key: bytes, files: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, _MemoryFile]:
-    received: dict[str, _MemoryFile] = {}
+    """Fetch files from the agent that offers them at `address`. `files` has the size and checksum of each name."""
+    received_files: dict[str, _MemoryFile] = {}
     try:
         with socket.create_connection(address) as connected:
             introduce(connected, key, {})
             for name, fields in files.items():
                 descriptor, size = os.memfd_create("megarl copy"), int(fields["size"])
-                received[name] = _MemoryFile(descriptor, size, fields["checksum"])
+                received_files[name] = _MemoryFile(descriptor, size, fields["checksum"])
                 os.truncate(descriptor, size)
                 if size:
                     _receive_file(connected, descriptor, size)
     except BaseException:
         # Open files would take memory as long as the agent runs.
-        for file in received.values():
+        for file in received_files.values():
             os.close(file.descriptor)
         raise
-    return received
+    return received_files
 
 
 def _receive_file(connected: socket.socket, descriptor: int, size: int) -> None:

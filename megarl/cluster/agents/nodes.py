@@ -100,10 +100,10 @@ class Nodes(ABC):
                 f"{num_ranks} ranks need a place, and the {self.num_living} living nodes have {len(places)} free ones"
             )
         if on_one_node and len({place.node_number for place in places}) > 1:
-            for number in range(len(self.agents)):
-                on_node = [place for place in self.free_places(used_places) if place.node_number == number]
-                if len(on_node) >= num_ranks:
-                    return on_node[:num_ranks]
+            for node_number in range(len(self.agents)):
+                node_places = [place for place in self.free_places(used_places) if place.node_number == node_number]
+                if len(node_places) >= num_ranks:
+                    return node_places[:num_ranks]
         return places
 
 
@@ -175,7 +175,7 @@ class ConnectedNodes(Nodes):
         with socket.create_server(("", 0), backlog=4096) as server:
             server.setblocking(False)
             num_launched = await launch((self.host(), server.getsockname()[1]), self._key)
-            connected = await self._meet(server, num_needed, num_launched, timeout_seconds)
+            connected = await self._accept_agents(server, num_needed, num_launched, timeout_seconds)
         for introduction in in_order(connected):
             await self._add(connected[introduction], introduction)
 
@@ -195,7 +195,7 @@ class ConnectedNodes(Nodes):
         else:
             self.agents[lost_number] = link
 
-    async def _meet(
+    async def _accept_agents(
         self, server: socket.socket, num_needed: int, num_launched: int, timeout_seconds: float
     ) -> dict[Introduction, socket.socket]:
         """Accept the connections of launched agents, and return them by introduction.
@@ -203,38 +203,38 @@ class ConnectedNodes(Nodes):
         `num_needed` agents have `timeout_seconds`, the others a few seconds more. Raises PeerLostError.
         """
         connected: dict[Introduction, socket.socket] = {}
-        for required, seconds in ((num_needed, timeout_seconds), (num_launched, _SPARE_SECONDS)):
-            if len(connected) >= required:
+        for num_required, seconds in ((num_needed, timeout_seconds), (num_launched, _SPARE_SECONDS)):
+            if len(connected) >= num_required:
                 continue
-            meeting = meet(connected, server, self._key, required, Introduction.from_plain)
-            how = await self._first_of(meeting, seconds)
+            meeting = meet(connected, server, self._key, num_required, Introduction.from_plain)
+            end_reason = await self._wait_for_agents(meeting, seconds)
             if len(connected) < num_needed:
                 present = ", ".join(introduction.node for introduction in connected) or "none"
                 for agent_socket in connected.values():
                     agent_socket.close()
                 raise PeerLostError(
-                    f"{how}: agents of {len(connected)} of {num_needed} nodes connected ({present}); look at "
+                    f"{end_reason}: agents of {len(connected)} of {num_needed} nodes connected ({present}); look at "
                     f"{self._log_folder} and at the nodes, or raise cluster.start_timeout_seconds\n"
                     + log_tail(self._log_folder / self.start_log)
                 )
         return connected
 
-    async def _first_of(self, meeting: Coroutine[Any, Any, None], seconds: float) -> str:
+    async def _wait_for_agents(self, meeting: Coroutine[Any, Any, None], seconds: float) -> str:
         """Wait for `meeting` at most `seconds`, or until a launched agent ends. Return why the wait ended."""
-        accepting, ending = asyncio.ensure_future(meeting), asyncio.ensure_future(self.await_end())
+        meeting_task, end_task = asyncio.ensure_future(meeting), asyncio.ensure_future(self.await_end())
         try:
-            await asyncio.wait([accepting, ending], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if ending.done():
-                return ending.result()
-            if accepting.done() and (error := accepting.exception()) is not None:
+            await asyncio.wait([meeting_task, end_task], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if end_task.done():
+                return end_task.result()
+            if meeting_task.done() and (error := meeting_task.exception()) is not None:
                 if not isinstance(error, OSError):
                     raise error
                 return f"accepting connections failed: {error}"
             return f"no more agents connected within {seconds:g} s"
         finally:
-            for task in (accepting, ending):
+            for task in (meeting_task, end_task):
                 task.cancel()
-            await asyncio.wait([accepting, ending])
+            await asyncio.wait([meeting_task, end_task])
 
 
 def refuse_too_few(num_nodes: int, num_possible: int) -> ConfigError:

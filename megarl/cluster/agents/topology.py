@@ -84,5 +84,5 @@ def find_addresses(connections: Sequence[tuple[str, str]]) -> list[str]:
     `connections` has the addresses of each rank's agent and of the driver. On the driver's own machine both may be the
     loopback address. Then the result is the driver's address on another connection, if any.
     """
-    outside = next((driver for agent, driver in connections if agent != driver), None)
-    return [(outside or driver) if agent == driver else agent for agent, driver in connections]
+    driver_address = next((driver for agent, driver in connections if agent != driver), None)
+    return [(driver_address or driver) if agent == driver else agent for agent, driver in connections]

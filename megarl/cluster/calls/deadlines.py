@@ -68,8 +68,9 @@ class Deadlines:
 
 
 def run_deadlines(cluster: ClusterConfig) -> Deadlines:
-    build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
-    checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
+    """Return the deadlines of a run's calls: of building models, of checkpoints, and of all other methods."""
+    build_limit = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
+    checkpoint_limit = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
     checkpoint_limits = dict.fromkeys(
         (
             "save_checkpoint",
@@ -79,10 +80,10 @@ def run_deadlines(cluster: ClusterConfig) -> Deadlines:
             "rollbacks.roll_back",
             "export",
         ),
-        checkpoint,
+        checkpoint_limit,
     )
     return Deadlines(
         Limit(cluster.verb_timeout_seconds, "cluster.verb_timeout_seconds"),
         Limit(cluster.collective_timeout_seconds, "cluster.collective_timeout_seconds"),
-        {"__init__": build, **checkpoint_limits},
+        {"__init__": build_limit, **checkpoint_limits},
     )

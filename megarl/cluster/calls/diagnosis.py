@@ -74,23 +74,23 @@ class Diagnosis:
         """
         if self._end.has_begun:
             return
-        if stopped := list(await self._find_obstacles(self._ranks.handles, patience_seconds)):
-            await self._end.run_once(partial(self._end_silent, fault, stopped, await self.read_stacks()))
+        if stopped_handles := list(await self._find_obstacles(self._ranks.handles, patience_seconds)):
+            await self._end.run_once(partial(self._end_silent, fault, stopped_handles, await self.read_stacks()))
 
     async def end_if_absent(self, method: str, limit: Limit) -> None:
         """End the group if ranks exceed the limit of a call of `method` outside a collective.
 
         Silent ranks inside a collective may wait for another group's ranks.
         """
-        began = time.monotonic() - limit.seconds
-        late = [call for call in self._calls if call.method == method and call.began < began]
-        if self._end.has_begun or not late:
+        latest_begin = time.monotonic() - limit.seconds
+        late_calls = [call for call in self._calls if call.method == method and call.began < latest_begin]
+        if self._end.has_begun or not late_calls:
             return
         stacks = await self.read_stacks()
-        silent = [handle for call in late for handle in call.silent()]
-        if any(not waits_in_collective(stacks.get(handle.rank, "")) for handle in silent):
+        silent_handles = [handle for call in late_calls for handle in call.silent()]
+        if any(not waits_in_collective(stacks.get(handle.rank, "")) for handle in silent_handles):
             fault = f"did not answer `{method}` within {limit.seconds:g} s"
-            await self._end.run_once(partial(self._end_silent, fault, silent, stacks, _remedy(limit)))
+            await self._end.run_once(partial(self._end_silent, fault, silent_handles, stacks, _remedy(limit)))
 
     async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
         """Report the ranks that delay a call, once. End the group if one of them is stopped.
@@ -98,9 +98,9 @@ class Diagnosis:
         First calls have long deadlines, so stopped processes are searched for at intervals of the shortest deadline.
         `budget_seconds` is planned working time. `extra_seconds`, which includes it, is all time added to the deadline.
         """
-        pause, deadline = deadlines.shortest.seconds, call.began + call.limit.seconds
+        search_interval, deadline = deadlines.shortest.seconds, call.began + call.limit.seconds
         late_at = call.began + deadlines.late_after(call.method) + extra_seconds
-        search_at = call.began + budget_seconds + pause
+        search_at = call.began + budget_seconds + search_interval
         # At the deadline, `explain` names the silent ranks.
         while (next_at := min(late_at, search_at)) < deadline:
             if (remaining_seconds := next_at - time.monotonic()) > 0:
@@ -112,14 +112,14 @@ class Diagnosis:
                     late_at = math.inf
                     await self._report_slow(call, seconds)
                 else:
-                    stopped, stacks = await self._find_stopped(call, (call.limit.seconds - extra_seconds) / 2)
-                    if stopped:
+                    stopped_handles, stacks = await self._find_stopped(call, (call.limit.seconds - extra_seconds) / 2)
+                    if stopped_handles:
                         fault = f"did not answer `{call.method}` within {seconds:.0f} s"
-                        await self._end.run_once(partial(self._end_silent, fault, stopped, stacks))
-                    search_at = time.monotonic() + pause
+                        await self._end.run_once(partial(self._end_silent, fault, stopped_handles, stacks))
+                    search_at = time.monotonic() + search_interval
             except Exception as error:
                 # A log that cannot be read must neither end the run nor later searches. asyncio logs the error.
-                search_at = time.monotonic() + pause
+                search_at = time.monotonic() + search_interval
                 message = f"the search for stopped ranks in `{call.method}` failed"
                 asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
@@ -139,30 +139,32 @@ class Diagnosis:
         if not call.errors():
             fault = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
             return await self._end_silent(fault, call.silent(), await self.read_stacks(), _remedy(call.limit))
-        answers = [answer for pending in calls for answer in pending.answers.values()]
+        answers = [answer for unfinished_call in calls for answer in unfinished_call.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
-        failures: list[tuple[RankError, Call]] = []
-        for pending in calls:
-            for error in pending.errors():
+        rank_failures: list[tuple[RankError, Call]] = []
+        for unfinished_call in calls:
+            for error in unfinished_call.errors():
                 # The driver cannot decode an answer: the driver's own error is the cause.
                 if not isinstance(error, RankError):
                     await self._end.kill()
                     return error
-                failures.append((error, pending))
+                rank_failures.append((error, unfinished_call))
         # Consequences come last. Ranks cut off with their agent count as consequences. A lost node may end another
         # node's agent before a rank's own end is reported.
         first_error, failed_call = min(
-            failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].epoch_seconds)
+            rank_failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].epoch_seconds)
         )
         # The failure is only a consequence. The cause may be a rank that did not enter the collective.
-        if first_error.echo and (silent := failed_call.silent()):
+        if first_error.echo and (silent_handles := failed_call.silent()):
             stacks = await self.read_stacks()
-            if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
-                return await self._end_silent(f"did not enter a collective of `{failed_call.method}`", stopped, stacks)
+            if stopped_handles := [handle for handle in silent_handles if not waits_in_collective(stacks[handle.rank])]:
+                return await self._end_silent(
+                    f"did not enter a collective of `{failed_call.method}`", stopped_handles, stacks
+                )
         lost_handles: list[RankHandle] = []
         if first_error.report is None or (first_error.report["lost"] and not first_error.report["megarl_class"]):
             # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
-            lost_handles = [first_error.handle, *(error.handle for error, _ in failures if not error.echo)]
+            lost_handles = [first_error.handle, *(error.handle for error, _ in rank_failures if not error.echo)]
         await self._end.kill(lost_handles)
         # Only now, after the end, is a lost rank's log complete.
         return error_of(first_error, failed_call.method, self._ranks.part.num_ranks)
@@ -174,19 +176,19 @@ class Diagnosis:
 
         Silent ranks that only wait for a stopped rank in a collective are listed as waiting.
         """
-        stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
-        cause = f"{name_handles(stopped)} of {self._ranks.part.num_ranks} {fault}"
+        stopped_handles = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
+        cause = f"{name_handles(stopped_handles)} of {self._ranks.part.num_ranks} {fault}"
         # Before the end, which kills the processes.
-        obstacles = dict.fromkeys(filter(None, (await self._find_obstacles(stopped, 0.0)).values()))
-        path = await self._write_report(cause, fault, stopped, stacks)
-        await self._end.kill(stopped)
-        if waiting_handles := [handle for handle in silent if handle not in stopped]:
+        obstacles = dict.fromkeys(filter(None, (await self._find_obstacles(stopped_handles, 0.0)).values()))
+        report_path = await self._write_report(cause, fault, stopped_handles, stacks)
+        await self._end.kill(stopped_handles)
+        if waiting_handles := [handle for handle in silent if handle not in stopped_handles]:
             cause += f"; {name_handles(waiting_handles)} waited in a collective"
         cause += "".join(f"; {obstacle}" for obstacle in obstacles)
-        error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
-        error.add_note("\n".join(handle.log_tail() for handle in stopped))
-        if path is not None:
-            error.add_note(f"{path} has the stacks of all threads of all ranks.")
+        error = RankLostError(stopped_handles[0].rank, cause + remedy, summary(stacks))
+        error.add_note("\n".join(handle.log_tail() for handle in stopped_handles))
+        if report_path is not None:
+            error.add_note(f"{report_path} has the stacks of all threads of all ranks.")
         return error
 
     async def _write_report(
@@ -204,15 +206,19 @@ class Diagnosis:
             return None
 
     async def _report_slow(self, call: Call, seconds: float) -> None:
+        """Report the ranks that still work after `seconds`, while the other ranks of the call wait for them."""
         stacks = await self.read_stacks()
-        silent = call.silent()
-        slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
+        silent_handles = call.silent()
+        slow_handles = [
+            h for h in silent_handles if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])
+        ]
         # If all ranks work, none is slower than its peers: this call has more to do than earlier calls.
-        if slow and len(slow) < len(call.answers) and not call.errors():
+        if slow_handles and len(slow_handles) < len(call.answers) and not call.errors():
             self.on_slow(
-                f"{name_handles(slow)} of {self._ranks.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in "
-                f"`{call.method}`: other ranks wait after {seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
-                + summary({handle.rank: stacks[handle.rank] for handle in slow})
+                f"{name_handles(slow_handles)} of {self._ranks.part.num_ranks} "
+                f"{'is' if len(slow_handles) == 1 else 'are'} slow in `{call.method}`: other ranks wait after "
+                f"{seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
+                + summary({handle.rank: stacks[handle.rank] for handle in slow_handles})
             )
 
     async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
@@ -221,20 +227,20 @@ class Diagnosis:
         An agent without an answer within `patience_seconds` counts for all its ranks. The time is limited to a few
         seconds up to a minute.
         """
-        patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
-        answers = await self._ranks.request("stopped", handles, patience)
+        limited_seconds = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
+        answers = await self._ranks.request("stopped", handles, limited_seconds)
         silent_agent = "the agent of its node does not answer"
         obstacles = {handle: silent_agent if text is None else text for handle, text in answers.items()}
         return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
 
     async def _find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
         """Return a call's stopped ranks, and all stacks if there are any."""
-        stopped = await self._find_obstacles(call.silent(), patience_seconds)
-        if not stopped:
+        stopped_handles = await self._find_obstacles(call.silent(), patience_seconds)
+        if not stopped_handles:
             return [], {}
         stacks = await self.read_stacks()
         # One may have continued or ended meanwhile.
-        still_stopped = await self._find_obstacles([h for h in call.silent() if h in stopped], patience_seconds)
+        still_stopped = await self._find_obstacles([h for h in call.silent() if h in stopped_handles], patience_seconds)
         return list(still_stopped), stacks
 
     async def describe_places(self, stacks: Mapping[int, str]) -> dict[int, list[str]]:
@@ -284,18 +290,18 @@ class HangReport:
         `stacks` are the group's Python stacks by rank.
         """
 
-        async def describe(diagnosis: Diagnosis) -> dict[int, list[str]]:
+        async def describe_group(diagnosis: Diagnosis) -> dict[int, list[str]]:
             return await diagnosis.describe_places(stacks if diagnosis is group else await diagnosis.read_stacks())
 
         other_groups = [diagnosis for diagnosis in self._groups() if diagnosis is not group]
-        texts = await asyncio.gather(*map(describe, (group, *other_groups)), return_exceptions=True)
+        texts = await asyncio.gather(*map(describe_group, (group, *other_groups)), return_exceptions=True)
         # A group that fails is left out.
-        places = {rank: lines for text in texts if isinstance(text, dict) for rank, lines in text.items()}
+        lines_by_rank = {rank: lines for text in texts if isinstance(text, dict) for rank, lines in text.items()}
         silent_ranks = sorted(handle.rank for handle in silent)
         lines = [
             f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {name_ranks(silent_ranks)} {fault}",
             f"first silent rank: {silent_ranks[0]}",
-            *(line for rank in sorted(places) for line in places[rank]),
+            *(line for rank in sorted(lines_by_rank) for line in lines_by_rank[rank]),
         ]
         path = self._unused_path()
         # The machine may have lost its disk. Even then the error must name the silent rank.

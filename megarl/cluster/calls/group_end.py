@@ -43,13 +43,13 @@ class GroupEnd:
     async def close(self) -> None:
         """End the group without an error: its ranks exit. A busy or slow one is killed."""
 
-        async def leave() -> Exception:
+        async def dismiss_ranks() -> Exception:
             if not self._calls:
                 await self._ranks.dismiss(_LEAVE_SECONDS)
             await self.kill()
             return PeerLostError("the rank processes were already closed when the driver called them")
 
-        await self.run_once(leave)
+        await self.run_once(dismiss_ranks)
 
     async def interrupt(self, method: str, error: BaseException) -> None:
         async def end() -> Exception:

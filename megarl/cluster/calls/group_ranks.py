@@ -49,8 +49,8 @@ class GroupRanks:
         """
         log_folder.mkdir(parents=True, exist_ok=True)
         for rank in range(len(self.places)):
-            number = self.part.first_rank + rank
-            self.handles.append(RankHandle(number, log_folder / f"rank_{number:04d}.log"))
+            rank_in_run = self.part.first_rank + rank
+            self.handles.append(RankHandle(rank_in_run, log_folder / f"rank_{rank_in_run:04d}.log"))
         forks: list[Coroutine[Any, Any, None]] = []
         for agent, handles in self._by_agent(self.handles).items():
             variables = [
@@ -63,8 +63,8 @@ class GroupRanks:
                 for handle in handles
             ]
             # The recipe's variables come last and win: ranks on the CPU see no GPU.
-            common = {**visible_gpus(agent.introduction), **environment}
-            forks.append(agent.fork(handles, variables, common, imports, timeout_seconds))
+            shared_variables = {**visible_gpus(agent.introduction), **environment}
+            forks.append(agent.fork(handles, variables, shared_variables, imports, timeout_seconds))
         await asyncio.gather(*forks)
 
     def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:

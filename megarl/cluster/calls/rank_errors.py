@@ -29,15 +29,15 @@ class RankLostError(RankFailedError, types.PeerLostError):
 def error_of(failure: RankError, method: str, num_ranks: int) -> Exception:
     """Return the driver's exception for a failed rank, one of `num_ranks`."""
     handle, report = failure.handle, failure.report
-    where = f"rank {handle.rank} of {num_ranks}"
+    rank_text = f"rank {handle.rank} of {num_ranks}"
     if report is None:
-        return RankLostError(handle.rank, f"{where} {handle.end} during `{method}`", handle.log_tail())
+        return RankLostError(handle.rank, f"{rank_text} {handle.end} during `{method}`", handle.log_tail())
     if report["megarl_class"]:
         error = getattr(types, report["megarl_class"])(report["message"])
-        error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
+        error.add_note(f"raised by {rank_text} during `{method}`\n{report['traceback']}")
         return error
-    cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
-    kind = RankLostError if report["lost"] else RankFailedError
-    error = kind(handle.rank, cause, report["traceback"])
+    cause_text = f"{rank_text} raised {report['class']} during `{method}`: {report['message']}"
+    error_class = RankLostError if report["lost"] else RankFailedError
+    error = error_class(handle.rank, cause_text, report["traceback"])
     error.is_echo = failure.echo
     return error

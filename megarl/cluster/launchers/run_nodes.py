@@ -35,7 +35,7 @@ def importing_early(cluster: ClusterConfig) -> Iterator[None]:
     """
     # With a GPU each rank imports by itself, because CUDA cannot be used after a fork.
     if cluster.launcher == "local" and not chosen_device.has_cuda_build():
-        _early.agent = LocalAgent(_environment(cluster, cluster.ranks_per_node), _imports())
+        _early.agent = LocalAgent(_make_environment(cluster, cluster.ranks_per_node), _imports())
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ class _EarlyAgent:
 _early = _EarlyAgent()
 
 
-def _environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels: bool = False) -> dict[str, str]:
+def _make_environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels: bool = False) -> dict[str, str]:
     """Return the variables of ranks. On Ray, cores follow the GPUs: other agents may use the rest."""
     variables = device.rank_environment(
         ranks_per_node, cluster.device, cluster.bind_to_numa, orders_kernels=orders_kernels
@@ -125,7 +125,8 @@ class RunNodes:
         num_ranks = num_trainers + sum(replica_sizes)
         places = list(trainer_places) or self.trainer_nodes.choose_places(num_trainers, (), on_one_node=False)
         used_places = list(places)
-        starts: list[Coroutine[Any, Any, _Started]] = [
+        # The trainers' group comes first, then one group per engine replica.
+        group_starts: list[Coroutine[Any, Any, _Started]] = [
             self._fork_group(
                 log_folder,
                 PartOfRun(0, num_ranks, self._key),
@@ -136,23 +137,24 @@ class RunNodes:
         ]
         first_rank = num_trainers
         for size in replica_sizes:
-            places = self._replica_places(size, used_places)
+            places = self._choose_replica_places(size, used_places)
             used_places += places
             part = PartOfRun(first_rank, num_ranks, self._key)
             start = self._fork_group(log_folder, part, places, self.engine_nodes)
-            starts.append(start if on_missing_engine is None else _or_error(start))
+            group_starts.append(start if on_missing_engine is None else _or_error(start))
             first_rank += size
-        trainers, *replicas = await _start_together(starts)
-        groups = [replica for replica in replicas if isinstance(replica, WorkerGroup)]
-        errors = [replica for replica in replicas if isinstance(replica, MegarlError)]
+        # Without trainers there is no run. A run can go on without some of its replicas.
+        trainers, *replicas = await _start_together(group_starts)
+        replica_groups = [replica for replica in replicas if isinstance(replica, WorkerGroup)]
+        replica_errors = [replica for replica in replicas if isinstance(replica, MegarlError)]
         assert isinstance(trainers, WorkerGroup)
-        if errors and not groups:
+        if replica_errors and not replica_groups:
             await trainers.close()
-            raise errors[0]
-        for error in errors:
+            raise replica_errors[0]
+        for error in replica_errors:
             assert on_missing_engine is not None
             on_missing_engine(str(error))
-        return RunRanks(trainers, groups)
+        return RunRanks(trainers, replica_groups)
 
     async def fork_replica(
         self, lost_group: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path
@@ -162,10 +164,12 @@ class RunNodes:
         Raises ConfigError or PeerLostError without places for them.
         """
         await self.engine_nodes.replace_lost(self._cluster.start_timeout_seconds)
-        places = self._replica_places(lost_group.world_size, [place for group in groups for place in group.places])
+        places = self._choose_replica_places(
+            lost_group.world_size, [place for group in groups for place in group.places]
+        )
         return await self._fork_group(log_folder, lost_group.part, places, self.engine_nodes)
 
-    def _replica_places(self, size: int, used_places: Collection[RankPlace]) -> list[RankPlace]:
+    def _choose_replica_places(self, size: int, used_places: Collection[RankPlace]) -> list[RankPlace]:
         """Return free places for an engine replica. `used_places` may include nodes of another kind."""
         nodes = self.engine_nodes
         used_here = {(place.node_number, place.local_rank) for place in used_places if place.agent in nodes.agents}
@@ -182,22 +186,22 @@ class RunNodes:
     ) -> WorkerGroup:
         """Start one group of ranks. `orders_kernels`: a GPU starts kernels in the order of their launches."""
         cluster = self._cluster
-        environment = _environment(cluster, nodes.kind.ranks_per_node, orders_kernels=orders_kernels)
+        environment = _make_environment(cluster, nodes.kind.ranks_per_node, orders_kernels=orders_kernels)
         return await WorkerGroup(len(places), part, places=places).start(
             "megarl.cluster.checks.node_report:NodeReport",
             {},
             log_folder=log_folder,
             start_timeout_seconds=cluster.start_timeout_seconds,
-            environment={**environment, **_flight_recorder(cluster, log_folder, part.first_rank)},
+            environment={**environment, **_flight_recorder_variables(cluster, log_folder, part.first_rank)},
             imports=_imports(),
         )
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
         """Start agents until there are places for these ranks. Raises ConfigError if there are too few."""
         num_engine_ranks = sum(replica_sizes)
-        needs = {self.trainer_nodes: num_trainers}
-        needs[self.engine_nodes] = needs.get(self.engine_nodes, 0) + num_engine_ranks
-        for nodes, num_ranks in needs.items():
+        ranks_by_nodes = {self.trainer_nodes: num_trainers}
+        ranks_by_nodes[self.engine_nodes] = ranks_by_nodes.get(self.engine_nodes, 0) + num_engine_ranks
+        for nodes, num_ranks in ranks_by_nodes.items():
             if not nodes.is_unlimited:
                 num_nodes = -(-num_ranks // nodes.kind.ranks_per_node)
                 await nodes.replenish(num_nodes, self._cluster.start_timeout_seconds)
@@ -269,18 +273,18 @@ async def _or_error(start: Coroutine[Any, Any, _Started]) -> _Started:
 
 async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> list[_Started]:
     """Start groups concurrently. If one fails, close the others and raise its error."""
-    starting = [asyncio.ensure_future(start) for start in starts]
+    start_tasks = [asyncio.ensure_future(start) for start in starts]
     try:
-        return await asyncio.gather(*starting)
+        return await asyncio.gather(*start_tasks)
     except BaseException:
-        for start in starting:
+        for start in start_tasks:
             start.cancel()
-        outcomes = await asyncio.gather(*starting, return_exceptions=True)
-        await asyncio.gather(*(group.close() for group in outcomes if isinstance(group, WorkerGroup)))
+        groups_and_errors = await asyncio.gather(*start_tasks, return_exceptions=True)
+        await asyncio.gather(*(group.close() for group in groups_and_errors if isinstance(group, WorkerGroup)))
         raise
 
 
-def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) -> dict[str, str]:
+def _flight_recorder_variables(cluster: ClusterConfig, log_folder: Path, first_rank: int) -> dict[str, str]:
     """Return variables that make NCCL's flight recorder write a file when a collective times out.
 
     Rank N of a group writes `flight_FIRST_N` to the log folder, where FIRST is `first_rank`. Variables of the user win.
@@ -307,7 +311,8 @@ def _splits_layers(trainer: ParallelConfig) -> bool:
 
 
 def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[str]) -> Nodes:
-    environment = _environment(cluster, kind.ranks_per_node)
+    """Return the nodes of one kind, as the recipe's launcher manages them."""
+    environment = _make_environment(cluster, kind.ranks_per_node)
     if cluster.launcher == "slurm":
         return SrunNodes(kind, environment, _imports(), cluster.srun_options)
     if cluster.launcher == "ray":

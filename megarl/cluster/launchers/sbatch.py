@@ -50,27 +50,36 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     has_gpus = cluster.device != "cpu"
     if not has_gpus:
         template = re.sub(r"(?m)^#SBATCH --gpus-per-node=.*\n", "", template)
-    bad_nodes = _excluded_nodes(recipe)
-    values = _sizes(cluster, has_gpus) | {"job-name": recipe.name, "signal": f"B:USR1@{cluster.signal_seconds}"}
-    values["nodes"] = cluster.nodes + cluster.spare_nodes
-    for option, value in values.items():
+    # Replace the template's own options, and add those that let the job survive lost and faulty nodes.
+    bad_nodes = _list_excluded_nodes(recipe)
+    option_values = _make_size_options(cluster, has_gpus) | {
+        "job-name": recipe.name,
+        "signal": f"B:USR1@{cluster.signal_seconds}",
+    }
+    option_values["nodes"] = cluster.nodes + cluster.spare_nodes
+    for option, value in option_values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
     recovery_options = [f"exclude={','.join(bad_nodes)}"] if bad_nodes else []
     # Otherwise Slurm ends the job as soon as it sees a dead node.
     recovery_options += ["no-kill"] if cluster.recover != "stop" else []
-    lines = "".join(f"#SBATCH --{option}\n" for option in recovery_options)
-    template = re.sub(r"(?m)^#SBATCH --requeue$", f"{lines}#SBATCH --requeue", template)
-    components = [f"#SBATCH {shlex.quote(option)}" for option in options]
+    recovery_lines = "".join(f"#SBATCH --{option}\n" for option in recovery_options)
+    template = re.sub(r"(?m)^#SBATCH --requeue$", f"{recovery_lines}#SBATCH --requeue", template)
+    option_lines = [f"#SBATCH {shlex.quote(option)}" for option in options]
     if (engines := cluster.groups.engines) is not None:
         # Components of the same name would wait for each other, as jobs do.
-        engine_options = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
-        sizes = [*(f"--{option}={value}" for option, value in engine_options.items()), "--exclusive", "--mem=0"]
-        components += [f"#SBATCH {option}" for option in ["hetjob", *sizes, *engines.sbatch_options]]
+        engine_options = _make_size_options(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
+        engine_arguments = [
+            *(f"--{option}={value}" for option, value in engine_options.items()),
+            "--exclusive",
+            "--mem=0",
+        ]
+        option_lines += [f"#SBATCH {option}" for option in ["hetjob", *engine_arguments, *engines.sbatch_options]]
     # After the template's own options, because sbatch takes the last of equal options. A function as replacement,
     # because `re.sub` would interpret backslashes in a text.
-    block = "".join(f"{line}\n" for line in components)
-    template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{block}MEGARL_HOME=", template, count=1)
+    option_block = "".join(f"{line}\n" for line in option_lines)
+    template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{option_block}MEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda match: match[1] + _header(recipe), template)
+    # Set the variables that the script reads: where megarl is, and the command's arguments.
     replacement = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
     if cluster.launcher != "ray":
         # Always, so that a value of the submitting shell does not count.
@@ -95,7 +104,7 @@ def check_options(options: Sequence[str]) -> None:
             raise ConfigError(f"--sbatch={option!r}: has a control character; an option of sbatch is one line of text")
 
 
-def _excluded_nodes(recipe: Recipe) -> list[str]:
+def _list_excluded_nodes(recipe: Recipe) -> list[str]:
     """Return the faulty nodes in the run's status.json. Raises DataError for a value that is not a host name.
 
     Empty under Ray: Slurm does not know Ray's node names, and the run itself avoids these nodes.
@@ -106,7 +115,8 @@ def _excluded_nodes(recipe: Recipe) -> list[str]:
     return [host_name(node, f"{folder / 'status.json'}: bad_nodes") for node in RunRecord.read(folder).bad_nodes]
 
 
-def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
+def _make_size_options(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
+    """Return the options of sbatch for the numbers of nodes, tasks and GPUs."""
     per_node = nodes.ranks_per_node
     sizes: dict[str, object] = {"nodes": nodes.nodes, "ntasks-per-node": per_node}
     return sizes | ({"gpus-per-node": per_node} if has_gpus else {})
@@ -149,8 +159,8 @@ def submit(script: str, options: Sequence[str]) -> str:
     Raises ConfigError if Slurm refuses the job.
     """
     require_sbatch()
-    for trial in (["--test-only"], []):
-        process = run_command(["sbatch", *trial, *options], stdin=script)
+    for trial_options in (["--test-only"], []):
+        process = run_command(["sbatch", *trial_options, *options], stdin=script)
         if process.returncode:
             raise ConfigError(f"sbatch refuses the job: {process.stderr.strip()}")
     return process.stdout.strip()

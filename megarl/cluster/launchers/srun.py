@@ -46,22 +46,24 @@ class SrunNodes(ConnectedNodes):
         return socket.gethostname()
 
     async def launch(self, address: tuple[str, int], key: bytes) -> int:
-        names = await self._job_nodes()
+        names = await self._list_job_nodes()
         self._start_step(names, address, key)
         return len(names)
 
     async def launch_further(self, num_nodes: int, address: tuple[str, int], key: bytes) -> int:
-        living = {agent.node for agent in self.agents if not agent.is_lost}
-        absent = [name for name in await self._job_nodes() if name not in living]
-        answers = await asyncio.gather(*(self._answers(name) for name in absent))
-        ready = [name for name, is_ready in zip(absent, answers, strict=True) if is_ready][:num_nodes]
-        if len(ready) < num_nodes:
-            raise refuse_too_few(len(living) + num_nodes, len(living) + len(ready))
-        for name in ready:
+        """Start agents on nodes of the job without a living agent, after a test that they can start a process."""
+        living_nodes = {agent.node for agent in self.agents if not agent.is_lost}
+        absent_nodes = [name for name in await self._list_job_nodes() if name not in living_nodes]
+        answers = await asyncio.gather(*(self._is_answering(name) for name in absent_nodes))
+        ready_nodes = [name for name, is_ready in zip(absent_nodes, answers, strict=True) if is_ready][:num_nodes]
+        if len(ready_nodes) < num_nodes:
+            raise refuse_too_few(len(living_nodes) + num_nodes, len(living_nodes) + len(ready_nodes))
+        for name in ready_nodes:
             self._start_step([name], address, key)
-        return len(ready)
+        return len(ready_nodes)
 
     def _start_step(self, names: Sequence[str], address: tuple[str, int], key: bytes) -> None:
+        """Start agents on these nodes as one step of the job: `srun` runs an agent on each."""
         log = self._log_folder.absolute() / self.start_log
         command = [
             "srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
@@ -81,7 +83,7 @@ class SrunNodes(ConnectedNodes):
     def _component(self) -> list[str]:
         return [] if self.kind.component is None else [f"--het-group={self.kind.component}"]
 
-    async def _job_nodes(self) -> list[str]:
+    async def _list_job_nodes(self) -> list[str]:
         """Return the nodes of this job or component. Raises PeerLostError."""
         component = "" if self.kind.component is None else f"_HET_GROUP_{self.kind.component}"
         command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]
@@ -90,17 +92,17 @@ class SrunNodes(ConnectedNodes):
             raise PeerLostError(f"scontrol cannot list the nodes of this job: {listing.stderr.strip()}")
         return listing.stdout.split()
 
-    async def _answers(self, node: str) -> bool:
+    async def _is_answering(self, node: str) -> bool:
         """Return whether a node can start a process that imports megarl."""
-        place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component]
+        node_options = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component]
         program = [sys.executable, "-P", "-c", "import megarl"]
-        trial = LaunchedProgram(["srun", "--overlap", *place, *self._options, *program], stderr=DEVNULL)
+        trial_step = LaunchedProgram(["srun", "--overlap", *node_options, *self._options, *program], stderr=DEVNULL)
         try:
-            return await asyncio.wait_for(trial.wait_for_end(), _ANSWER_SECONDS) == 0
+            return await asyncio.wait_for(trial_step.wait_for_end(), _ANSWER_SECONDS) == 0
         except TimeoutError:
             return False
         finally:
-            trial.kill()
+            trial_step.kill()
 
     async def await_end(self) -> str:
         return f"srun ended with {await self._steps[-1].wait_for_end()}"
@@ -134,11 +136,15 @@ def main() -> None:
     key = bytes.fromhex(sys.stdin.readline())
     # Slurm gives the switches above the node, and its name, joined by dots. Names may contain dots too, so the split
     # stops after as many dots as the pattern has.
-    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    dots = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
-    switches = os.environ.get("SLURM_TOPOLOGY_ADDR", name).split(".", dots)[:-1]
-    turn = int(os.environ["SLURM_PROCID"])
-    connect((host, int(port)), key, Introduction(turn, name, socket.gethostname(), tuple(switches), pid=os.getpid()))
+    node_name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    num_dots = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    switches = os.environ.get("SLURM_TOPOLOGY_ADDR", node_name).split(".", num_dots)[:-1]
+    task_number = int(os.environ["SLURM_PROCID"])
+    connect(
+        (host, int(port)),
+        key,
+        Introduction(task_number, node_name, socket.gethostname(), tuple(switches), pid=os.getpid()),
+    )
 
 
 if __name__ == "__main__":

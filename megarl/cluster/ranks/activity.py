@@ -30,6 +30,8 @@ def phase_of_method(method: str) -> str | None:
 
 @dataclass(slots=True)
 class Activity:
+    """Busy seconds and peak memory of a rank's calls since the last `take`."""
+
     busy_seconds: float = 0.0
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """Peak bytes by method, from the end of the previous call to the end of this one. So a reshard includes neither the

@@ -90,6 +90,7 @@ class Inbox:
             command = None
 
     def _read(self, stream: BinaryIO) -> None:
+        """Queue the commands of the driver until the connection ends. Execute cancellations at once, in this thread."""
         try:
             while head := stream.read(HEAD.size):
                 (size,) = HEAD.unpack(head)

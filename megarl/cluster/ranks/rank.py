@@ -56,10 +56,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _report(error: Exception) -> dict[str, Any]:
     """Return an exception as plain data: the driver may be unable to unpickle its class."""
-    text = "".join(traceback.format_exception(error))
+    traceback_text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         # The log may be on a full disk. Even then the driver must get the report.
-        print(text, file=sys.stderr, flush=True)
+        print(traceback_text, file=sys.stderr, flush=True)
     user_error = error if isinstance(error, MegarlError) else disk_full(error)
     # The driver raises the error again under its nearest class in `megarl.types`.
     megarl_class = next((c.__name__ for c in type(user_error).__mro__ if c.__module__ == MegarlError.__module__), None)
@@ -67,7 +67,7 @@ def _report(error: Exception) -> dict[str, Any]:
         "class": type(error).__qualname__,
         "megarl_class": megarl_class,
         "message": f"out of host memory: {error}" if _is_out_of_memory(error) else str(user_error or error),
-        "traceback": text,
+        "traceback": traceback_text,
         "echo": is_peer_loss(error),
         "lost": _is_lost(error),
         "time": time.time(),
@@ -190,6 +190,7 @@ def note_signals() -> None:
 
 
 def serve(sock: socket.socket) -> None:
+    """Execute the driver's commands one after another until the connection ends, then close the worker."""
     faulthandler.enable()
     # The agent asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
     faulthandler.register(signal.SIGUSR2, all_threads=True)

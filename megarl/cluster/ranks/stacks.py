@@ -48,24 +48,29 @@ def summary(stacks: Mapping[int, str]) -> str:
         lines_shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
         ranks_by_frames.setdefault("\n".join(lines_shown or ["  wrote no stack"]), []).append(rank)
     # Rare stacks come first: most ranks only wait for the few ranks elsewhere.
-    kinds = sorted(ranks_by_frames.items(), key=lambda kind: len(kind[1]))
+    rarest_first = sorted(ranks_by_frames.items(), key=lambda kind: len(kind[1]))
     lines = ["Where the ranks stood; their logs have all threads:"]
-    for frames, ranks in kinds[:_MOST_STACKS]:
+    for frames, ranks in rarest_first[:_MOST_STACKS]:
         lines += [name_ranks(ranks), frames]
-    if remaining_ranks := sorted(rank for _, ranks in kinds[_MOST_STACKS:] for rank in ranks):
+    if remaining_ranks := sorted(rank for _, ranks in rarest_first[_MOST_STACKS:] for rank in ranks):
         lines.append(f"{name_ranks(remaining_ranks)}: elsewhere")
     return "\n".join(lines)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return ascending ranks as words: `rank 3`, `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
+    consecutive_runs: list[list[int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if consecutive_runs and rank == consecutive_runs[-1][-1] + 1:
+            consecutive_runs[-1].append(rank)
         else:
-            runs.append([rank])
-    names = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+            consecutive_runs.append([rank])
+    names = [
+        f"{consecutive_ranks[0]}-{consecutive_ranks[-1]}"
+        if len(consecutive_ranks) > 2
+        else ", ".join(map(str, consecutive_ranks))
+        for consecutive_ranks in consecutive_runs
+    ]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
 
 
