@@ -14,6 +14,8 @@ _CHUNK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet(LinearAttention):
+    """Sizes of a model's gated delta-nets."""
+
     plural = "delta-nets"
     tensor_part = "linear_attn"
     megatron_lm_variant = "gated_delta_net"
@@ -82,17 +84,18 @@ class DeltaNet(LinearAttention):
         return hidden_size * (inputs + self.value_channels) + rule
 
     def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
+        """Return the numbers per token that autograd saves, as `LinearAttention.saved_numbers`."""
         # An estimate from the operations, not measured.
-        keys, values = self.num_value_heads * self.key_dim, self.value_channels
-        heads, chunk = self.num_value_heads, _CHUNK_TOKENS
-        projected = self.convolved_channels + values + 2 * heads
+        num_keys, num_values = self.num_value_heads * self.key_dim, self.value_channels
+        num_heads, chunk_tokens = self.num_value_heads, _CHUNK_TOKENS
+        num_projected = self.convolved_channels + num_values + 2 * num_heads
         # Input and output of the convolution, queries and keys repeated for value heads, values, outputs, gated
         # outputs.
-        narrow = projected + 2 * self.convolved_channels + 2 * keys + 3 * values
+        num_bfloat16 = num_projected + 2 * self.convolved_channels + 2 * num_keys + 3 * num_values
         # Decays and rates, the products inside a chunk, a state for each chunk, and the normalised outputs.
-        wide = 2 * heads + heads * chunk + self.state_numbers / chunk + 2 * values
+        num_float32 = 2 * num_heads + num_heads * chunk_tokens + self.state_numbers / chunk_tokens + 2 * num_values
         if in_torch:
             # Shifted inputs of the convolution, normalised and decayed queries and keys, further products and states.
-            wide += 5 * self.convolved_channels + 6 * keys + 4 * values
-            wide += 4 * heads * chunk + self.state_numbers / chunk
-        return narrow, wide
+            num_float32 += 5 * self.convolved_channels + 6 * num_keys + 4 * num_values
+            num_float32 += 4 * num_heads * chunk_tokens + self.state_numbers / chunk_tokens
+        return num_bfloat16, num_float32

@@ -76,10 +76,10 @@ class DrafterShape:
             (queries, 2 * hidden), (keys, 2 * hidden), (keys, 2 * hidden), (hidden, queries), (hidden,), (hidden,),
             (hidden,), (inner, hidden), (inner, hidden), (hidden, inner),
         )  # fmt: skip
-        layer = {f"{_MIDDLE[0]}{name}.weight": shape for name, shape in zip(_LAYER, shapes, strict=True)}
+        layer_shapes = {f"{_MIDDLE[0]}{name}.weight": shape for name, shape in zip(_LAYER, shapes, strict=True)}
         return {
             "fc.weight": (hidden, _NUM_STATES * hidden),
-            **layer,
+            **layer_shapes,
             "norm.weight": (hidden,),
             "lm_head.weight": (self.vocab_size, hidden),
         }
@@ -88,8 +88,9 @@ class DrafterShape:
 def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
     """Return the shape of a drafter that passed `drafter_faults`. Raises DataError if it cannot be trained."""
     config = read_object(Path(folder) / "config.json")
-    eagle = config.get("eagle_config") or {}
-    options = {**config, **eagle}
+    eagle_config = config.get("eagle_config") or {}
+    options = {**config, **eagle_config}
+    # Refuse forms of drafters that vLLM supports and the trainer does not.
     for name, value in _OTHER_FORMS.items():
         if options.get(name) not in (None, value):
             raise DataError(f"{name} in its config.json is {options[name]}; only {value} can be trained")
@@ -97,29 +98,29 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
         raise DataError("use_aux_hidden_state in its config.json is false; only states of three layers are trained")
     if "sliding_attention" in (config.get("layer_types") or ())[:1]:
         raise DataError("its layer has a sliding window (layer_types); only attention to all tokens can be trained")
-    names = {published_name(name) for name in stored_names(folder)}
-    if "embed_tokens.weight" in names:
+    tensor_names = {published_name(name) for name in stored_names(folder)}
+    if "embed_tokens.weight" in tensor_names:
         raise DataError("it has an embedding of its own, embed_tokens.weight; it must have none to be trained")
-    if "lm_head.weight" not in names:
+    if "lm_head.weight" not in tensor_names:
         raise DataError("it has no head of its own, lm_head.weight; it must have one to be trained")
     rotary = read_rotary(config)
     if rotary.fraction != 1:
         raise DataError(f"it rotates {rotary.fraction} of a head's channels; only all of them are trained")
     # vLLM concatenates the states by increasing layer, whatever the order in config.json.
-    layers = tuple(sorted(_layer_ids(config, policy)))
-    if max(layers) >= policy.num_layers:
-        raise DataError(f"it reads the output of layer {max(layers)}; only inputs of layers can be trained from")
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    aux_layers = tuple(sorted(_read_layer_ids(config, policy)))
+    if max(aux_layers) >= policy.num_layers:
+        raise DataError(f"it reads the output of layer {max(aux_layers)}; only inputs of layers can be trained from")
+    hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     return DrafterShape(
-        hidden_size=hidden,
+        hidden_size=hidden_size,
         intermediate_size=config["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or hidden_size // num_heads,
         vocab_size=config.get("draft_vocab_size") or policy.vocab_size,
         norm_epsilon=config.get("rms_norm_eps", 1e-6),
         rotary=rotary,
-        aux_layers=layers,
+        aux_layers=aux_layers,
         adds_normed_state=bool(config.get("norm_before_residual")),
     )
 
@@ -130,7 +131,7 @@ def published_name(name: str) -> str:
     return name.replace(_MIDDLE[1], _MIDDLE[0], 1) if name.startswith(_MIDDLE[1]) else name
 
 
-def _layer_ids(config: Mapping[str, Any], policy: ModelShape) -> Sequence[int]:
+def _read_layer_ids(config: Mapping[str, Any], policy: ModelShape) -> Sequence[int]:
     """Return the policy's layer numbers in config.json, in the field that vLLM 0.30 prefers."""
     return config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS) or default_layers(policy)
 
@@ -165,19 +166,21 @@ def drafter_faults(folder: str, policy: ModelShape) -> Iterator[str]:
     if policy.linear_attention is not None or isinstance(policy.attention, Latent):
         yield "it is not proved with linear or latent attention of the policy"
         return
-    yield from _size_faults(config, policy)
-    layers = _layer_ids(config, policy)
+    yield from _find_size_faults(config, policy)
+    # The drafter must read three different layers of the policy, and have the tensors for them.
+    layers = _read_layer_ids(config, policy)
     if len(set(layers)) != _NUM_STATES or not 0 <= min(layers) <= max(layers) <= policy.num_layers:
         yield f"it reads the hidden states at the layers {list(layers)} of a policy of {policy.num_layers} layers"
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensors in weight_files(folder).items():
         header = read_safetensors_header(Path(folder) / name, tensors)
         shapes |= {tensor: shape for tensor, (_, shape) in header.items()}
-    yield from _tensor_faults(folder, config, shapes, policy)
+    yield from _find_tensor_faults(folder, config, shapes, policy)
 
 
-def _size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]:
-    expected = {
+def _find_size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]:
+    """Yield the sizes in a drafter's config.json that do not fit the policy."""
+    expected_values = {
         "vocab_size": policy.vocab_size,
         "num_hidden_layers": 1,
         "target_hidden_size": policy.hidden_size,
@@ -185,7 +188,7 @@ def _size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]
         "num_key_value_heads": policy.num_kv_heads,
     }
     values = {"target_hidden_size": config.get("hidden_size")} | dict(config)
-    for name, value in expected.items():
+    for name, value in expected_values.items():
         if values.get(name) != value:
             yield f"{name} in its config.json is {values.get(name)}, this policy needs {value}"
     head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
@@ -193,32 +196,33 @@ def _size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]
         yield f"its attention heads have {head_dim} channels, those of the policy {policy.head_dim}"
 
 
-def _tensor_faults(
+def _find_tensor_faults(
     folder: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], policy: ModelShape
 ) -> Iterator[str]:
     """Yield missing tensors and wrong shapes. vLLM leaves the parameters of missing tensors random or zero, without an
     error.
     """
-    hidden, num_drafted = config.get("hidden_size"), config.get("draft_vocab_size") or policy.vocab_size
-    expected = {"fc.weight": (hidden, _NUM_STATES * policy.hidden_size), "norm.weight": (hidden,)}
-    if num_drafted != policy.vocab_size:
-        expected |= {"d2t": (num_drafted,), "lm_head.weight": (num_drafted, hidden)}
+    hidden_size, num_drafted_tokens = config.get("hidden_size"), config.get("draft_vocab_size") or policy.vocab_size
+    expected_shapes = {"fc.weight": (hidden_size, _NUM_STATES * policy.hidden_size), "norm.weight": (hidden_size,)}
+    if num_drafted_tokens != policy.vocab_size:
+        expected_shapes |= {"d2t": (num_drafted_tokens,), "lm_head.weight": (num_drafted_tokens, hidden_size)}
     # A drafter without an embedding uses the policy's.
-    if hidden != policy.hidden_size:
-        expected["embed_tokens.weight"] = (policy.vocab_size, hidden)
-    own_names = {name.removeprefix("model."): shape for name, shape in shapes.items()}
-    for name, shape in expected.items():
-        if own_names.get(name) != shape:
-            fault = f"has the shape {own_names[name]}" if name in own_names else "is missing"
+    if hidden_size != policy.hidden_size:
+        expected_shapes["embed_tokens.weight"] = (policy.vocab_size, hidden_size)
+    shapes_by_name = {name.removeprefix("model."): shape for name, shape in shapes.items()}
+    for name, shape in expected_shapes.items():
+        if shapes_by_name.get(name) != shape:
+            fault = f"has the shape {shapes_by_name[name]}" if name in shapes_by_name else "is missing"
             yield f"its tensor {name} {fault}, expected is {shape}"
-    for prefix in _LAYER:
-        if not any(f"{layer}{prefix}.weight" in own_names for layer in _MIDDLE):
-            yield f"its tensor {_MIDDLE[0]}{prefix}.weight is missing"
-    if own_names.get("d2t") == (num_drafted,):
-        yield from _mapping_faults(folder, policy)
+    for layer_tensor in _LAYER:
+        if not any(f"{layer}{layer_tensor}.weight" in shapes_by_name for layer in _MIDDLE):
+            yield f"its tensor {_MIDDLE[0]}{layer_tensor}.weight is missing"
+    if shapes_by_name.get("d2t") == (num_drafted_tokens,):
+        yield from _find_mapping_faults(folder, policy)
 
 
-def _mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
+def _find_mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
+    """Yield an error if the map `d2t` does not name a different token of the policy for each drafted token."""
     offsets = np.asarray(read_vocabulary_maps(folder)[OFFSETS], np.int64)
     tokens = offsets + np.arange(len(offsets))
     if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= policy.vocab_size:

@@ -19,22 +19,23 @@ from megarl.families.shape import ModelShape
 
 def matrix_flops(shape: ModelShape) -> float:
     """Return the FLOPs of one token's matrix products, two per used weight, without attention scores."""
-    layers = sum(count * _layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
-    head = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
-    return 2.0 * (layers + head)
+    layer_weights = sum(count * _count_layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
+    head_weights = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
+    return 2.0 * (layer_weights + head_weights)
 
 
-def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
+def _count_layer_weights(shape: ModelShape, kind: LayerKind) -> int:
+    """Return the multiply-adds of one token in a layer, without attention scores."""
     feed_forward, router = shape.intermediate_size, 0
     if kind.has_experts:
         feed_forward = shape.top_k * shape.moe_intermediate_size + shape.shared_intermediate_size
         # The router has one row for each expert.
         router = shape.hidden_size * shape.num_experts
     # A gated layer has three matrices: gate, up and down.
-    return _mixer_weights(shape, kind) + 3 * shape.hidden_size * feed_forward + router
+    return _count_mixer_weights(shape, kind) + 3 * shape.hidden_size * feed_forward + router
 
 
-def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
+def _count_mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
     """Return the multiply-adds of one token in a layer's attention projections (also linear attention), without
     scores.
     """
@@ -62,12 +63,12 @@ class SequenceFlops:
 
     def __call__(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
         """Return the FLOPs of each sequence. `lengths` and the result are [sequences]."""
-        tokens = np.asarray(lengths, np.float64)
-        flops = self.token_flops * tokens
+        num_tokens = np.asarray(lengths, np.float64)
+        flops = self.token_flops * num_tokens
         for window, pair_flops in self.pair_flops:
-            reach = np.minimum(tokens, window) if window else tokens
+            attended_tokens = np.minimum(num_tokens, window) if window else num_tokens
             # Up to the window a token attends to half of its predecessors on average, then to the whole window.
-            flops += pair_flops * (reach * tokens - np.square(reach) / 2)
+            flops += pair_flops * (attended_tokens * num_tokens - np.square(attended_tokens) / 2)
         return flops
 
 
@@ -91,9 +92,9 @@ def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
     """
     if not shape.num_draft_layers:
         return 0.0
-    tokens = np.asarray(lengths, np.float64)
+    num_tokens = np.asarray(lengths, np.float64)
     # The projection has the embedding and the hidden state as input.
-    layer_weights = _layer_weights(shape, shape.draft_layer_kind) + 2 * shape.hidden_size**2
-    head = shape.hidden_size * shape.vocab_size
-    matrices = (3 * 2.0 * layer_weights + 2 * 2.0 * head) * tokens.sum()
-    return float(matrices + 3 * _pair_flops(shape) * np.square(tokens).sum() / 2)
+    layer_weights = _count_layer_weights(shape, shape.draft_layer_kind) + 2 * shape.hidden_size**2
+    head_weights = shape.hidden_size * shape.vocab_size
+    matrix_flops = (3 * 2.0 * layer_weights + 2 * 2.0 * head_weights) * num_tokens.sum()
+    return float(matrix_flops + 3 * _pair_flops(shape) * np.square(num_tokens).sum() / 2)

@@ -39,8 +39,8 @@ def head_seconds(
 
     `vocabulary_rows` are the head's rows on a rank. `has_kernels`: GPU kernels read the logits in their stored type.
     """
-    logits = vocabulary_rows * (_PRODUCT_SECONDS * hidden_size + _LOGIT_SECONDS[has_kernels])
-    return num_tokens * (logits + num_blocks * hidden_size * _BLOCK_SECONDS[has_kernels])
+    row_seconds = vocabulary_rows * (_PRODUCT_SECONDS * hidden_size + _LOGIT_SECONDS[has_kernels])
+    return num_tokens * (row_seconds + num_blocks * hidden_size * _BLOCK_SECONDS[has_kernels])
 
 
 def logit_bytes(itemsize: int, *, has_kernels: bool) -> int:
@@ -56,23 +56,23 @@ def chosen_chunk_tokens(
     `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows on a rank, `itemsize` the bytes of a
     weight. The logits of a chunk never exceed `LIMIT_BYTES`, even if blocks then cost more.
     """
-    seconds = partial(
+    predict_seconds = partial(
         head_seconds, num_tokens=1, hidden_size=hidden_size, vocabulary_rows=vocabulary_rows, has_kernels=has_kernels
     )
-    seconds_without_blocks = seconds(num_blocks=0)
-    block_seconds = seconds(num_blocks=1) - seconds_without_blocks
-    most_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
-    num_blocks = max(1, int(BLOCK_SHARE * seconds_without_blocks / block_seconds), -(-num_tokens // most_tokens))
+    seconds_without_blocks = predict_seconds(num_blocks=0)
+    block_seconds = predict_seconds(num_blocks=1) - seconds_without_blocks
+    max_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
+    num_blocks = max(1, int(BLOCK_SHARE * seconds_without_blocks / block_seconds), -(-num_tokens // max_tokens))
     # Blocks have at least 64 rows: from there on, more blocks do not make the chunk smaller.
-    even_chunk = partial(_even_chunk, num_tokens=num_tokens, vocabulary_rows=vocabulary_rows)
-    while (chunk := even_chunk(num_blocks=num_blocks)) > most_tokens:
+    chunk_for_blocks = partial(_compute_even_chunk, num_tokens=num_tokens, vocabulary_rows=vocabulary_rows)
+    while (chunk_tokens := chunk_for_blocks(num_blocks=num_blocks)) > max_tokens:
         if num_blocks * 64 >= vocabulary_rows:
             break
         num_blocks += 1
-    return min(chunk, most_tokens)
+    return min(chunk_tokens, max_tokens)
 
 
-def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
+def _compute_even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
     """Return the chunk of tokens with as many logits as one of `num_blocks` equal blocks of the vocabulary.
 
     A block has logits of all `num_tokens`, a chunk has logits of the whole vocabulary.

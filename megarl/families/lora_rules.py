@@ -33,7 +33,7 @@ def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tup
         adapter_rule
         for rule in list_rules(model)
         if rule.parameter.endswith(endings)
-        for adapter_rule in _linear_rules(rule, rank)
+        for adapter_rule in _make_adapter_rules(rule, rank)
     )
 
 
@@ -58,23 +58,28 @@ def adapter_tensor(tensor: str, letter: str) -> str:
     return f"{PEFT_PREFIX}{tensor.removesuffix('weight')}lora_{letter}.weight"
 
 
-def _linear_rules(rule: Rule, rank: int) -> tuple[Rule, ...]:
-    stem = rule.parameter.removesuffix("weight") + "adapter."
-    a, b = ({name: adapter_tensor(name, letter) for name, _ in rule.tensors} for letter in "AB")
-    shape_a = tuple((a[name], (rank, shape[1])) for name, shape in rule.tensors)
-    shape_b = tuple((b[name], (shape[0], rank)) for name, shape in rule.tensors)
+def _make_adapter_rules(rule: Rule, rank: int) -> tuple[Rule, ...]:
+    """Return the rules of a linear layer's adapters A [rank, inputs] and B [outputs, rank]."""
+    parameter_prefix = rule.parameter.removesuffix("weight") + "adapter."
+    names_a, names_b = ({name: adapter_tensor(name, letter) for name, _ in rule.tensors} for letter in "AB")
+    tensors_a = tuple((names_a[name], (rank, shape[1])) for name, shape in rule.tensors)
+    tensors_b = tuple((names_b[name], (shape[0], rank)) for name, shape in rule.tensors)
 
-    def split(parameter: str, tensors: tuple[tuple[str, tuple[int, ...]], ...], names: dict[str, str]) -> Rule:
+    def split_rule(parameter: str, tensors: tuple[tuple[str, tuple[int, ...]], ...], names: dict[str, str]) -> Rule:
         # Adapters are megarl's own modules. Transformer Engine's layers do not rename them.
         blocks = tuple(tuple(replace(part, tensor=names[part.tensor]) for part in block) for block in rule.blocks)
-        return replace(rule, parameter=stem + parameter, tensors=tensors, blocks=blocks, transformer_engine=None)
+        return replace(
+            rule, parameter=parameter_prefix + parameter, tensors=tensors, blocks=blocks, transformer_engine=None
+        )
 
-    def replicate(parameter: str, name: str, shape: tuple[int, ...]) -> Rule:
+    def replicated_rule(parameter: str, name: str, shape: tuple[int, ...]) -> Rule:
         block = (Segment(name, 0, shape[0]),)
-        replicated = replace(rule, parameter=stem + parameter, tensors=((name, shape),), dim=None, blocks=(block,))
-        return replace(replicated, transformer_engine=None)
+        new_rule = replace(
+            rule, parameter=parameter_prefix + parameter, tensors=((name, shape),), dim=None, blocks=(block,)
+        )
+        return replace(new_rule, transformer_engine=None)
 
     # A column-split weight splits its outputs: B is split and A replicated. A row-split weight is the reverse.
     if rule.dim == 0:
-        return (*(replicate("a", name, shape) for name, shape in shape_a), split("b", shape_b, b))
-    return (split("a", shape_a, a), *(replicate("b", name, shape) for name, shape in shape_b))
+        return (*(replicated_rule("a", name, shape) for name, shape in tensors_a), split_rule("b", tensors_b, names_b))
+    return (split_rule("a", tensors_a, names_a), *(replicated_rule("b", name, shape) for name, shape in tensors_b))

@@ -158,6 +158,7 @@ def list_draft_copies(model: ModelShape) -> dict[str, str]:
 
 
 def _limit_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Restrict rules of every layer to the model's own layers, so that draft layers can have rules of their own."""
     all_layers = frozenset(range(model.num_layers))
     for rule in rules:
         yield replace(rule, layers=all_layers) if rule.place == "every_layer" and rule.layers is None else rule

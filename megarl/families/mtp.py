@@ -61,42 +61,50 @@ class MtpForm(NamedTuple):
         return model.layers[_last_attention(model)]
 
     def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
+        """Yield the rules of the trained MTP layer: a layer with attention, three norms and a projection."""
         # Names of the parameters have no {layer}, so each rule names the layer in `layers`.
-        layers, hidden, like = frozenset({self._number(model)}), model.hidden_size, _last_attention(model)
+        layers, hidden, reference_layer = frozenset({self._number(model)}), model.hidden_size, _last_attention(model)
 
         def move_name(parameter: str) -> str:
             return _TRANSFORMER + parameter.removeprefix(_DECODER)
 
-        def place_rule(rule: Rule) -> Rule:
+        def move_to_last_stage(rule: Rule) -> Rule:
             return replace(rule, place="last_stage", layers=layers)
 
+        # The layer inside is like the model's last layer with attention.
         for rule in rules:
-            if rule.place == "every_layer" and rule.has_layer(like):
-                variant = rule.transformer_engine
-                if variant is not None:
-                    variant = Variant(move_name(variant.parameter), variant.is_replicated)
-                named = rule.rename_tensors(lambda name: self.layer + name.removeprefix(_LAYER))
-                yield place_rule(replace(named, parameter=move_name(rule.parameter), transformer_engine=variant))
-        yield place_rule(replicate(PARAMETERS + "enorm.weight", self.embedding_norm, (hidden,)))
-        yield place_rule(replicate(PARAMETERS + "hnorm.weight", self.hidden_norm, (hidden,)))
-        yield place_rule(column(PARAMETERS + "eh_proj.weight", self.projection, (hidden, 2 * hidden)))
-        yield place_rule(replicate(PARAMETERS + "final_layernorm.weight", self.final_norm, (hidden,)))
+            if rule.place == "every_layer" and rule.has_layer(reference_layer):
+                engine_variant = rule.transformer_engine
+                if engine_variant is not None:
+                    engine_variant = Variant(move_name(engine_variant.parameter), engine_variant.is_replicated)
+                renamed_rule = rule.rename_tensors(lambda name: self.layer + name.removeprefix(_LAYER))
+                yield move_to_last_stage(
+                    replace(renamed_rule, parameter=move_name(rule.parameter), transformer_engine=engine_variant)
+                )
+        # Norms of both inputs, their projection, and the norm before the head.
+        yield move_to_last_stage(replicate(PARAMETERS + "enorm.weight", self.embedding_norm, (hidden,)))
+        yield move_to_last_stage(replicate(PARAMETERS + "hnorm.weight", self.hidden_norm, (hidden,)))
+        yield move_to_last_stage(column(PARAMETERS + "eh_proj.weight", self.projection, (hidden, 2 * hidden)))
+        yield move_to_last_stage(replicate(PARAMETERS + "final_layernorm.weight", self.final_norm, (hidden,)))
 
     def stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
-        names_left = list(templates)
+        """Yield the parameters of vLLM's draft model: first the fused ones, as in the policy's layers, then others."""
+        names_without_stack = list(templates)
         for stack in stacks:
             parts = tuple(
                 part._replace(tensor=self.layer + part.tensor.removeprefix(layer))
                 for part in stack.parts
                 if part.tensor.startswith(layer)
             )
-            if parts and parts[0].tensor in names_left:
-                names_left = [name for name in names_left if name not in {part.tensor for part in parts}]
-                storage = self.live_layer + stack.storage.removeprefix(_LAYER)
-                yield stack._replace(storage=draft_layers.DRAFTER + storage, parts=parts)
-        for name in names_left:
-            split = "even" if name == self.projection and self.splits_projection else "copy"
-            yield Stack(draft_layers.DRAFTER + self._live_name(name), 0, (Part(name, split),))
+            if parts and parts[0].tensor in names_without_stack:
+                names_without_stack = [
+                    name for name in names_without_stack if name not in {part.tensor for part in parts}
+                ]
+                drafter_storage = self.live_layer + stack.storage.removeprefix(_LAYER)
+                yield stack._replace(storage=draft_layers.DRAFTER + drafter_storage, parts=parts)
+        for name in names_without_stack:
+            split_kind = "even" if name == self.projection and self.splits_projection else "copy"
+            yield Stack(draft_layers.DRAFTER + self._live_name(name), 0, (Part(name, split_kind),))
 
     def copies(self, model: ModelShape) -> dict[str, str]:
         layer = self.layer.format(layer=self._number(model))
@@ -113,9 +121,11 @@ class MtpForm(NamedTuple):
         return self.layer.startswith(OWN)
 
     def _number(self, model: ModelShape) -> int:
+        """Return the number of the trained MTP layer in the names of its tensors."""
         return 0 if self._has_own_prefix else model.num_layers
 
     def _live_name(self, template: str) -> str:
+        """Return vLLM's name of an MTP tensor."""
         if template in (self.embedding_norm, self.hidden_norm, self.projection, self.final_norm):
             return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
         return self.live_layer + template.removeprefix(self.layer)

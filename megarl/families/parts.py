@@ -111,12 +111,17 @@ class Latent:
         return self.num_heads * self.value_head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
-        queries = self.num_heads * self.head_dim
-        direct = hidden_size * queries
-        through_latent = self.query_rank * (hidden_size + queries)
-        keys = hidden_size * (self.kv_rank + self.rotary_channels)
-        raised = self.kv_rank * self.num_heads * (self.plain_channels + self.value_head_dim)
-        return (through_latent if self.query_rank else direct) + keys + raised + hidden_size * self.value_channels
+        query_channels = self.num_heads * self.head_dim
+        direct_elements = hidden_size * query_channels
+        latent_elements = self.query_rank * (hidden_size + query_channels)
+        key_elements = hidden_size * (self.kv_rank + self.rotary_channels)
+        raised_elements = self.kv_rank * self.num_heads * (self.plain_channels + self.value_head_dim)
+        return (
+            (latent_elements if self.query_rank else direct_elements)
+            + key_elements
+            + raised_elements
+            + hidden_size * self.value_channels
+        )
 
     def cached_numbers(self, tp: int) -> int:
         # vLLM caches the latent vector, not heads, so every rank holds all of it.

@@ -150,12 +150,12 @@ def sigmoid_router(config: Mapping[str, Any]) -> Router:
             f"n_group {num_groups}, topk_group {top_groups}, num_experts_per_tok {num_chosen}: Megatron-Core and vLLM "
             "choose different groups unless num_experts_per_tok // topk_group is 2; use another model."
         )
-    expert = size(config, "moe_intermediate_size")
+    expert_size = size(config, "moe_intermediate_size")
     return Router(
         num_experts=num_experts,
         top_k=num_chosen,
-        moe_intermediate_size=expert,
-        shared_intermediate_size=expert * size(config, "n_shared_experts", null=0),
+        moe_intermediate_size=expert_size,
+        shared_intermediate_size=expert_size * size(config, "n_shared_experts", null=0),
         score="sigmoid",
         has_bias=True,
         scale=positive(config, "routed_scaling_factor"),
@@ -174,7 +174,7 @@ def softmax_router(config: Mapping[str, Any]) -> Router:
         raise DataError("qkv_bias false is not supported.")
     # transformers 5 writes num_local_experts for num_experts.
     num_experts = size(config, "num_experts" if "num_experts" in config else "num_local_experts")
-    shared = size(config, "shared_expert_intermediate_size", null=0)
+    shared_size = size(config, "shared_expert_intermediate_size", null=0)
     num_chosen, is_normalised = top_k(config, num_experts), flag(config, "norm_topk_prob")
     if is_normalised:
         check_normalised(num_chosen)
@@ -183,8 +183,8 @@ def softmax_router(config: Mapping[str, Any]) -> Router:
         top_k=num_chosen,
         norm_topk_prob=is_normalised,
         moe_intermediate_size=size(config, "moe_intermediate_size"),
-        shared_intermediate_size=shared,
-        has_shared_gate=shared > 0,
+        shared_intermediate_size=shared_size,
+        has_shared_gate=shared_size > 0,
     )
 
 
@@ -193,11 +193,13 @@ def experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 
     Raises DataError if no layer has experts.
     """
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
-        raise DataError(f"mlp_only_layers is {quote(dense)}; it must list layers from 0 to {num_layers - 1}.")
-    step = size(config, "decoder_sparse_step")
-    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    dense_layers = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or any(
+        type(layer) is not int or not 0 <= layer < num_layers for layer in dense_layers
+    ):
+        raise DataError(f"mlp_only_layers is {quote(dense_layers)}; it must list layers from 0 to {num_layers - 1}.")
+    expert_interval = size(config, "decoder_sparse_step")
+    has_experts = [layer not in dense_layers and (layer + 1) % expert_interval == 0 for layer in range(num_layers)]
     if not any(has_experts):
         raise DataError("mlp_only_layers and decoder_sparse_step leave no layer with experts.")
     return has_experts

@@ -22,32 +22,36 @@ def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pair
 
     `exponents` are the even numbers below num_channels, divided by num_channels. `pairs` numbers the pairs from 0.
     """
-    plain = 1.0 / rotary.theta**exponents
+    frequencies = 1.0 / rotary.theta**exponents
     if rotary.scaling == "linear":
-        return plain / rotary.factor
+        return frequencies / rotary.factor
     if rotary.scaling == "llama3":
-        return _llama3_frequencies(plain, rotary, where)
+        return _scale_as_llama3(frequencies, rotary, where)
     if rotary.scaling == "yarn":
-        divided = 1.0 / (rotary.factor * rotary.theta**exponents)
-        return _yarn_frequencies(plain, divided, pairs, rotary, num_channels)
-    return plain
+        slowed_frequencies = 1.0 / (rotary.factor * rotary.theta**exponents)
+        return _scale_as_yarn(frequencies, slowed_frequencies, pairs, rotary, num_channels)
+    return frequencies
 
 
-def _llama3_frequencies(plain: Array, rotary: Rotary, where: Where) -> Array:
+def _scale_as_llama3(frequencies: Array, rotary: Rotary, where: Where) -> Array:
     """Return Llama 3.1's frequencies [pairs]: long wavelengths are divided by the factor, medium ones interpolated."""
-    wavelengths = 2 * math.pi / plain
+    wavelengths = 2 * math.pi / frequencies
     longest = rotary.original_positions / rotary.low_factor
     shortest = rotary.original_positions / rotary.high_factor
-    smooth = (rotary.original_positions / wavelengths - rotary.low_factor) / (rotary.high_factor - rotary.low_factor)
-    medium = (1 - smooth) * plain / rotary.factor + smooth * plain
-    scaled = where(wavelengths > longest, plain / rotary.factor, medium)
-    return where(wavelengths < shortest, plain, scaled)
+    unscaled_share = (rotary.original_positions / wavelengths - rotary.low_factor) / (
+        rotary.high_factor - rotary.low_factor
+    )
+    interpolated = (1 - unscaled_share) * frequencies / rotary.factor + unscaled_share * frequencies
+    scaled = where(wavelengths > longest, frequencies / rotary.factor, interpolated)
+    return where(wavelengths < shortest, frequencies, scaled)
 
 
-def _yarn_frequencies(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channels: int) -> Array:
+def _scale_as_yarn(
+    fast_frequencies: Array, slow_frequencies: Array, pairs: Array, rotary: Rotary, num_channels: int
+) -> Array:
     """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2).
 
-    Fast pairs have their `plain` frequency, slow pairs the `divided` one, and pairs between them a linear mixture.
+    Fast pairs keep `fast_frequencies`, slow pairs get `slow_frequencies`, and pairs between them a linear mixture.
     """
 
     def find_pair(rotations: float) -> float:
@@ -55,12 +59,12 @@ def _yarn_frequencies(plain: Array, divided: Array, pairs: Array, rotary: Rotary
         positions_per_radian = rotary.original_positions / (rotations * 2 * math.pi)
         return num_channels * math.log(positions_per_radian) / (2 * math.log(rotary.theta))
 
-    start, end = find_pair(rotary.beta_fast), find_pair(rotary.beta_slow)
+    first_slowed_pair, last_mixed_pair = find_pair(rotary.beta_fast), find_pair(rotary.beta_slow)
     if rotary.truncate:
-        start, end = math.floor(start), math.ceil(end)
+        first_slowed_pair, last_mixed_pair = math.floor(first_slowed_pair), math.ceil(last_mixed_pair)
     # The bound counts channels, although there are half as many pairs. transformers and vLLM have the same bound.
-    start, end = max(start, 0), min(end, num_channels - 1)
+    first_slowed_pair, last_mixed_pair = max(first_slowed_pair, 0), min(last_mixed_pair, num_channels - 1)
     # An empty ramp would divide by zero.
-    width = (end - start) or 0.001
-    divided_share = ((pairs - start) / width).clip(0, 1)
-    return divided * divided_share + plain * (1 - divided_share)
+    ramp_width = (last_mixed_pair - first_slowed_pair) or 0.001
+    divided_share = ((pairs - first_slowed_pair) / ramp_width).clip(0, 1)
+    return slow_frequencies * divided_share + fast_frequencies * (1 - divided_share)

@@ -93,68 +93,71 @@ def read_rotary(config: Mapping[str, Any], *, fraction: float | None = None) -> 
 
     `fraction` is the family's default of `partial_rotary_factor`; None: the family rotates all channels.
     """
-    rope = dict(rope_settings(config))
-    stored = rope.pop(_FRACTION, config.get(_FRACTION))
-    default = 1.0 if fraction is None else fraction
-    rotated = default if stored is None else positive({_FRACTION: stored}, _FRACTION)
-    if rotated > 1:
-        raise DataError(f"{_FRACTION} is {rotated}; it must be at most 1.")
-    if fraction is None and rotated != 1:
+    settings = dict(rope_settings(config))
+    stored_fraction = settings.pop(_FRACTION, config.get(_FRACTION))
+    default_fraction = 1.0 if fraction is None else fraction
+    rotated_fraction = (
+        default_fraction if stored_fraction is None else positive({_FRACTION: stored_fraction}, _FRACTION)
+    )
+    if rotated_fraction > 1:
+        raise DataError(f"{_FRACTION} is {rotated_fraction}; it must be at most 1.")
+    if fraction is None and rotated_fraction != 1:
         # transformers applies it to some types of scaling only, vLLM 0.30 to all.
-        raise DataError(f"{_FRACTION} is {rotated}; models of this family rotate all channels: remove it.")
-    return replace(_read_rotary(config, rope), fraction=rotated)
+        raise DataError(f"{_FRACTION} is {rotated_fraction}; models of this family rotate all channels: remove it.")
+    return replace(_read_rotary(config, settings), fraction=rotated_fraction)
 
 
-def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
-    theta = positive(rope if "rope_theta" in rope else config, "rope_theta")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _FIELDS:
-        raise DataError(f"rope_type {kind} is not supported; supported are {', '.join(_FIELDS)}.")
-    if unknown := sorted(rope.keys() - _FIELDS[kind] - _NAMES):
-        raise DataError(f"rope parameter {unknown[0]} is not supported with rope_type {kind}; remove it.")
-    for name in sorted(_REQUIRED[kind] - rope.keys()):
-        raise DataError(f"rope parameter {name} is missing; rope_type {kind} needs it.")
-    if kind in ("default", "dynamic"):
+def _read_rotary(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Rotary:
+    """Return the rotary embeddings for the settings of `rope_settings`, all channels rotated."""
+    theta = positive(settings if "rope_theta" in settings else config, "rope_theta")
+    scaling_type = settings.get("rope_type", settings.get("type", "default"))
+    if scaling_type not in _FIELDS:
+        raise DataError(f"rope_type {scaling_type} is not supported; supported are {', '.join(_FIELDS)}.")
+    if unknown_names := sorted(settings.keys() - _FIELDS[scaling_type] - _NAMES):
+        raise DataError(f"rope parameter {unknown_names[0]} is not supported with rope_type {scaling_type}; remove it.")
+    for name in sorted(_REQUIRED[scaling_type] - settings.keys()):
+        raise DataError(f"rope parameter {name} is missing; rope_type {scaling_type} needs it.")
+    if scaling_type in ("default", "dynamic"):
         return Rotary(theta)
-    factor = positive(rope, "factor")
-    if kind == "linear":
+    factor = positive(settings, "factor")
+    if scaling_type == "linear":
         return Rotary(theta, "linear", factor)
-    original = positive(rope, _ORIGINAL)
+    original_positions = positive(settings, _ORIGINAL)
     # transformers and vLLM prefer this field to the rope parameter.
-    if config.get(_ORIGINAL) not in (None, original):
+    if config.get(_ORIGINAL) not in (None, original_positions):
         raise DataError(
-            f"{_ORIGINAL} is {quote(config[_ORIGINAL])}, but the rope parameter of this name is {original:g}; remove "
-            "one."
+            f"{_ORIGINAL} is {quote(config[_ORIGINAL])}, but the rope parameter of this name is "
+            f"{original_positions:g}; remove one."
         )
-    if kind == "llama3":
-        low, high = positive(rope, "low_freq_factor"), positive(rope, "high_freq_factor")
-        if not low < high:
-            raise DataError(f"low_freq_factor {low} must be smaller than high_freq_factor {high}.")
-        return Rotary(theta, "llama3", factor, original, low_factor=low, high_factor=high)
+    if scaling_type == "llama3":
+        low_factor, high_factor = positive(settings, "low_freq_factor"), positive(settings, "high_freq_factor")
+        if not low_factor < high_factor:
+            raise DataError(f"low_freq_factor {low_factor} must be smaller than high_freq_factor {high_factor}.")
+        return Rotary(theta, "llama3", factor, original_positions, low_factor=low_factor, high_factor=high_factor)
     if factor < 1:
         raise DataError(f"rope parameter factor {factor}: YaRN extends the context; use a factor of at least 1.")
     positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and positions > original * factor:
+    if isinstance(positions, int) and positions > original_positions * factor:
         # vLLM 0.30 has cosines and sines for original * factor positions, and reads beyond them without an error.
         raise DataError(
             f"max_position_embeddings {positions} exceeds original_max_position_embeddings * factor = "
-            f"{original * factor:g}; lower it or raise the factor."
+            f"{original_positions * factor:g}; lower it or raise the factor."
         )
     # Defaults of transformers and vLLM 0.30.
-    parameters = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **rope}
+    parameters = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **settings}
     return Rotary(
         theta,
         "yarn",
         factor,
-        original,
+        original_positions,
         beta_fast=positive(parameters, "beta_fast"),
         beta_slow=positive(parameters, "beta_slow"),
-        attention_factor=_attention_factor(rope, factor),
+        attention_factor=_read_attention_factor(settings, factor),
         truncate=flag(parameters, "truncate"),
     )
 
 
-def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     """Return YaRN's factor of cosines and sines, derived as in transformers 5 and vLLM 0.30."""
     if rope.get("attention_factor") is not None:
         return positive(rope, "attention_factor")

@@ -25,15 +25,17 @@ DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_lay
 def read(config: Mapping[str, Any], windows: Windows) -> tuple[int, ...]:
     """Return each layer's window, as given by the family's `windows`. Raises DataError if `layer_types` differs."""
     num_layers = size(config, "num_hidden_layers")
-    types = config.get("layer_types") or []
-    if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
-        raise DataError(f"layer_types is {quote(types)}; supported are full_attention and sliding_attention.")
-    if types and len(types) != num_layers:
-        raise DataError(f"layer_types has {len(types)} entries for {num_layers} layers. {COPY_AGAIN}")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(
+        kind not in ("full_attention", "sliding_attention") for kind in layer_types
+    ):
+        raise DataError(f"layer_types is {quote(layer_types)}; supported are full_attention and sliding_attention.")
+    if layer_types and len(layer_types) != num_layers:
+        raise DataError(f"layer_types has {len(layer_types)} entries for {num_layers} layers. {COPY_AGAIN}")
     layer_windows = windows(config, num_layers)
-    if "sliding_attention" in types and not layer_windows:
+    if "sliding_attention" in layer_types and not layer_windows:
         raise DataError("layer_types: sliding_attention is not supported without use_sliding_window in this family.")
-    if "full_attention" in types and layer_windows:
+    if "full_attention" in layer_types and layer_windows:
         raise DataError("layer_types: this family has a window in every layer; remove full_attention.")
     return layer_windows
 
@@ -61,10 +63,10 @@ def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ..
     windows = switched_on(config, num_layers)
     if not windows:
         return ()
-    types = config.get("layer_types")
+    layer_types = config.get("layer_types")
     first_layer = config["max_window_layers"]
-    if types:
-        has_window = [kind == "sliding_attention" for kind in types]
+    if layer_types:
+        has_window = [kind == "sliding_attention" for kind in layer_types]
     else:
         has_window = [layer >= first_layer for layer in range(num_layers)]
     if not all(has_window):

@@ -45,6 +45,7 @@ def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mappin
 
 
 def read(config: Mapping[str, Any]) -> Parts:
+    """Return the model's parts. Raises DataError if fields that vLLM needs are missing."""
     for field, value in _ROUTING.items():
         if config.get(field) != value:
             raise DataError(
@@ -74,6 +75,7 @@ def read_latent(config: Mapping[str, Any]) -> Parts:
 
 
 def _read_attention(config: Mapping[str, Any]) -> Latent:
+    """Return the sizes of latent attention. Raises DataError if keys have fewer heads than queries."""
     num_heads = size(config, "num_attention_heads")
     if (num_kv_heads := size(config, "num_key_value_heads", null=num_heads)) != num_heads:
         raise DataError(
@@ -98,8 +100,10 @@ def _read_rotary(config: Mapping[str, Any]) -> Rotary:
             f"rope_type {quote(rope.get('rope_type', rope.get('type')))} is not supported, because vLLM 0.30 would "
             "compute YaRN instead for this family."
         )
-    if ignored := sorted(rope.keys() & {"attention_factor", "truncate"}):
-        raise DataError(f"rope parameter {ignored[0]} is not supported: vLLM 0.30 ignores it for latent attention.")
+    if ignored_settings := sorted(rope.keys() & {"attention_factor", "truncate"}):
+        raise DataError(
+            f"rope parameter {ignored_settings[0]} is not supported: vLLM 0.30 ignores it for latent attention."
+        )
     if rotary.scaling == "yarn" and ("mscale" in rope) != ("mscale_all_dim" in rope):
         raise DataError(
             "rope parameters mscale and mscale_all_dim: vLLM 0.30 needs both or none for latent attention; add or "
@@ -109,54 +113,69 @@ def _read_rotary(config: Mapping[str, Any]) -> Rotary:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules: Llama's outside of attention, latent attention, routed and shared experts."""
     dense = (
         # Latent attention never fuses the norm before it.
         replace(rule, transformer_engine=None) if "input_layernorm" in rule.parameter else rule
         for rule in llama.rules(model)
         if "self_attention" not in rule.parameter
     )
-    routed = with_experts((*dense, *_attention_rules(model)), model)
+    routed = with_experts((*dense, *_make_attention_rules(model)), model)
     return (*with_shared_expert(routed, model, "shared_experts"), expert_bias(model))
 
 
-def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
+def _make_attention_rules(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of latent attention. Down projections are replicated, also in Transformer Engine's layers."""
     attention, hidden = model.attention, model.hidden_size
     assert isinstance(attention, Latent)
-    decoder, checkpoint = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
+    megatron_prefix, checkpoint_prefix = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
     latent_channels, head_channels = attention.kv_rank, attention.plain_channels + attention.value_head_dim
 
-    def norm(kind: str, rank: int) -> Rule:
-        rule = replicate(f"{decoder}{kind}_layernorm.weight", f"{checkpoint}{kind}_a_layernorm.weight", (rank,))
+    def norm_rule(kind: str, rank: int) -> Rule:
+        rule = replicate(
+            f"{megatron_prefix}{kind}_layernorm.weight", f"{checkpoint_prefix}{kind}_a_layernorm.weight", (rank,)
+        )
         # Transformer Engine fuses the norm into the projection after it.
-        return replace(rule, transformer_engine=Variant(f"{decoder}linear_{kind}_up_proj.layer_norm_weight"))
+        return replace(rule, transformer_engine=Variant(f"{megatron_prefix}linear_{kind}_up_proj.layer_norm_weight"))
 
-    queries = (
+    low_rank_query_rules = (
         replicate(
-            decoder + "linear_q_down_proj.weight", checkpoint + "q_a_proj.weight", (attention.query_rank, hidden)
+            megatron_prefix + "linear_q_down_proj.weight",
+            checkpoint_prefix + "q_a_proj.weight",
+            (attention.query_rank, hidden),
         ),
-        norm("q", attention.query_rank),
+        norm_rule("q", attention.query_rank),
         column(
-            decoder + "linear_q_up_proj.weight",
-            checkpoint + "q_b_proj.weight",
+            megatron_prefix + "linear_q_up_proj.weight",
+            checkpoint_prefix + "q_b_proj.weight",
             (attention.score_channels, attention.query_rank),
         ),
     )
-    direct = (
-        column(decoder + "linear_q_proj.weight", checkpoint + "q_proj.weight", (attention.score_channels, hidden)),
+    direct_query_rule = (
+        column(
+            megatron_prefix + "linear_q_proj.weight",
+            checkpoint_prefix + "q_proj.weight",
+            (attention.score_channels, hidden),
+        ),
     )
-    shape = (latent_channels + attention.rotary_channels, hidden)
+    kv_shape = (latent_channels + attention.rotary_channels, hidden)
     return (
-        *(queries if attention.query_rank else direct),
-        replicate(decoder + "linear_kv_down_proj.weight", checkpoint + "kv_a_proj_with_mqa.weight", shape),
-        norm("kv", latent_channels),
+        *(low_rank_query_rules if attention.query_rank else direct_query_rule),
+        replicate(
+            megatron_prefix + "linear_kv_down_proj.weight", checkpoint_prefix + "kv_a_proj_with_mqa.weight", kv_shape
+        ),
+        norm_rule("kv", latent_channels),
         # Megatron and the checkpoint have the same row order: head by head, keys before values.
         column(
-            decoder + "linear_kv_up_proj.weight",
-            checkpoint + "kv_b_proj.weight",
+            megatron_prefix + "linear_kv_up_proj.weight",
+            checkpoint_prefix + "kv_b_proj.weight",
             (attention.num_heads * head_channels, latent_channels),
         ),
-        row(decoder + "linear_proj.weight", checkpoint + "o_proj.weight", (hidden, attention.value_channels)),
+        row(
+            megatron_prefix + "linear_proj.weight",
+            checkpoint_prefix + "o_proj.weight",
+            (hidden, attention.value_channels),
+        ),
     )
 
 
@@ -165,15 +184,17 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     projections.
     """
     attention, mlp = llama.LAYER + "self_attn.", llama.LAYER + "mlp."
-    down = tuple(stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
-    heads = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
+    down_projections = tuple(
+        stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa")
+    )
+    head_parameters = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
     # The standard stack qkv_proj would take q_proj, which is a separate parameter here.
-    inherited = (stack for stack in stacks.standard(model) if "qkv_proj" not in stack.storage)
+    inherited_stacks = (stack for stack in stacks.standard(model) if "qkv_proj" not in stack.storage)
     return (
-        *inherited,
+        *inherited_stacks,
         *stacks.feed_forward(mlp + "shared_experts."),
-        stacks.Stack(attention + "fused_qkv_a_proj.weight", 0, down),
-        *(stacks.Stack(name, 0, (stacks.Part(name, "even"),)) for name in heads),
+        stacks.Stack(attention + "fused_qkv_a_proj.weight", 0, down_projections),
+        *(stacks.Stack(name, 0, (stacks.Part(name, "even"),)) for name in head_parameters),
         stacks.float32(mlp + "gate.e_score_correction_bias"),
     )
 

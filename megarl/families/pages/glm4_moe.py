@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def read(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a GLM-4.5 model. Raises DataError for a tied output head."""
     refuse_biases(config, ignored=("attention_bias",))
     if flag(config, "tie_word_embeddings"):
         raise DataError("tie_word_embeddings true is not supported: vLLM 0.30 never ties this family's output head.")
@@ -45,6 +46,7 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules: Qwen3's or Llama's, with biases, routed and shared experts if the model has them."""
     attention = model.attention
     dense = qwen3.rules(model) if attention.qk_norm else llama.rules(model)
     biases = (qwen2.biases(model),) if attention.qkv_bias else ()

@@ -35,17 +35,19 @@ def read(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a gpt-oss model. Raises DataError for values that vLLM 0.30 ignores."""
     refuse_biases(config, ignored=("attention_bias",))
     num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window")
-    alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    expected_types = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    # vLLM 0.30 has these values in its code and ignores config.json.
     fixed_values = {
         "attention_bias": True,
         "swiglu_alpha": _ALPHA,
         "swiglu_limit": _LIMIT,
         "tie_word_embeddings": False,
     }
-    fixed_values |= {"layer_types": alternating, "rms_norm_eps": 1e-5}
+    fixed_values |= {"layer_types": expected_types, "rms_norm_eps": 1e-5}
     for field, value in fixed_values.items():
         if config.get(field) not in (None, value):
             raise DataError(f"{field} is {quote(config[field])}; in vLLM 0.30 it is always {quote(value)}.")
+    # vLLM 0.30 ignores a factor of attention in the file, so only YaRN's default is allowed.
     rotary = read_rotary(config)
     usual_rope = {**rope_settings(config), "attention_factor": None, "mscale": None}
     usual_rotary = read_rotary({**config, "rope_parameters": usual_rope, "rope_scaling": None})
@@ -58,28 +60,29 @@ def read(config: Mapping[str, Any]) -> Parts:
     num_chosen = top_k(config, num_experts)
     check_normalised(num_chosen)
     router = Router(num_experts, num_chosen, size(config, "intermediate_size"))
-    kinds = tuple(LayerKind(has_experts=True, window=0 if layer % 2 else window) for layer in range(num_layers))
-    return Parts(grouped_query(config, qkv_bias=True, qk_norm=False), rotary, router, kinds)
+    layer_kinds = tuple(LayerKind(has_experts=True, window=0 if layer % 2 else window) for layer in range(num_layers))
+    return Parts(grouped_query(config, qkv_bias=True, qk_norm=False), rotary, router, layer_kinds)
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a gpt-oss model: Qwen2's rules, experts with biases, and a sink for each head."""
     hidden = (model.hidden_size,)
-    router = replicate(llama.DECODER + "mlp.router.bias", _MLP + "router.bias", (model.num_experts,))
-    output = replicate(llama.DECODER + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias", hidden)
-    routed = with_experts((*qwen2.rules(model), output), model, router="router")
+    router_bias = replicate(llama.DECODER + "mlp.router.bias", _MLP + "router.bias", (model.num_experts,))
+    output_bias = replicate(llama.DECODER + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias", hidden)
+    expert_rules = with_experts((*qwen2.rules(model), output_bias), model, router="router")
     sinks = replicate(
         llama.DECODER + "self_attention.core_attention.softmax_offset", _ATTENTION + "sinks", (model.num_heads,)
     )
-    return (*routed, router, replace(sinks, dim=0), *_expert_biases(model))
+    return (*expert_rules, router_bias, replace(sinks, dim=0), *_make_expert_bias_rules(model))
 
 
-def _expert_biases(model: ModelShape) -> tuple[Rule, Rule]:
+def _make_expert_bias_rules(model: ModelShape) -> tuple[Rule, Rule]:
+    """Return the rules of the biases of gate and up projection (split over ranks) and down projection."""
     channels, hidden = model.moe_intermediate_size, model.hidden_size
     gate, up = (Segment(f"{_EXPERT}{kind}_proj.bias", 0, channels) for kind in ("gate", "up"))
     down = Segment(_EXPERT + "down_proj.bias", 0, hidden)
 
-    def rule(layer: str, dim: int | None, *segments: Segment) -> Rule:
+    def bias_rule(layer: str, dim: int | None, *segments: Segment) -> Rule:
         experts = llama.DECODER + "mlp.experts."
         return Rule(
             f"{experts}local_experts.{{expert}}.{layer}.bias",
@@ -91,25 +94,26 @@ def _expert_biases(model: ModelShape) -> tuple[Rule, Rule]:
             is_expert=True,
         )
 
-    return rule("linear_fc1", 0, gate, up), rule("linear_fc2", None, down)
+    return bias_rule("linear_fc1", 0, gate, up), bias_rule("linear_fc2", None, down)
 
 
 def aliases(model: ModelShape) -> tuple[Alias, ...]:
+    """Return the places of single experts' weights and biases in the packed, transposed tensors."""
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
-    packed = _MLP + "experts."
-    gate_up, down = packed + "gate_up_proj", packed + "down_proj"
+    packed_prefix = _MLP + "experts."
+    gate_up, down = packed_prefix + "gate_up_proj", packed_prefix + "down_proj"
     return (
         *(
             alias
-            for first, kind in enumerate(("gate", "up"))
+            for offset, kind in enumerate(("gate", "up"))
             for alias in (
                 Alias(
                     f"{_EXPERT}{kind}_proj.weight",
                     gate_up,
                     (experts, hidden, 2 * channels),
-                    (Axis(2, first, 2), Axis(1)),
+                    (Axis(2, offset, 2), Axis(1)),
                 ),
-                Alias(f"{_EXPERT}{kind}_proj.bias", gate_up + "_bias", (experts, 2 * channels), (Axis(1, first, 2),)),
+                Alias(f"{_EXPERT}{kind}_proj.bias", gate_up + "_bias", (experts, 2 * channels), (Axis(1, offset, 2),)),
             )
         ),
         Alias(_EXPERT + "down_proj.weight", down, (experts, channels, hidden), (Axis(2), Axis(1))),
@@ -119,7 +123,7 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     """Return vLLM's parameters: `attn` in place of `self_attn`, and alternating gate and up rows in the experts."""
-    attention, live = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
+    attention, live_experts = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
     return (
         stacks.vocabulary(llama.EMBEDDING, "model.embedding.weight"),
         stacks.vocabulary(llama.HEAD),
@@ -128,12 +132,14 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
         stacks.Stack(attention + "o_proj.bias", 0, (stacks.Part(_ATTENTION + "o_proj.bias", "copy"),)),
         stacks.Stack(attention + "sinks", 0, (stacks.Part(_ATTENTION + "sinks", "even"),)),
         *(
-            stacks.gate_up(_EXPERT, f"{live}w13_{kind}", kind)._replace(stacks_experts=True, alternates=True)
+            stacks.gate_up(_EXPERT, f"{live_experts}w13_{kind}", kind)._replace(stacks_experts=True, alternates=True)
             for kind in ("weight", "bias")
         ),
-        stacks.row(_EXPERT + "down_proj.weight", live + "w2_weight")._replace(stacks_experts=True),
+        stacks.row(_EXPERT + "down_proj.weight", live_experts + "w2_weight")._replace(stacks_experts=True),
         # vLLM adds the bias on every rank before the sum over ranks, so all ranks except the first have zeros.
-        stacks.Stack(live + "w2_bias", 0, (stacks.Part(_EXPERT + "down_proj.bias", "first"),), stacks_experts=True),
+        stacks.Stack(
+            live_experts + "w2_bias", 0, (stacks.Part(_EXPERT + "down_proj.bias", "first"),), stacks_experts=True
+        ),
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return Llama's rules, and the norms of queries and keys."""
     return (
         *llama.rules(model),
         *(

@@ -35,9 +35,10 @@ def read_dense(config: Mapping[str, Any]) -> Parts:
 
 
 def read_experts(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a model with experts in all layers. Raises DataError for other values of its fields."""
     # transformers and vLLM 0.30 have experts in all layers and normalise their weights. They read none of these fields.
-    fixed = {"norm_topk_prob": (None, True), "mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
-    for field, values in fixed.items():
+    fixed_fields = {"norm_topk_prob": (None, True), "mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
+    for field, values in fixed_fields.items():
         if config[field] not in values:
             raise DataError(f"{field} is {quote(config[field])}; for this family it is always {values[1]}.")
     router = softmax_router({**config, "norm_topk_prob": True})
@@ -53,6 +54,7 @@ def _without_image_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules: Qwen3-Next's, with separate input projections of the delta-nets."""
     linear, hidden = delta_net(model), model.hidden_size
     keys, values, heads = linear.key_channels, linear.value_channels, linear.num_value_heads
     tensors = (
@@ -84,13 +86,18 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
     places_in_packed: list[Alias] = []
     for layer in (layer for layer, packs in places if packs):
-        packed = layer + "mlp.experts."
-        expert, gate_up = packed + "{expert}.", packed + "gate_up_proj"
-        wide = (experts, 2 * channels, hidden)
+        packed_prefix = layer + "mlp.experts."
+        expert_prefix, packed_gate_up = packed_prefix + "{expert}.", packed_prefix + "gate_up_proj"
+        gate_up_shape = (experts, 2 * channels, hidden)
         places_in_packed += (
-            Alias(expert + "gate_proj.weight", gate_up, wide, (Axis(1), Axis(2))),
-            Alias(expert + "up_proj.weight", gate_up, wide, (Axis(1, channels), Axis(2))),
-            Alias(expert + "down_proj.weight", packed + "down_proj", (experts, hidden, channels), (Axis(1), Axis(2))),
+            Alias(expert_prefix + "gate_proj.weight", packed_gate_up, gate_up_shape, (Axis(1), Axis(2))),
+            Alias(expert_prefix + "up_proj.weight", packed_gate_up, gate_up_shape, (Axis(1, channels), Axis(2))),
+            Alias(
+                expert_prefix + "down_proj.weight",
+                packed_prefix + "down_proj",
+                (experts, hidden, channels),
+                (Axis(1), Axis(2)),
+            ),
         )
     return tuple(places_in_packed)
 
@@ -98,18 +105,19 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     """Return vLLM's parameters. A delta-net has two input projections: queries, keys, values and gates; both rates."""
     linear = delta_net(model)
-    keys, end = linear.key_channels, linear.convolved_channels
-    rows = ((0, keys), (keys, 2 * keys), (2 * keys, end))
-    wide = (*(stacks.Part(QKV, "even", part) for part in rows), stacks.Part(GATE, "even"))
-    narrow = (stacks.Part(BETA, "even"), stacks.Part(ALPHA, "even"))
+    keys, num_qkv_rows = linear.key_channels, linear.convolved_channels
+    qkv_rows = ((0, keys), (keys, 2 * keys), (2 * keys, num_qkv_rows))
+    qkvz_parts = (*(stacks.Part(QKV, "even", part) for part in qkv_rows), stacks.Part(GATE, "even"))
+    rate_parts = (stacks.Part(BETA, "even"), stacks.Part(ALPHA, "even"))
     return (
         *qwen3_next.hybrid_stacks(model),
-        stacks.Stack(LINEAR + "in_proj_qkvz.weight", 0, wide),
-        stacks.Stack(LINEAR + "in_proj_ba.weight", 0, narrow),
+        stacks.Stack(LINEAR + "in_proj_qkvz.weight", 0, qkvz_parts),
+        stacks.Stack(LINEAR + "in_proj_ba.weight", 0, rate_parts),
     )
 
 
-def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Family:
+def _make_family(architecture: str, *, has_experts: bool, classifier: str = "") -> Family:
+    """Return the family of one architecture, dense or with experts."""
     read, family_aliases = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
     defaults = {**qwen3_next.FIELDS, "num_key_value_heads": 2 if has_experts else 4}
     return Family(
@@ -138,6 +146,6 @@ def _with_vision(text: Family) -> Family:
 
 
 # In transformers 5.23, Qwen3_5ForSequenceClassification is the model with a vision tower.
-DENSE_TEXT = _family("Qwen3_5ForCausalLM", has_experts=False, classifier="Qwen3_5TextForSequenceClassification")
-EXPERTS_TEXT = _family("Qwen3_5MoeForCausalLM", has_experts=True)
+DENSE_TEXT = _make_family("Qwen3_5ForCausalLM", has_experts=False, classifier="Qwen3_5TextForSequenceClassification")
+EXPERTS_TEXT = _make_family("Qwen3_5MoeForCausalLM", has_experts=True)
 DENSE, EXPERTS = _with_vision(DENSE_TEXT), _with_vision(EXPERTS_TEXT)

@@ -59,7 +59,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
         replace(attention, has_output_gate=True),
         read_rotary(config, fraction=0.25),
         router,
-        tuple(LayerKind(mixer=mixer, has_experts=experts) for mixer, experts in kinds),
+        tuple(LayerKind(mixer=mixer, has_experts=layer_has_experts) for mixer, layer_has_experts in kinds),
         linear_attention=DeltaNet(
             key_heads,
             value_heads,
@@ -75,43 +75,48 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
 
 def _read_mixers(config: Mapping[str, Any]) -> list[Any]:
     """Return the mixer of each layer. Raises DataError for an unknown mixer, or if all layers have the same one."""
-    num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
-    if types is None:
+    num_layers, layer_types = size(config, "num_hidden_layers"), config.get("layer_types")
+    if layer_types is None:
         # Releases without the field have an interval. Its default is that of transformers.
         interval = size(config, "full_attention_interval")
-        types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or set(types) != set(MIXERS):
+        layer_types = [
+            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+        ]
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or set(layer_types) != set(MIXERS):
         raise DataError(
-            f"layer_types is {quote(types)}; it must have {num_layers} entries, each {' or '.join(MIXERS)}, with at "
-            "least one of both."
+            f"layer_types is {quote(layer_types)}; it must have {num_layers} entries, each {' or '.join(MIXERS)}, "
+            "with at least one of both."
         )
-    return [MIXERS[kind] for kind in types]
+    return [MIXERS[kind] for kind in layer_types]
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules. The input projections of delta-nets are reordered from key heads to kinds of channels."""
     linear = delta_net(model)
-    heads = linear.num_value_heads // linear.num_key_heads
-    values = heads * linear.value_dim
-    group = 2 * (linear.key_dim + values)
-    wide, narrow = LINEAR + "in_proj_qkvz.weight", LINEAR + "in_proj_ba.weight"
+    value_heads_per_key_head = linear.num_value_heads // linear.num_key_heads
+    value_rows_per_key_head = value_heads_per_key_head * linear.value_dim
+    rows_per_key_head = 2 * (linear.key_dim + value_rows_per_key_head)
+    qkvz_name, rates_name = LINEAR + "in_proj_qkvz.weight", LINEAR + "in_proj_ba.weight"
 
-    def part(tensor: str, step: int, start: int, length: int) -> tuple[Segment, ...]:
+    def segments_of_heads(tensor: str, step: int, start: int, length: int) -> tuple[Segment, ...]:
         firsts = (head * step + start for head in range(linear.num_key_heads))
         return tuple(Segment(tensor, first, first + length) for first in firsts)
 
     # The checkpoint has q, k, v, z of one key head after another, Megatron all heads of q, then of k, and so on.
     blocks = (
-        part(wide, group, 0, linear.key_dim),
-        part(wide, group, linear.key_dim, linear.key_dim),
-        part(wide, group, 2 * linear.key_dim, values),
-        part(wide, group, 2 * linear.key_dim + values, values),
-        part(narrow, 2 * heads, 0, heads),
-        part(narrow, 2 * heads, heads, heads),
+        segments_of_heads(qkvz_name, rows_per_key_head, 0, linear.key_dim),
+        segments_of_heads(qkvz_name, rows_per_key_head, linear.key_dim, linear.key_dim),
+        segments_of_heads(qkvz_name, rows_per_key_head, 2 * linear.key_dim, value_rows_per_key_head),
+        segments_of_heads(
+            qkvz_name, rows_per_key_head, 2 * linear.key_dim + value_rows_per_key_head, value_rows_per_key_head
+        ),
+        segments_of_heads(rates_name, 2 * value_heads_per_key_head, 0, value_heads_per_key_head),
+        segments_of_heads(rates_name, 2 * value_heads_per_key_head, value_heads_per_key_head, value_heads_per_key_head),
     )
     hidden = model.hidden_size
     tensors = (
-        (wide, (linear.num_key_heads * group, hidden)),
-        (narrow, (2 * linear.num_value_heads, hidden)),
+        (qkvz_name, (linear.num_key_heads * rows_per_key_head, hidden)),
+        (rates_name, (2 * linear.num_value_heads, hidden)),
     )
     return hybrid_rules(model, tensors, blocks)
 
@@ -127,46 +132,57 @@ def hybrid_rules(
     linear = delta_net(model)
     is_linear = model.layers_where(lambda kind: kind.mixer == "linear_attention")
     is_full = model.layers_where(lambda kind: kind.mixer == "attention")
-    mixer = llama.DECODER + "self_attention."
-    attention = (
-        replace(rule, layers=is_full) if rule.parameter.startswith((mixer, llama.DECODER + "input_")) else rule
+    mixer_prefix = llama.DECODER + "self_attention."
+    attention_rules = (
+        replace(rule, layers=is_full) if rule.parameter.startswith((mixer_prefix, llama.DECODER + "input_")) else rule
         for rule in qwen3.rules(model)
     )
-    convolution, keys = LINEAR + "conv1d.weight", linear.key_channels
-    convolved = ((0, keys), (keys, 2 * keys), (2 * keys, linear.convolved_channels))
+    convolution, key_channels = LINEAR + "conv1d.weight", linear.key_channels
+    convolved_rows = (
+        (0, key_channels),
+        (key_channels, 2 * key_channels),
+        (2 * key_channels, linear.convolved_channels),
+    )
     heads = (linear.num_value_heads,)
-    added = (
+    # In delta-net layers, Megatron's `self_attention` is the delta-net.
+    delta_net_rules = (
         replicate(
             llama.DECODER + "input_layernorm.weight",
             llama.LAYER + "input_layernorm.weight",
             (model.hidden_size,),
-            transformer_engine=mixer + "in_proj.layer_norm_weight",
+            transformer_engine=mixer_prefix + "in_proj.layer_norm_weight",
         ),
-        Rule(mixer + "in_proj.weight", "every_layer", tensors, 0, blocks, block_keys=KEYS),
+        Rule(mixer_prefix + "in_proj.weight", "every_layer", tensors, 0, blocks, block_keys=KEYS),
         Rule(
-            mixer + "conv1d.weight",
+            mixer_prefix + "conv1d.weight",
             "every_layer",
             ((convolution, (linear.convolved_channels, 1, linear.width)),),
             0,
-            tuple((Segment(convolution, start, stop),) for start, stop in convolved),
+            tuple((Segment(convolution, start, stop),) for start, stop in convolved_rows),
             block_keys=KEYS[:3],
         ),
         *(
-            Rule(mixer + name, "every_layer", ((LINEAR + name, heads),), 0, ((Segment(LINEAR + name, 0, *heads),),))
+            Rule(
+                mixer_prefix + name,
+                "every_layer",
+                ((LINEAR + name, heads),),
+                0,
+                ((Segment(LINEAR + name, 0, *heads),),),
+            )
             for name in ("A_log", "dt_bias")
         ),
-        replicate(mixer + "out_norm.weight", LINEAR + "norm.weight", (linear.value_dim,)),
-        row(mixer + "out_proj.weight", LINEAR + "out_proj.weight", (model.hidden_size, linear.value_channels)),
+        replicate(mixer_prefix + "out_norm.weight", LINEAR + "norm.weight", (linear.value_dim,)),
+        row(mixer_prefix + "out_proj.weight", LINEAR + "out_proj.weight", (model.hidden_size, linear.value_channels)),
     )
     # Rules without layers are dropped: a model of few layers may have only one kind.
-    mixed = tuple(
+    mixed_rules = tuple(
         rule
-        for rule in (*attention, *(replace(rule, layers=is_linear) for rule in added))
+        for rule in (*attention_rules, *(replace(rule, layers=is_linear) for rule in delta_net_rules))
         if rule.layers != frozenset()
     )
     if model.router is None:
-        return mixed
-    return with_shared_expert(with_experts(mixed, model), model, "shared_expert")
+        return mixed_rules
+    return with_shared_expert(with_experts(mixed_rules, model), model, "shared_expert")
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
@@ -180,11 +196,15 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 def hybrid_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     """Return vLLM's parameters of all layers, except the input projections of delta-nets."""
     linear = delta_net(model)
-    convolution, keys = LINEAR + "conv1d.weight", linear.key_channels
-    convolved = ((0, keys), (keys, 2 * keys), (2 * keys, linear.convolved_channels))
+    convolution, key_channels = LINEAR + "conv1d.weight", linear.key_channels
+    convolved_rows = (
+        (0, key_channels),
+        (key_channels, 2 * key_channels),
+        (2 * key_channels, linear.convolved_channels),
+    )
     return (
         *stacks.standard(model),
-        stacks.Stack(convolution, 0, tuple(stacks.Part(convolution, "even", rows) for rows in convolved)),
+        stacks.Stack(convolution, 0, tuple(stacks.Part(convolution, "even", rows) for rows in convolved_rows)),
         stacks.Stack(LINEAR + "A_log", 0, (stacks.Part(LINEAR + "A_log", "even"),), dtype="float32"),
         stacks.Stack(LINEAR + "dt_bias", 0, (stacks.Part(LINEAR + "dt_bias", "even"),)),
         stacks.row(LINEAR + "out_proj.weight"),

@@ -148,18 +148,23 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
     `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts: if tp exceeds
     the number of key-value heads, a part may begin or end inside a head.
     """
-    width, heads = model.head_dim, model.num_heads // model.num_kv_heads
+    head_dim, heads_per_group = model.head_dim, model.num_heads // model.num_kv_heads
     block = tuple(
         segment
         for group in range(model.num_kv_heads)
         for segment in (
-            *_query_segments(q, range(group * heads, (group + 1) * heads), width, model.attention.has_output_gate),
-            Segment(k, group * width, (group + 1) * width),
-            Segment(v, group * width, (group + 1) * width),
+            *_query_segments(
+                q,
+                range(group * heads_per_group, (group + 1) * heads_per_group),
+                head_dim,
+                model.attention.has_output_gate,
+            ),
+            Segment(k, group * head_dim, (group + 1) * head_dim),
+            Segment(v, group * head_dim, (group + 1) * head_dim),
         )
     )
-    key_shape = (model.num_kv_heads * width, *features)
-    query_rows = model.num_heads * width * (2 if model.attention.has_output_gate else 1)
+    key_shape = (model.num_kv_heads * head_dim, *features)
+    query_rows = model.num_heads * head_dim * (2 if model.attention.has_output_gate else 1)
     tensors = ((q, (query_rows, *features)), (k, key_shape), (v, key_shape))
     return Rule(parameter, "every_layer", tensors, 0, (block,))
 
@@ -181,49 +186,56 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
     mlp, checkpoint_mlp = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     hidden, channels = model.hidden_size, model.moe_intermediate_size
     gate, up, down = (checkpoint_mlp + f"experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
-    routed = model.layers_where(lambda kind: kind.has_experts)
+    expert_layers = model.layers_where(lambda kind: kind.has_experts)
     dense_layers = model.layers_where(lambda kind: not kind.has_experts)
 
     def expert(rule: Rule, layer: str) -> Rule:
         variant = Variant(f"{mlp}experts.{layer}.weight{{expert}}")
-        return replace(rule, is_expert=True, transformer_engine=variant, layers=routed)
+        return replace(rule, is_expert=True, transformer_engine=variant, layers=expert_layers)
 
-    first, second = (f"{mlp}experts.local_experts.{{expert}}.linear_fc{i}.weight" for i in (1, 2))
+    fc1, fc2 = (f"{mlp}experts.local_experts.{{expert}}.linear_fc{i}.weight" for i in (1, 2))
+    # Layers without experts keep the dense feed-forward network.
     feed_forward = tuple(rule for rule in dense if rule.parameter.startswith(mlp))
     norm = next(rule for rule in dense if "pre_mlp_layernorm" in rule.parameter)
     return (
         *(rule for rule in dense if rule not in feed_forward and rule is not norm),
         *(replace(rule, layers=dense_layers) for rule in (norm, *feed_forward) if dense_layers != frozenset()),
         # A router reads the norm's output too, so no linear layer can absorb the norm.
-        replace(norm, transformer_engine=None, layers=routed),
+        replace(norm, transformer_engine=None, layers=expert_layers),
         replace(
             replicate(mlp + "router.weight", f"{checkpoint_mlp}{router}.weight", (model.num_experts, hidden)),
-            layers=routed,
+            layers=expert_layers,
         ),
-        expert(gate_up(first, gate, up, (channels, hidden)), "linear_fc1"),
-        expert(row(second, down, (hidden, channels)), "linear_fc2"),
+        expert(gate_up(fc1, gate, up, (channels, hidden)), "linear_fc1"),
+        expert(row(fc2, down, (hidden, channels)), "linear_fc2"),
     )
 
 
 def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, checkpoint_name: str) -> tuple[Rule, ...]:
     """Add the model's shared expert, if any, to the rules of the layers with experts.
 
-    `theirs` is its name in the checkpoint: `shared_expert` or `shared_experts`.
+    `checkpoint_name` is its name in the checkpoint: `shared_expert` or `shared_experts`.
     """
-    hidden, shared = model.hidden_size, model.shared_intermediate_size
-    if not shared:
+    hidden, shared_size = model.hidden_size, model.shared_intermediate_size
+    if not shared_size:
         return rules
-    decoder, checkpoint = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp." + checkpoint_name
-    gate, up, down = (f"{checkpoint}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
-    added = (
-        gate_up(decoder + "linear_fc1.weight", gate, up, (shared, hidden)),
-        row(decoder + "linear_fc2.weight", down, (hidden, shared)),
+    megatron_prefix, checkpoint_prefix = (
+        "decoder.layers.{layer}.mlp.shared_experts.",
+        "model.layers.{layer}.mlp." + checkpoint_name,
+    )
+    gate, up, down = (f"{checkpoint_prefix}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    shared_rules = (
+        gate_up(megatron_prefix + "linear_fc1.weight", gate, up, (shared_size, hidden)),
+        row(megatron_prefix + "linear_fc2.weight", down, (hidden, shared_size)),
     )
     if model.router and model.router.has_shared_gate:
         # The shared expert's gate is a single row, replicated by Megatron-Core 0.16.1 on all ranks.
-        added = (replicate(decoder + "gate_weight", checkpoint + "_gate.weight", (1, hidden)), *added)
-    routed = model.layers_where(lambda kind: kind.has_experts)
-    return (*rules, *(replace(rule, layers=routed) for rule in added))
+        shared_rules = (
+            replicate(megatron_prefix + "gate_weight", checkpoint_prefix + "_gate.weight", (1, hidden)),
+            *shared_rules,
+        )
+    expert_layers = model.layers_where(lambda kind: kind.has_experts)
+    return (*rules, *(replace(rule, layers=expert_layers) for rule in shared_rules))
 
 
 def expert_bias(model: ModelShape) -> Rule:
