@@ -373,14 +373,14 @@ def test_sizes_have_a_fitting_unit(size: float, text: str) -> None:
 
 
 def test_the_model_of_a_run_is_the_one_that_its_recipe_names(recipe: Path) -> None:
-    from megarl.cli.convert import _model_of_run
+    from megarl.cli.convert import _find_model_of_run
 
     checkpoint = recipe.parent / "run/checkpoints/step_000001"
     checkpoint.mkdir(parents=True)
-    assert _model_of_run(checkpoint) is None
+    assert _find_model_of_run(checkpoint) is None
     (recipe.parent / "run/config.yaml").write_text(recipe.read_text())
     expected = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
-    assert _model_of_run(checkpoint) == _model_of_run(checkpoint.parent) == (expected, {})
+    assert _find_model_of_run(checkpoint) == _find_model_of_run(checkpoint.parent) == (expected, {})
 
 
 def test_plan_on_a_missing_folder_says_how_to_get_it(recipe: Path) -> None:

@@ -75,15 +75,15 @@ class RecipeCommand(TyperCommand):
         # click's own error names no recipe field. With this setting, unknown options stay among the arguments, in
         # order.
         ctx.ignore_unknown_options = True
-        rest = super().parse_args(ctx, args)
+        remaining_arguments = super().parse_args(ctx, args)
         # A shell completes an unfinished command line. An error would appear in the middle of it.
         if ctx.resilient_parsing:
-            return rest
+            return remaining_arguments
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
         texts = [text for argument in arguments for text in _argument_texts(ctx, argument)]
         if unknown := list(_list_options(texts)):
             raise ConfigError("\n".join(_unknown_option(*option, self.params) for option in unknown))
-        return rest
+        return remaining_arguments
 
 
 def _argument_texts(ctx: Any, argument: Any) -> list[str]:

@@ -62,8 +62,8 @@ def to_megatron(
 
     from megarl.checkpoint import convert
 
-    cast = None if dtype is None else getattr(torch, dtype)
-    print_conversion(convert.to_megatron(hf, out, tp=tp, pp=pp, ep=ep, etp=etp, dtype=cast, verify=verify))
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    print_conversion(convert.to_megatron(hf, out, tp=tp, pp=pp, ep=ep, etp=etp, dtype=torch_dtype, verify=verify))
 
 
 @app.command()
@@ -94,23 +94,25 @@ def to_hf(
 
     from megarl.checkpoint import convert
 
-    cast = None if dtype is None else getattr(torch, dtype)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     # Decimal gigabytes, as the Hub and transformers count file sizes.
-    size = None if shard_gb is None else int(shard_gb * 1e9)
+    max_shard_bytes = None if shard_gb is None else int(shard_gb * 1e9)
     override: Mapping[str, Any] = {}
     checkpoint = convert.find_checkpoint(megatron)
     # The user named a run or a folder of checkpoints, so the choice is printed.
     if checkpoint != megatron:
         print(f"converting the checkpoint {checkpoint}")
     # A run's model.override_config changed config.json, so the converted folder needs it too.
-    if hf is None and (of_run := _model_of_run(checkpoint)) is not None:
-        hf, override = of_run
+    if hf is None and (run_model := _find_model_of_run(checkpoint)) is not None:
+        hf, override = run_model
     print_conversion(
-        convert.to_hf(checkpoint, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify, override=override)
+        convert.to_hf(
+            checkpoint, out, hf=hf, dtype=torch_dtype, shard_bytes=max_shard_bytes, verify=verify, override=override
+        )
     )
 
 
-def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
+def _find_model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
     """Return model folder and model.override_config from the run that contains a checkpoint. None: no run folder
     contains it.
     """
@@ -118,9 +120,9 @@ def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
     from megarl.tracking.run_record import RunRecord
 
     folder = checkpoint.absolute()
-    home = folder if folder.name == "checkpoints" else folder.parent
-    if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
+    checkpoints_folder = folder if folder.name == "checkpoints" else folder.parent
+    if checkpoints_folder.name != "checkpoints" or not (checkpoints_folder.parent / "config.yaml").is_file():
         return None
-    RunRecord.read(home.parent).refuse_newer_version()
-    model = load_of_run(home.parent).model
+    RunRecord.read(checkpoints_folder.parent).refuse_newer_version()
+    model = load_of_run(checkpoints_folder.parent).model
     return Path(model.folder), model.override_config

@@ -104,7 +104,7 @@ def check_data(
     from megarl.data.chat import tokenizer_of
     from megarl.data.survey import survey
 
-    names = _field_names(data_format, fields, answer_field)
+    names = _read_field_names(data_format, fields, answer_field)
     survey_result = survey(
         source,
         names=names,
@@ -118,7 +118,7 @@ def check_data(
         raise typer.Exit(DataError.exit_code)
 
 
-def _field_names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
+def _read_field_names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
     """Return the record field names in options. Raises ConfigError for invalid ones."""
     import yaml
     from pydantic import ValidationError
@@ -128,26 +128,26 @@ def _field_names(data_format: str | None, fields: str | None, answer_field: str 
 
     # YAML, because a recipe writes data.fields the same way.
     try:
-        by_name = yaml.safe_load(fields or "{}")
+        option_fields = yaml.safe_load(fields or "{}")
     except (yaml.YAMLError, ValueError):
-        by_name = None
-    if not isinstance(by_name, dict):
+        option_fields = None
+    if not isinstance(option_fields, dict):
         raise ConfigError(
             f"--fields {fields}: is not a mapping of names; write '{{prompt: question, answer: solution}}'"
         )
     try:
-        values = {"format": data_format, "fields": by_name, "answer_field": answer_field}
+        values = {"format": data_format, "fields": option_fields, "answer_field": answer_field}
         config = DataSetConfig.model_validate({"path": "", **values})
     except ValidationError as error:
         # For three options, unlike for a recipe, the first fault is enough.
-        first = error.errors(include_url=False)[0]
-        if not first["loc"]:
-            raise ConfigError(f"--fields and --answer-field: {first['msg']}") from None
-        option = f"--{str(first['loc'][0]).replace('_', '-')} "
-        remedy = first["msg"].replace("Input should be", "known are").replace("'", "")
-        raise ConfigError(f"{option}{first['input']}: {remedy}") from None
-    by_role = {str(role): name for role, name in config.fields.items()}
-    return FieldNames(config.format, by_role, config.answer_field, remedy="--fields '{}'")
+        first_fault = error.errors(include_url=False)[0]
+        if not first_fault["loc"]:
+            raise ConfigError(f"--fields and --answer-field: {first_fault['msg']}") from None
+        option = f"--{str(first_fault['loc'][0]).replace('_', '-')} "
+        remedy = first_fault["msg"].replace("Input should be", "known are").replace("'", "")
+        raise ConfigError(f"{option}{first_fault['input']}: {remedy}") from None
+    names_by_role = {str(role): name for role, name in config.fields.items()}
+    return FieldNames(config.format, names_by_role, config.answer_field, remedy="--fields '{}'")
 
 
 def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflicting: list[str]) -> None:

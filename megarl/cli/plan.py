@@ -78,7 +78,7 @@ def plan(
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
     shape, parallel = check_plan(loaded)
-    as_written, loaded = loaded, with_memory_defaults(loaded)
+    recipe_without_defaults, loaded = loaded, with_memory_defaults(loaded)
     memory = table_of(loaded, parallel)
     verdict, kind = verdict_of(loaded, parallel, memory), gpu_kind(loaded)
     if not as_json:
@@ -86,7 +86,7 @@ def plan(
         print_memory(loaded, memory)
         if explain:
             print_terms(loaded, memory)
-        if defaults := list(memory_defaults(as_written, with_chunk_tokens(loaded))):
+        if defaults := list(memory_defaults(recipe_without_defaults, with_chunk_tokens(loaded))):
             print_lines(defaults)
     parallel = align_parallel(loaded, shape, parallel)
     reshard_forecast = forecast(
@@ -101,12 +101,16 @@ def plan(
         adapter=loaded.lora if loaded.sends_adapter else None,
     )
     if as_json:
-        head = {"recipe": loaded.name, "model": loaded.model.path, **verdict.as_json()}
-        head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
-        head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, parallel, memory), *slower_layout(loaded)]
+        plan_values = {"recipe": loaded.name, "model": loaded.model.path, **verdict.as_json()}
+        plan_values["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
+        plan_values["notices"] = [
+            *not_downloaded(loaded),
+            *small_cache(loaded, parallel, memory),
+            *slower_layout(loaded),
+        ]
         if explain:
-            head["terms"] = [asdict(term) for term in explain_terms(memory)]
-        print(json.dumps({**head, "memory": memory.as_json(), **reshard_forecast}))
+            plan_values["terms"] = [asdict(term) for term in explain_terms(memory)]
+        print(json.dumps({**plan_values, "memory": memory.as_json(), **reshard_forecast}))
     else:
         print_plan(loaded, parallel, reshard_forecast, is_assumed=kind is None)
         print_lines(

@@ -31,10 +31,10 @@ def recipes(
         print_lines([f"wrote {path}" for path in _copy_recipes(delivered, names, to)])
         return
     for name, path in delivered.items():
-        print(f"{name}\n    {_purpose(path)}")
+        print(f"{name}\n    {_read_purpose(path)}")
 
 
-def _purpose(recipe: Path) -> str:
+def _read_purpose(recipe: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe."""
     lines = takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
     comment = " ".join(

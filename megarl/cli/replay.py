@@ -78,5 +78,8 @@ def replay(
                 run, step, lines, prepared.changes, effect.metrics, [sample.row() for sample in effect.samples]
             )
         print_report(*write_report([run]))
-    if wrong := [comparison for comparison in comparisons if comparison.differences]:
-        raise MegarlError(f"{run}: step {wrong[0].step} differs from its record, first in {wrong[0].differences[0]}")
+    if failed_comparisons := [comparison for comparison in comparisons if comparison.differences]:
+        raise MegarlError(
+            f"{run}: step {failed_comparisons[0].step} differs from its record, first in "
+            f"{failed_comparisons[0].differences[0]}"
+        )

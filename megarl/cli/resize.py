@@ -75,8 +75,8 @@ def _read_sizes(
 
     names = [text.partition("=")[0] for text in overrides]
     refuse_other_fields(names)
-    after = load(recipe, [*before, *overrides], is_of_run=is_of_run)
-    return {name: attrgetter(name)(after) for name in names}
+    resized_recipe = load(recipe, [*before, *overrides], is_of_run=is_of_run)
+    return {name: attrgetter(name)(resized_recipe) for name in names}
 
 
 def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after: str, *, as_json: bool) -> None:
@@ -90,34 +90,37 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
     from megarl.preflight import check_plan
     from megarl.reshard.forecast.resize import StateSettings, forecast_resize
 
-    first = [*overrides, *before.split()]
-    old = load(recipe, first)
-    if old.lora.rank or old.has_critic:
+    # Load the recipe before and after the change.
+    first_overrides = [*overrides, *before.split()]
+    old_recipe = load(recipe, first_overrides)
+    if old_recipe.lora.rank or old_recipe.has_critic:
         raise ConfigError(
             "--to: the forecast of bytes covers a policy only; leave --to out for recipes with lora or a critic"
         )
-    if old.optimizer.name != "adam":
-        raise ConfigError(f"--to: counts Adam's state; leave it out with optimizer.name={old.optimizer.name}")
-    new = with_sizes(old, _read_sizes(recipe, first, after.split()))
+    if old_recipe.optimizer.name != "adam":
+        raise ConfigError(f"--to: counts Adam's state; leave it out with optimizer.name={old_recipe.optimizer.name}")
+    new_recipe = with_sizes(old_recipe, _read_sizes(recipe, first_overrides, after.split()))
+    # Both sizes must be valid for the recipe's model.
     layouts = []
-    for sizes in (old, new):
+    for sizes in (old_recipe, new_recipe):
         shape, parallel = check_plan(sizes)
         layouts.append(align_parallel(sizes, shape, parallel))
-    shape = trained_shape(old, shape)
-    settings = StateSettings(2 if old.model.dtype == "bfloat16" else 4, old.trainer.distributed_optimizer)
-    ranks_per_node = old.cluster.ranks_per_node, new.cluster.ranks_per_node
-    moves = forecast_resize(shape, layouts[0], layouts[1], settings, ranks_per_node)
+    # Forecast the bytes of weights and optimizer state that change their rank.
+    shape = trained_shape(old_recipe, shape)
+    settings = StateSettings(2 if old_recipe.model.dtype == "bfloat16" else 4, old_recipe.trainer.distributed_optimizer)
+    ranks_per_node = old_recipe.cluster.ranks_per_node, new_recipe.cluster.ranks_per_node
+    forecast = forecast_resize(shape, layouts[0], layouts[1], settings, ranks_per_node)
     if as_json:
-        print(json.dumps({"from": str(layouts[0]), "to": str(layouts[1]), **moves.as_json()}))
+        print(json.dumps({"from": str(layouts[0]), "to": str(layouts[1]), **forecast.as_json()}))
         return
     print_lines(
         [
             f"from {layouts[0]}",
             f"to   {layouts[1]}",
-            f"state: {size_text(moves.state)} of weights and optimizer, each element counted once",
-            f"received from other ranks: about {size_text(moves.received)} in total, at most "
-            f"{size_text(moves.most_received)} by one rank",
-            f"sent by ranks that leave: about {size_text(moves.handed_over)}",
-            f"bytes moved: {moves.ratio:.2f} times the minimum of {size_text(moves.minimum)}",
+            f"state: {size_text(forecast.state)} of weights and optimizer, each element counted once",
+            f"received from other ranks: about {size_text(forecast.received)} in total, at most "
+            f"{size_text(forecast.most_received)} by one rank",
+            f"sent by ranks that leave: about {size_text(forecast.handed_over)}",
+            f"bytes moved: {forecast.ratio:.2f} times the minimum of {size_text(forecast.minimum)}",
         ]
     )

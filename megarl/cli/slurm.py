@@ -46,9 +46,9 @@ def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
     # Load twice: first to read the launcher, then with the launcher set by the batch script.
     loaded = load(recipe, override_texts, is_start=False)
     # The batch script sets the launcher to slurm, unless the recipe uses ray. The checks need the same launcher.
-    by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
+    launcher_override = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
     check_completely(
-        with_memory_defaults(with_steps(load(recipe, [*override_texts, *by_slurm]))), Display(), is_start=False
+        with_memory_defaults(with_steps(load(recipe, [*override_texts, *launcher_override]))), Display(), is_start=False
     )
     print(submit(_batch_script(recipe, override_texts, ()), option or ()))
 
