@@ -336,8 +336,20 @@ OTHER_PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a moved reference": (
         {"algorithm": {"kl_coefficient": 0.1, "reference_update_steps": 4}},
         {},
-        "algorithm.kl_coefficient = 0: the checkpoint has a reference model that has moved",
+        "algorithm.kl_coefficient = 0.0: the checkpoint has a reference model that has moved",
         "algorithm.kl_coefficient=0.1",
+    ),
+    "a moved reference of a preference loss": (
+        {"loop": "preference", "algorithm": {"reference_update_steps": 4}},
+        {"loop": "preference", "preference": {"loss": "simpo"}},
+        "preference.loss = simpo: the checkpoint has a reference model that has moved",
+        "set preference.loss=dpo,",
+    ),
+    "a moved teacher": (
+        {"loop": "distillation", "distillation": {"teacher": "reference"}, "algorithm": {"reference_update_steps": 4}},
+        {"loop": "distillation", "distillation": {"teacher": "policy"}},
+        "distillation.teacher = policy: the checkpoint has a reference model that has moved",
+        "set distillation.teacher=reference,",
     ),
     "another loop": ({}, {"loop": "sft"}, "loop = sft: the checkpoint is of a run with loop = rl", "name=NAME"),
     "solve rates": (
@@ -420,6 +432,44 @@ def test_what_the_checkpoint_s_counts_would_contradict_is_refused(recipe: Recipe
 @pytest.mark.parametrize("kind", SAME_COUNTS)
 def test_what_the_checkpoint_s_counts_allow_may_change(recipe: Recipe, home: Path, kind: str) -> None:
     before, now = SAME_COUNTS[kind]
+    _write_checkpoint(home / "step_000008", _change(recipe, before), 8)
+    changed = _change(recipe, now)
+    with RunFolder(changed, resume=True) as folder:
+        assert find_origin(changed, folder, "if-any").checkpoint == home / "step_000008"
+
+
+USEFUL_CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rates": ({}, {"optimizer": {"learning_rate": 5e-6, "warmup_steps": 3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),
+    "a schedule": ({}, {"optimizer": {"schedule": "cosine", "warmup_ratio": 0.1}}),
+    "steps": ({"optimizer": {"schedule": "linear"}}, {"optimizer": {"schedule": "linear"}, "train": {"steps": 500}}),
+    "batch": ({}, {"train": {"prompts_per_step": 64, "samples_per_prompt": 4, "updates_per_step": 2}}),
+    "saving": ({}, {"checkpoint": {"every_steps": 5, "keep": 4, "asynchronous": False, "export_every_steps": 10}}),
+    "evaluation": ({}, {"evaluation": {"every_steps": 3, "samples_per_prompt": 4}}),
+    "tracking": ({}, {"trackers": []}),
+    "sizes": ({}, {"cluster": {"nodes": 2, "ranks_per_node": 8}, "trainer": {"tp": 2, "pp": 2}}),
+    "memory": ({}, {"trainer": {"recompute": "full", "max_tokens_per_microbatch": 4096, "offload": ["optimizer"]}}),
+    "advantages": ({}, {"algorithm": {"advantage": "rloo"}}),
+    "a KL penalty": ({}, {"algorithm": {"kl_coefficient": 0.1}}),
+    "no KL penalty": ({"algorithm": {"kl_coefficient": 0.1}}, {}),
+    "sampling": ({}, {"rollout": {"sampling": {"temperature": 0.7, "max_new_tokens": 2048}}}),
+    "rewards": ({}, {"reward": {"functions": ["math"], "num_workers": 2}}),
+    "dropout of adapters": ({"lora": {"rank": 4}}, {"lora": {"rank": 4, "dropout": 0.1, "sync": "merged"}}),
+    "the same scale": ({"lora": {"rank": 4}}, {"lora": {"rank": 4, "rank_stabilised": True, "alpha": 16}}),
+    "the coefficient of MTP layers": (
+        {"trainer": {"mtp_loss_coefficient": 0.1}},
+        {"trainer": {"mtp_loss_coefficient": 0.3}},
+    ),
+    "the critic's rate": (
+        {"algorithm": {"preset": "ppo"}},
+        {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-6}}},
+    ),
+}
+"""Sections of the recipe when a run began, and after a change that leaves the meaning of the checkpoint's state."""
+
+
+@pytest.mark.parametrize("kind", USEFUL_CHANGES)
+def test_changes_that_leave_the_meaning_of_the_state_are_made(recipe: Recipe, home: Path, kind: str) -> None:
+    before, now = USEFUL_CHANGES[kind]
     _write_checkpoint(home / "step_000008", _change(recipe, before), 8)
     changed = _change(recipe, now)
     with RunFolder(changed, resume=True) as folder:
@@ -631,6 +681,54 @@ def test_another_order_of_a_source_is_refused_and_a_new_source_is_not(recipe: Re
         with pytest.raises(ConfigError, match=r"mixture\.b\.data\.shuffle = true: the run began with false"):
             find_origin(mixture(a=True, b=True), folder, "if-any")
         assert find_origin(mixture(a=True, b=False, c=False), folder, "if-any").checkpoint
+
+
+LEVELS = BAND | {"by": "level"}
+OTHER_CURRICULA: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "shared": (LEVELS, {}, BAND | {"by": "topic"}, {}, "data.curriculum.by = topic: the checkpoint has solve rates"),
+    "of a source": ({}, LEVELS, {}, BAND, "data.curriculum.by = null: the checkpoint has solve rates by level"),
+    "of a source with the shared band": (
+        BAND,
+        {"by": "level"},
+        BAND,
+        {"by": "topic"},
+        "mixture.a.data.curriculum.by = topic: the checkpoint has solve rates by level",
+    ),
+}
+"""Curricula of `data` and of source a when a run began, the same when it is resumed, and the error's beginning."""
+SAME_CURRICULA: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a source with another band": (LEVELS, {"band": [0.2, 0.8]}, LEVELS, {"band": [0.2, 0.8]}),
+    "other bands": (LEVELS, {}, LEVELS, {"band": [0.3, 0.6], "memory": 0.1}),
+    "the same value in another place": (LEVELS, {}, LEVELS, {"by": "level"}),
+    "no band yet": ({}, {}, LEVELS, {}),
+}
+
+
+def _mixed(recipe: Recipe, shared: dict[str, Any], own: dict[str, Any], *new_sources: str) -> Recipe:
+    values = recipe.model_dump(include={"name", "loop", "runs_folder", "model"}, exclude_unset=True)
+    train = {"train": recipe.data.train}
+    sources: dict[str, Any] = {"a": {"data": train | {"curriculum": own}}, "b": {"data": train}}
+    sources |= {name: {"data": train | {"curriculum": BAND | {"by": "kind"}}} for name in new_sources}
+    return Recipe.model_validate({**values, "data": train | {"curriculum": shared}, "mixture": sources})
+
+
+@pytest.mark.parametrize("kind", OTHER_CURRICULA)
+def test_solve_rates_of_a_source_by_another_field_are_refused(recipe: Recipe, home: Path, kind: str) -> None:
+    shared, own, shared_now, own_now, error = OTHER_CURRICULA[kind]
+    _write_checkpoint(home / "step_000008", _mixed(recipe, shared, own), 8)
+    changed = _mixed(recipe, shared_now, own_now)
+    with RunFolder(changed, resume=True) as folder, pytest.raises(ConfigError) as caught:
+        find_origin(changed, folder, "if-any")
+    assert str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize("kind", SAME_CURRICULA)
+def test_solve_rates_by_the_same_field_continue_beside_a_new_source(recipe: Recipe, home: Path, kind: str) -> None:
+    shared, own, shared_now, own_now = SAME_CURRICULA[kind]
+    _write_checkpoint(home / "step_000008", _mixed(recipe, shared, own), 8)
+    for changed in (_mixed(recipe, shared_now, own_now), _mixed(recipe, shared_now, own_now, "c")):
+        with RunFolder(changed, resume=True) as folder:
+            assert find_origin(changed, folder, "if-any").checkpoint == home / "step_000008"
 
 
 @pytest.mark.parametrize("loop", ["rl", "sft", "preference"])

@@ -49,6 +49,10 @@ _MODEL_SECTIONS = ("text_config", "vision_config")
 """Sections of config.json with a whole model's fields, in models with a vision tower."""
 
 
+_REFERENCE_FIELDS = {
+    "rl": "algorithm.kl_coefficient", "preference": "preference.loss", "distillation": "distillation.teacher",
+}  # fmt: skip
+"""Recipe fields that decide whether a run has a reference model, by loop."""
 _DRAFTER_FIELD = "rollout.vllm.speculative_config.model"
 
 
@@ -335,18 +339,14 @@ def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
             f"lora.targets = [{', '.join(lora.targets)}]: the checkpoint has adapters of "
             f"{', '.join(lora_before.targets)}; set lora.targets=[{','.join(lora_before.targets)}], {remedy}"
         )
-    if lora.rank and _adapter_scale(lora) != _adapter_scale(lora_before):
+    if lora.rank and lora.scale != lora_before.scale:
         name = "alpha" if lora.alpha != lora_before.alpha else "rank_stabilised"
         value, value_before = _plain(getattr(lora, name)), _plain(getattr(lora_before, name))
         raise ConfigError(
             f"lora.{name} = {value}: the checkpoint's adapters were trained with the scale "
-            f"{_adapter_scale(lora_before):g}, and with {_adapter_scale(lora):g} they would be another model; set "
+            f"{lora_before.scale:g}, and with {lora.scale:g} they would be another model; set "
             f"lora.{name}={value_before}, {remedy}"
         )
-
-
-def _adapter_scale(lora: LoraConfig) -> float:
-    return lora.alpha / (lora.rank**0.5 if lora.rank_stabilised else lora.rank)
 
 
 def _refuse_other_parts(earlier: Mapping[str, Any], recipe: Recipe) -> None:
@@ -369,12 +369,13 @@ def _refuse_other_parts(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         raise ConfigError(
             f"{field} = {shown}: the checkpoint has {contents}; set {field}={earlier_value}, or {_NEW_RUN}"
         )
-    field = "algorithm.reference_update_steps"
-    if _value_at(before, field) is not None and not recipe.has_reference:
-        field, value = "algorithm.kl_coefficient", recipe.algorithm.kl_coefficient
+    moves = _value_at(before, "algorithm.reference_update_steps") is not None
+    if moves and not recipe.has_reference and (field := _REFERENCE_FIELDS.get(recipe.loop)) is not None:
+        # Sources of a mixture may name the teacher, and then `distillation` does not.
+        earlier_value = _value_at(before, field) or "reference"
         raise ConfigError(
-            f"{field} = {value:g}: the checkpoint has a reference model that has moved, and it would be lost; set "
-            f"{field}={_value_at(before, field)}, or {_NEW_RUN}"
+            f"{field} = {_value_at(now, field)}: the checkpoint has a reference model that has moved, and it would be "
+            f"lost; set {field}={earlier_value}, or {_NEW_RUN}"
         )
 
 
@@ -543,16 +544,19 @@ def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 def _refuse_other_buckets(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if `data.curriculum.by` changed: the checkpoint's solve rates would be of other problems."""
-    places = {"": recipe.data.curriculum}
-    if recipe.mixture:
-        places = {f"mixture.{source.name}.": source.recipe.data.curriculum for source in recipe.sources}
-    for prefix, now in places.items():
-        section = (prefix + "data.curriculum") if _value_at(earlier["recipe"], prefix + "data.curriculum") else ""
-        before = _value_at(earlier["recipe"], section or "data.curriculum") or {}
+    shared = _value_at(earlier["recipe"], "data.curriculum") or {}
+    sources_before = earlier["recipe"].get("mixture") or {}
+    for source in recipe.sources:
+        # A new source has no solve rates yet.
+        if recipe.mixture and source.name not in sources_before:
+            continue
+        # A source's section may have some of the fields, and the others are those of `data`.
+        own = _value_at(sources_before[source.name], "data.curriculum") if recipe.mixture else None
+        before, now = {**shared, **(own or {})}, source.recipe.data.curriculum
         # Without a band there are no solve rates.
         if now.band is None or before.get("band") is None or before.get("by") == now.by:
             continue
-        field = f"{prefix}data.curriculum.by"
+        field = source.place("data.curriculum.by")
         then, value = (item or "null" for item in (before.get("by"), now.by))
         raise ConfigError(
             f"{field} = {value}: the checkpoint has solve rates by {then}; set {field}={then}, choose another "
