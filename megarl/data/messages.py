@@ -58,15 +58,24 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
         _standard_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)
     ]
     _refuse_unknown_call_ids(standard, field)
-    roles = [message.get("role", message.get("from")) if isinstance(message, Mapping) else None for message in messages]
-    for number, pair in enumerate(pairwise(roles), start=1):
-        if pair == (_CALLS, _CALLS):
-            # As two turns, the first would end before its second call.
-            raise ValueError(
-                f"{field}[{number}] of role {_CALLS} follows another one; give parallel calls as a list in one "
-                "message, and a result (observation) between others"
-            )
+    _refuse_split_turns(messages, standard, field)
     return standard
+
+
+def _refuse_split_turns(messages: Sequence[Any], standard: Sequence[Mapping[str, Any]], field: str) -> None:
+    """Raise ValueError if a message of role function_call is next to another one of the assistant.
+
+    As two turns, the first would learn to end before its call or the call's result.
+    """
+    names = [message.get("role") or message.get("from") for message in messages]
+    if _CALLS not in names:
+        return
+    for number, pair in enumerate(pairwise(names), start=1):
+        if _CALLS in pair and standard[number - 1]["role"] == standard[number]["role"] == "assistant":
+            raise ValueError(
+                f"{field}[{number}] of role {pair[1]} follows one of role {pair[0]}; give both as one message of role "
+                "assistant with all calls in tool_calls, or the calls' result (observation) between them"
+            )
 
 
 def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) -> None:
@@ -74,14 +83,18 @@ def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) 
 
     Nothing is checked if calls have no ids, or are in another field.
     """
-    ids: list[str | None] = []
+    # By their texts in Python, because ids may be of any kind. A dict keeps their order.
+    ids: dict[str, Any] = {}
     for number, message in enumerate(messages):
-        ids += [call.get("id") for call in message.get("tool_calls", ())]
+        for call in message.get("tool_calls", ()):
+            if not call.get("id"):
+                return
+            ids[repr(call["id"])] = call["id"]
         named = message.get("tool_call_id")
-        if named is not None and ids and all(ids) and named not in ids:
+        if named is not None and ids and repr(named) not in ids:
             raise ValueError(
                 f"{field}[{number}] has tool_call_id {shown(named)}, which is the id of no call before it ("
-                f"{', '.join(map(shown, ids[-5:]))}); give the id of its call, or leave out all ids"
+                f"{', '.join(map(shown, list(ids.values())[-5:]))}); give the id of its call, or leave out all ids"
             )
 
 
@@ -195,7 +208,9 @@ def _unify_calls(message: dict[str, Any], place: str) -> None:
     content = message.get("content")
     text = content.strip() if isinstance(content, str) else json.dumps(content)
     if text.startswith("<think>") and "</think>" in text:
-        message[REASONING], _, text = text.removeprefix("<think>").partition("</think>")
+        thoughts, _, text = text.removeprefix("<think>").partition("</think>")
+        if message.setdefault(REASONING, thoughts) != thoughts:
+            raise ValueError(f"{place} has thoughts in {REASONING} and other ones before the call; keep one of them")
     try:
         calls = parse(text.encode(), MEDIUM)
     except ValueError as error:

@@ -114,6 +114,32 @@ REFUSED = {
         turns(("human", "q"), ("function_call", SHAREGPT_CALL), ("function_call", SHAREGPT_CALL), ("observation", "4")),
         r"conversations\[2\] of role function_call follows",
     ),
+    "a call after a text in sharegpt": (
+        turns(("human", "q"), ("gpt", "wait"), ("function_call", SHAREGPT_CALL), ("observation", "4")),
+        r"conversations\[2\] of role function_call follows one of role gpt",
+    ),
+    "a text after a call in sharegpt": (
+        turns(("human", "q"), ("function_call", SHAREGPT_CALL), ("gpt", "x")),
+        r"conversations\[2\] of role gpt follows one of role function_call",
+    ),
+    "consecutive calls in columns": (
+        {
+            "conversations": [
+                {"from": role, "value": text, "role": None}
+                for role, text in (("human", "q"), *[("function_call", SHAREGPT_CALL)] * 2)
+            ]
+        },
+        r"conversations\[2\] of role function_call follows",
+    ),
+    "two thoughts of a call in sharegpt": (
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": f"<think>a</think>{SHAREGPT_CALL}", "reasoning_content": "b"},
+            ]
+        },
+        "reasoning_content.*keep one",
+    ),
     "a call in sharegpt without arguments": (
         turns(("human", "q"), ("function_call", '{"name": "add"}')),
         "tool_calls.*arguments",

@@ -112,7 +112,8 @@ def _refuse_bad_answer(record: Record) -> None:
         if record.fields.get(name) is False and name not in record.names.fields.values():
             raise record.error(
                 f"'{name}' is false, so the answer is a bad one, and supervised training would learn it; remove the "
-                "record, or train with loop=preference and preference.loss=kto"
+                "record (or the field, if it judges something else), or train with loop=preference and "
+                "preference.loss=kto"
             )
 
 
