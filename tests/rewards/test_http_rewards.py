@@ -258,11 +258,19 @@ def test_verdicts(said, score):
 def test_a_verdict_of_a_cut_answer_is_none(said):
     rated = judge(scale=[0, 100]) if "Rating" in said else judge(pattern=r'"grade": "(\w+)"', choices={"A": 1, "B": 0})
     answer = {"choices": [{"message": {"content": said}, "finish_reason": "length"}]}
-    with pytest.raises(ValueError, match="cut off by"):
+    with pytest.raises(ValueError, match="cut off"):
         rated.read(answer)
     for finish_reason in ("stop", None):
         answer["choices"][0]["finish_reason"] = finish_reason
         assert rated.read(answer) == (0.07 if "Rating" in said else 1.0)
+
+
+def test_a_judge_cut_in_its_thoughts_is_told_its_limit():
+    answer = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
+    with pytest.raises(ValueError, match=r"max_tokens = 1024\); give a higher limit"):
+        judge().read(answer)
+    with pytest.raises(ValueError, match=r"max_tokens = null\); give a higher limit"):
+        judge(max_tokens=None).read(answer)
 
 
 def test_verdicts_by_number_and_by_pattern():
@@ -306,6 +314,7 @@ def test_wrong_settings_are_refused(tmp_path, monkeypatch, given, error_text):
         ("slime", "/", 0.75, {"response": "solution 1 {{answer}}", "label": "42"}),
         ("slime", "/", {"score": 0.75}, {"prompt": "What is 6 x 7?"}),
         ("openrlhf", "/get_reward", {"rewards": [0.75]}, {"prompts": ["What is 6 x 7?"], "labels": ["42"]}),
+        ("openrlhf", "/get_reward", {"rewards": [0.75], "scores": [1.0], "extra_logs": {}}, {"labels": ["42"]}),
         ("vllm", "/pooling", [0.75], {"model": "m"}),
         ("vllm", "/pooling", {"data": [{"data": [[0.5], [0.75]]}]}, {"model": "m", "add_generation_prompt": False}),
     ],

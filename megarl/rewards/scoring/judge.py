@@ -105,14 +105,13 @@ class Judge(ServedReward[JudgeConfig]):
             text, finish_reason = choice["message"]["content"], choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError(f"the judge's answer is not a chat completion: {answer!r:.200}") from None
+        # The rest may change the verdict: 7 of 75, or a second thought. An answer cut in its thoughts has no text.
+        if finish_reason == "length":
+            limit = "null" if self.config.max_tokens is None else self.config.max_tokens
+            end = f"It ends with {text[-_MAX_SHOWN:]!r}" if isinstance(text, str) else "It has no text yet"
+            raise ValueError(f"the judge's answer is cut off (kwargs.max_tokens = {limit}); give a higher limit. {end}")
         if not isinstance(text, str):
             raise ValueError(f"the judge's answer has no text: {text!r:.200}")
-        # The rest may change the verdict: 7 of 75, or a second thought.
-        if finish_reason == "length":
-            raise ValueError(
-                f"the judge's answer is cut off by kwargs.max_tokens = {self.config.max_tokens}; raise it. It ends "
-                f"with {text[-_MAX_SHOWN:]!r}"
-            )
         return self.verdict(text)
 
     def verdict(self, text: str) -> float:

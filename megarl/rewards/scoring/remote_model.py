@@ -42,6 +42,9 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
         value = answer
         if isinstance(value, Mapping):
             names = ("data",) if self.config.protocol == "vllm" else ("score", "reward", "rewards", "scores")
+            if self.config.protocol == "openrlhf" and "rewards" in value:
+                # OpenRLHF trains on the rewards. Its `scores` choose the groups to train.
+                names = ("rewards",)
             values = [value[name] for name in names if name in value]
             # Several different values: which one is the score is not guessed.
             value = values[0] if values and values.count(values[0]) == len(values) else None
@@ -52,6 +55,6 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
             value = value.get("data") if isinstance(value, dict) else value[-1]
         score = finite_number(value)
         if score is None:
-            raise ValueError(f"the server's answer has no score: {answer!r:.200}")
+            raise ValueError(f"the server's answer has no score, or several: {answer!r:.200}")
         clip = self.config.clip
         return score if clip is None else max(-clip, min(clip, score))
