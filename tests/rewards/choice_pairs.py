@@ -18,6 +18,10 @@ RIGHT = [
     "The answer is [C] (not [A])",
     "The answer is [C]; [A] is wrong",
     "The answer is [C] and [A] is wrong.",
+    "The answer is [C] blue, and [A] is wrong.",
+    "The answer is (C) blue, and I think that is all.",
+    "The answer is C: blue or azure.",
+    "The answer is (C) [I checked it].",
     "The answer is C because it fits.",
     "The answer is **C** because it fits.",
     "Answer: C because A is wrong.",
@@ -214,6 +218,14 @@ RIGHT = [
 ]
 
 WRONG = [
+    "The answer is [C][A]",
+    "The answer is [C] {A}",
+    "The answer is (C) {A}.",
+    "The answer is [C] blue or [A] red.",
+    "The answer is (C) (blue), or (A).",
+    "The answer is C, blue, or A, red.",
+    "The answer is C: blue. A is also correct.",
+    "The answer is (C) Blue and (A) Red.",
     "[B]",
     "{B}",
     "[C, B]",

@@ -16,7 +16,7 @@ _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u20
 _CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
 """Matches signs after a letter: dollar signs, bold marks, quotes, brackets."""
 _GOES_ON = (
-    r"(?:(?<=[)\]}])(?!\s*(?:[-+*/^=<>]|\(?[A-Z]\b))"
+    r"(?:(?<=[)\]}])(?!\s*(?:[-+*/^=<>]|\(?[A-Z]\b|[\[{]\s*[A-Z]\s*[\]}]))"
     r"|(?=[ \t]*+(?:[.,:;!。]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
     rf"|{REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
 )
@@ -118,12 +118,20 @@ class Statement:
     @property
     def following_in_line(self) -> str:
         """The rest of the statement's line without marks: the choice's text, if the statement gives it."""
-        rest_of_line = self.following.partition("\n")[0]
-        return _BEFORE_TEXT.sub("", rest_of_line, count=1).rstrip(" \t).!*")
+        return self._rest_of_line.rstrip(" \t).!*")
 
-    def has_second_choice(self) -> bool:
-        """Return whether another choice is joined to the letter: `the answer is A or B`."""
-        return _SECOND.match(self.text, self.end) is not None
+    @property
+    def _rest_of_line(self) -> str:
+        return _BEFORE_TEXT.sub("", self.following.partition("\n")[0], count=1)
+
+    def has_second_choice(self, own_text: str) -> bool:
+        """Return whether another choice is joined to the letter (`the answer is A or B`), or to the choice's own text
+        after the letter (`A, red, or B`).
+        """
+        if _SECOND.match(self.text, self.end):
+            return True
+        own = re.match(re.escape(own_text), self._rest_of_line, re.IGNORECASE) if own_text else None
+        return own is not None and _SECOND.match(self._rest_of_line, own.end()) is not None
 
 
 def letter_called_right(line: str) -> str | None:

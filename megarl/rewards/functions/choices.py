@@ -37,6 +37,10 @@ class Choices:
         """Return the letter of the choice with this label, text or letter, or None."""
         return self.by_label(text) or self.by_text(text) or self.by_letter(text)
 
+    def text_of(self, letter: str) -> str:
+        """Return the text of the choice with this letter. Empty: the record has only labels."""
+        return self.texts[LETTERS.index(letter)] if self.texts else ""
+
     def by_label(self, text: str) -> str | None:
         return _letter_of_name(text, self.labels)
 

@@ -99,7 +99,8 @@ def _read_agreeing_letter(statement: Statement, choices: Choices) -> str | None:
 
     None: it names a second choice or is withdrawn, or another choice's text follows (`C, red`, where red is B).
     """
-    if statement.has_second_choice() or choices.is_withdrawn(statement.letter, statement.following):
+    own_text = choices.text_of(statement.letter)
+    if statement.has_second_choice(own_text) or choices.is_withdrawn(statement.letter, statement.following):
         return None
     letter_of_text = choices.by_text(statement.following_in_line)
     return statement.letter if letter_of_text in (None, statement.letter) else None

@@ -128,12 +128,20 @@ class Comparison:
             return self._same_relation(gold, prediction)
         if gold.kind == "relation":
             if gold.value == ("in",):
-                # `x \in A` and A alone are the same answer.
-                return gold.parts[0].kind == "symbol" and self.same(gold.parts[1], prediction)
+                return self._same_members(gold, prediction)
             return is_equation(gold) and is_label(gold.parts[0]) and self.same(gold.parts[-1], prediction)
         if prediction.value == ("in",):
-            return prediction.parts[0].kind == "symbol" and self.same(gold, prediction.parts[1])
+            return self._same_members(prediction, gold)
         return is_equation(prediction) and self._names_or_holds(gold, prediction.parts)
+
+    def _same_members(self, relation: Node, answer: Node) -> bool:
+        r"""Return whether an answer is the set of a relation: `x \in A` and A alone are the same.
+
+        A column is no set: after `x \in`, (1, 2) is an interval.
+        """
+        element, members = relation.parts
+        is_set = multiply_into_matrix(answer).kind != "matrix"
+        return element.kind == "symbol" and is_set and self.same(members, answer)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
         """Return whether two answers, at least one a list, are equal item by item. `x = 5` counts as 5."""
