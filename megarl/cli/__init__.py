@@ -144,9 +144,9 @@ def train(
             raise ConfigError(_folder_hint(path))
         if resume:
             # Before config.yaml is read: fields of another version would be reported as unknown keys.
-            earlier = RunRecord.read(path)
-            earlier.refuse_newer_version()
-            for checkpoint in earlier.checkpoints[:1]:
+            run_record = RunRecord.read(path)
+            run_record.refuse_newer_version()
+            for checkpoint in run_record.checkpoints[:1]:
                 refuse_other_schema(checkpoint)
         # The run's folder may have been moved or renamed since its config.yaml was written.
         override_texts = [override_text(name, value) for name, value in _folder_fields(path).items()] + override_texts

@@ -32,7 +32,7 @@ def check_completely(
     """
     from megarl.datasets.counts import count_records
     from megarl.datasets.reward_trials import check_rewards
-    from megarl.preflight import check, resource_warnings
+    from megarl.preflight import check, list_resource_warnings
     from megarl.terminal import Terminal
 
     # Printed before the checks: the notices may explain an error of a check.
@@ -45,7 +45,7 @@ def check_completely(
         check_rewards(recipe, is_start=is_start)
     # Warnings go to stderr, so that stdout has only the command's result. A recipe's texts are not Rich markup.
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    for text in resource_warnings(recipe, parallel):
+    for text in list_resource_warnings(recipe, parallel):
         console.print(f"warning: {text}", style="yellow")
     return parallel, records, dropped, digests
 

@@ -73,7 +73,7 @@ def plan(
     from megarl.planner.predictions import not_downloaded, table_of
     from megarl.planner.sizes import align_parallel
     from megarl.planner.verdict import verdict_of
-    from megarl.preflight import check_plan, slower_layout, small_cache
+    from megarl.preflight import check_plan, warn_of_slower_layout, warn_of_small_cache
     from megarl.reshard.forecast.cost_model import forecast
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
@@ -105,8 +105,8 @@ def plan(
         plan_values["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
         plan_values["notices"] = [
             *not_downloaded(loaded),
-            *small_cache(loaded, parallel, memory),
-            *slower_layout(loaded),
+            *warn_of_small_cache(loaded, parallel, memory),
+            *warn_of_slower_layout(loaded),
         ]
         if explain:
             plan_values["terms"] = [asdict(term) for term in explain_terms(memory)]
@@ -116,7 +116,10 @@ def plan(
         print_lines(
             [
                 *not_downloaded(loaded),
-                *(f"warning: {text}" for text in (*small_cache(loaded, parallel, memory), *slower_layout(loaded))),
+                *(
+                    f"warning: {text}"
+                    for text in (*warn_of_small_cache(loaded, parallel, memory), *warn_of_slower_layout(loaded))
+                ),
             ]
         )
     # None: the GPUs' memory is unknown, and nothing is refused then.

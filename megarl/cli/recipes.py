@@ -51,7 +51,11 @@ def _copy_recipes(delivered: Mapping[str, Path], names: Sequence[str], folder: P
     stems = [name.removesuffix(".yaml") for name in names]
     for name in stems:
         if name not in delivered:
-            hint = f"did you mean {near}?" if (near := nearest(name, delivered)) else "`megarl recipes` lists them"
+            hint = (
+                f"did you mean {nearest_recipe}?"
+                if (nearest_recipe := nearest(name, delivered))
+                else "`megarl recipes` lists them"
+            )
             raise ConfigError(f"{name}: not a recipe of megarl; {hint}")
     copies = {folder / delivered[name].name: delivered[name] for name in stems}
     for copy in copies:

@@ -288,6 +288,6 @@ class RankModel:
         parallel = self.parallel
         return [
             # The last pipeline stage has the outputs. All its tensor-parallel ranks have them, so take the first rank.
-            [parallel.rank(tp=0, cp=part, dp=replica, pp=parallel.pp - 1) for part in range(parallel.cp)]
+            [parallel.rank(tp=0, cp=cp_index, dp=replica, pp=parallel.pp - 1) for cp_index in range(parallel.cp)]
             for replica in range(parallel.dp)
         ]

@@ -40,12 +40,12 @@ class Condition:
     def state(self, recipe: Recipe) -> str:
         """Return the deciding fields with their values for an error: `under loop=sft`, `without reward.model`."""
         values = {field: value_at(recipe, field) for field in self.fields}
-        absent = [field for field, value in values.items() if value is None or value == {}]
+        absent_fields = [field for field, value in values.items() if value is None or value == {}]
         texts = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
-        present = [f"{field}={texts[field]}" for field in values if field not in absent]
-        parts = ["under " + " and ".join(present)] if present else []
-        parts += ["without " + " or ".join(absent)] if absent else []
-        return " ".join(parts)
+        present_texts = [f"{field}={texts[field]}" for field in values if field not in absent_fields]
+        state_texts = ["under " + " and ".join(present_texts)] if present_texts else []
+        state_texts += ["without " + " or ".join(absent_fields)] if absent_fields else []
+        return " ".join(state_texts)
 
 
 @dataclass(frozen=True, slots=True, init=False)

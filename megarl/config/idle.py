@@ -151,8 +151,8 @@ def idle_lines(recipe: Recipe, references: Mapping[Place, str], origin: Origin) 
 
 def _assignment_text(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
     """Return `field = value` for an error line. Secrets are hidden; `${...}` references stay unresolved."""
-    where: Any = tuple(place.split("."))
-    value = reference_around(where, references) or printable(value_at(recipe, field), where, references)
+    field_place: Any = tuple(place.split("."))
+    value = reference_around(field_place, references) or printable(value_at(recipe, field), field_place, references)
     return f"{place} = {shorten_value(value)}"
 
 

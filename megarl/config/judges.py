@@ -61,11 +61,11 @@ def accuracy_needs(recipe: Recipe) -> list[str]:
     needs = []
     if algorithm.advantage == "pass_at_k":
         needs.append("algorithm.advantage = pass_at_k")
-    if allowed := algorithm.dynamic_sampling:
+    if accuracy_range := algorithm.dynamic_sampling:
         if algorithm.dynamic_sampling_metric == "accuracy":
             needs.append("algorithm.dynamic_sampling_metric = accuracy")
-        elif algorithm.dynamic_sampling_metric is None and allowed[1] < 1:
-            needs.append(f"algorithm.dynamic_sampling = {list(allowed)}")
+        elif algorithm.dynamic_sampling_metric is None and accuracy_range[1] < 1:
+            needs.append(f"algorithm.dynamic_sampling = {list(accuracy_range)}")
     return needs + _curriculum_need(recipe)
 
 

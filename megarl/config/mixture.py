@@ -98,13 +98,16 @@ def check_sources(recipe: Recipe) -> None:
         faults.append(_fault(text, ("data", "validation"), recipe.data.validation))
     for name, source_config in recipe.mixture.items():
         # A source may override only some fields, and must have valid values and its own names of sets.
-        for section, allowed in OWN.items():
+        for section, permitted_fields in OWN.items():
             values: Mapping[str, Any] = getattr(source_config, section)
             for key in values:
-                if key not in allowed:
-                    text = f"cannot differ by source; set it for the whole run. A source may set {', '.join(allowed)}"
+                if key not in permitted_fields:
+                    text = (
+                        "cannot differ by source; set it for the whole run. A source may set "
+                        f"{', '.join(permitted_fields)}"
+                    )
                     faults.append(_fault(text, ("mixture", name, section, key), values[key]))
-            permitted_values = {key: value for key, value in values.items() if key in allowed}
+            permitted_values = {key: value for key, value in values.items() if key in permitted_fields}
             try:
                 merged = _merge(getattr(recipe, section), permitted_values)
             except ValidationError as error:

@@ -103,10 +103,10 @@ def engine_overrides(
     vLLM replaces a field as a whole, so rotary settings must be complete. `rope` has settings that config.json may
     lack.
     """
-    plain = {name: value for name, value in override.items() if name not in _ROPE}
-    if len(plain) == len(override):
-        return plain
-    return plain | {"rope_parameters": {**(rope or {}), **rope_parameters(apply_override(config, override))}}
+    plain_overrides = {name: value for name, value in override.items() if name not in _ROPE}
+    if len(plain_overrides) == len(override):
+        return plain_overrides
+    return plain_overrides | {"rope_parameters": {**(rope or {}), **rope_parameters(apply_override(config, override))}}
 
 
 def _scaling(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -158,9 +158,9 @@ def _write_section(
             inner_text = _write_section(value, field_place, references, has_effect, comments)
             text = f"{name}:\n{textwrap.indent(inner_text, '  ')}" if inner_text else ""
         elif section_of(field) is not None or has_effect(field_place):
-            plain = {name: printable(value, field_place, references)}
+            printed_value = {name: printable(value, field_place, references)}
             # Without a large width YAML folds long values over several lines.
-            text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)
+            text = yaml.safe_dump(printed_value, sort_keys=False, allow_unicode=True, width=10**6)
         else:
             text = ""
         if text and comments:

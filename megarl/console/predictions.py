@@ -29,8 +29,8 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     from rich.table import Table
 
     from megarl.datasets.counts import recognised_formats
-    from megarl.preflight import overview, shortened_warmups, uncorrected_staleness
-    from megarl.preflight.learning import learning_rate_finding
+    from megarl.preflight import overview, warn_of_shortened_warmups, warn_of_uncorrected_staleness
+    from megarl.preflight.learning import find_unusual_learning_rate
     from megarl.terminal import Console
 
     settings = recipe.train
@@ -63,8 +63,12 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     }
     if dropped:
         rows["left out"] = ", ".join(f"{count} too long from {source}" for source, count in dropped.items())
-    unusual = learning_rate_finding(recipe)
-    if warnings := [*shortened_warmups(recipe), *uncorrected_staleness(recipe), *([unusual.text] if unusual else [])]:
+    unusual = find_unusual_learning_rate(recipe)
+    if warnings := [
+        *warn_of_shortened_warmups(recipe),
+        *warn_of_uncorrected_staleness(recipe),
+        *([unusual.text] if unusual else []),
+    ]:
         rows["warning"] = "; ".join(warnings)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
     for row in rows.items():

@@ -474,9 +474,9 @@ class Profiles:
             offsets_of_engines.cancel()
             raise
         spans = [spans for _, spans in trainer_answers]
-        facts = {"step": number, "seconds_of_a_span": measure_span_seconds()}
+        trace_values = {"step": number, "seconds_of_a_span": measure_span_seconds()}
         self._writing = asyncio.create_task(
-            self._write(step_span, driver_spans, offsets, spans, offsets_of_engines, facts)
+            self._write(step_span, driver_spans, offsets, spans, offsets_of_engines, trace_values)
         )
         if not self._ranks.is_separate:
             await self._writing
@@ -506,16 +506,16 @@ class Profiles:
         offsets: list[float],
         spans: list[list[Span]],
         offsets_of_engines: asyncio.Task[list[float]],
-        facts: dict[str, Any],
+        trace_values: dict[str, Any],
     ) -> None:
         """Write the trace of a step.
 
-        `spans` and `offsets` are those of the trainer ranks, `facts` values shown with the trace.
+        `spans` and `offsets` are those of the trainer ranks, `trace_values` values shown with the trace.
         """
         offsets = offsets + await offsets_of_engines
         if self._ranks.is_separate:
             spans = spans + [rank_spans for _, rank_spans in await self._ranks.call_engines("__spans__", False)]
-        number = facts["step"]
+        number = trace_values["step"]
         # Spans and offsets are matched by position, so a changed set of engines would mix up ranks.
         if len(spans) != len(offsets):
             self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
@@ -526,14 +526,14 @@ class Profiles:
             for rank, (rank_spans, offset) in enumerate(zip(spans, offsets, strict=True))
         ]
         share, rank_share = covered_share(tracks, step_span), covered_share(tracks[1:], step_span)
-        facts = facts | {
+        trace_values = trace_values | {
             "covered": share,
             "covered_by_ranks": rank_share,
             "spans": [len(track.spans) for track in tracks],
         }
         path = self._folder.profiles_folder / f"step_{number:06d}.json"
         path.parent.mkdir(exist_ok=True)
-        replace_text(path, json.dumps(chrome_trace(tracks, step_span, facts)))
+        replace_text(path, json.dumps(chrome_trace(tracks, step_span, trace_values)))
         self._tracker.info(
             f"profile of step {number}: {path}, {share:.1%} of its time in spans, {rank_share:.1%} in calls of "
             "ranks; open it in ui.perfetto.dev"

@@ -13,7 +13,7 @@ from megarl.loops.on_policy import on_policy_rollout
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.started_run import Run
 from megarl.loops.step import StepSamples
-from megarl.preflight import off_policy_notices
+from megarl.preflight import list_off_policy_warnings
 from megarl.rollout.step.advantages import penalty_kl, weigh
 from megarl.rollout.step.scoring import forward_of, score
 from megarl.rollout.step.updates import PolicyUpdates, update_critic
@@ -32,7 +32,7 @@ async def train(run: Run) -> None:
     policy = models["policy"]
     forward = forward_of(policy, recipe)
     conversations_at = conversations_of(recipe, run.data.tokenizer, run.data.dropped, run.origin.position)
-    for warning in off_policy_notices(recipe):
+    for warning in list_off_policy_warnings(recipe):
         run.tracker.notice(warning)
 
     async with on_policy_rollout(run) as rollout:

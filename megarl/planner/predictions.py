@@ -61,7 +61,7 @@ def predicted_memory(recipe: Recipe) -> dict[str, int]:
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
     """Return the predicted host memory of a rank on GPUs, by kind of rank.
 
-    None: memory cannot be predicted, or ranks run on CPUs (see `resource_warnings`).
+    None: memory cannot be predicted, or ranks run on CPUs (see `list_resource_warnings`).
     """
     if ranks_on_cpu(recipe) or (models := planned_models(recipe)) is None:
         return None

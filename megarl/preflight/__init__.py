@@ -18,11 +18,11 @@ from megarl.planner.defaults import with_memory_defaults
 from megarl.planner.model_sizes import model_fit
 from megarl.planner.sizes import align_parallel, parallel_of, ranks
 from megarl.preflight.downloads import download_missing, download_model
-from megarl.preflight.learning import shortened_warmups
+from megarl.preflight.learning import warn_of_shortened_warmups
 from megarl.preflight.memory.disk_space import check_disk
 from megarl.preflight.memory.memory_fit import memory_faults
-from megarl.preflight.memory.resources import resource_warnings, slower_layout, small_cache
-from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected_staleness
+from megarl.preflight.memory.resources import list_resource_warnings, warn_of_slower_layout, warn_of_small_cache
+from megarl.preflight.off_policy import list_off_policy_warnings, warn_of_kept_kv, warn_of_uncorrected_staleness
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, faults, finding_of
 from megarl.types import ConfigError, DataError
@@ -33,15 +33,15 @@ __all__ = [
     "check_plan",
     "download_missing",
     "download_model",
-    "kept_kv",
+    "list_off_policy_warnings",
+    "list_resource_warnings",
     "load",
-    "off_policy_notices",
     "overview",
-    "resource_warnings",
-    "shortened_warmups",
-    "slower_layout",
-    "small_cache",
-    "uncorrected_staleness",
+    "warn_of_kept_kv",
+    "warn_of_shortened_warmups",
+    "warn_of_slower_layout",
+    "warn_of_small_cache",
+    "warn_of_uncorrected_staleness",
 ]
 
 

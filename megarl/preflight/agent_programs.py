@@ -39,20 +39,20 @@ _ENDING_LAUNCHERS = {
 def command_faults(agent: AgentConfig) -> Iterator[str]:
     """Yield an error if the program of the agents is missing, or its script is not found where it will run."""
     command = agent.command
-    where = f"rollout.agent.command = {list(command)!r}"
+    assignment = f"rollout.agent.command = {list(command)!r}"
     if not command:
         yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
     elif agent.sandbox != "process":
         if (script := _find_script(command)) is not None and not os.path.isabs(script):
             yield (
-                f"{where}: the container has a working folder of its own, without {script!r}; give its absolute path, "
-                "and its folder in rollout.agent.folders"
+                f"{assignment}: the container has a working folder of its own, without {script!r}; give its absolute "
+                "path, and its folder in rollout.agent.folders"
             )
     elif shutil.which(command[0]) is None:
-        yield f"{where}: there is no program {command[0]!r}; give its full path"
+        yield f"{assignment}: there is no program {command[0]!r}; give its full path"
     elif (script := _find_script(command)) is not None and not Path(script).is_file():
         yield (
-            f"{where}: there is no file {script!r}; give its path from the folder "
+            f"{assignment}: there is no file {script!r}; give its path from the folder "
             f"that megarl is started in ({Path.cwd()}), or an absolute one"
         )
 
@@ -86,22 +86,24 @@ def check_endpoint_address(recipe: Recipe) -> Iterator[str]:
 def check_outliving_programs(recipe: Recipe) -> Iterator[str]:
     """Yield errors of settings with which agent programs could not continue with the next driver."""
     rollout = recipe.rollout
-    where = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
+    assignment = f"rollout.agent.outlive_seconds = {rollout.agent.outlive_seconds}"
     if rollout.agent.outlive_seconds is None:
         return
     if (reason := _ENDING_LAUNCHERS.get(recipe.cluster.launcher)) is not None:
-        yield f"{where}: cluster.launcher = {recipe.cluster.launcher}: {reason}; leave out outlive_seconds"
+        yield f"{assignment}: cluster.launcher = {recipe.cluster.launcher}: {reason}; leave out outlive_seconds"
     if rollout.endpoint.port == 0:
-        yield f"{where}: programs look for the next driver at the same port; set rollout.endpoint.port to a free one"
+        yield (
+            f"{assignment}: programs look for the next driver at the same port; set rollout.endpoint.port to a free one"
+        )
     if rollout.agent.sandbox != "process" and rollout.agent.reach == "host":
         yield (
-            f"{where}: with rollout.agent.network = host nothing holds the connections of programs while the driver is "
-            "away; set rollout.agent.network=endpoint, or leave out outlive_seconds"
+            f"{assignment}: with rollout.agent.network = host nothing holds the connections of programs while the "
+            "driver is away; set rollout.agent.network=endpoint, or leave out outlive_seconds"
         )
     if recipe.rollout.stragglers == "park":
         yield (
-            f"{where}: rollout.stragglers = park pauses completions, and a program cannot go on with a paused one; set "
-            "rollout.stragglers=wait, or leave out outlive_seconds"
+            f"{assignment}: rollout.stragglers = park pauses completions, and a program cannot go on with a paused "
+            "one; set rollout.stragglers=wait, or leave out outlive_seconds"
         )
 
 
@@ -120,11 +122,11 @@ def check_containers(recipe: Recipe) -> Iterator[str]:
     if recipe.rollout.environment != "command" or agent.sandbox == "process":
         return
     faults = [
-        f"rollout.agent.folders.{place} = {folder}: there is no such folder; give an absolute path"
-        for place, folder in enumerate(agent.folders)
+        f"rollout.agent.folders.{index} = {folder}: there is no such folder; give an absolute path"
+        for index, folder in enumerate(agent.folders)
         if not (os.path.isabs(folder) and os.path.exists(folder))
     ]
-    faults += [fault for place, folder in enumerate(agent.folders) if (fault := _find_socket_fault(place, folder))]
+    faults += [fault for index, folder in enumerate(agent.folders) if (fault := _find_socket_fault(index, folder))]
     own_images = [task_image(task, agent.image, is_file=agent.images_are_files) for task in tasks]
     images = dict.fromkeys(own_images or [agent.image])
     faults += [fault for task in tasks for fault in _find_task_faults(task, agent)]
@@ -188,17 +190,18 @@ def _find_image_fault(image: str | None, agent: AgentConfig) -> str | None:
 
 def _find_task_faults(task: Mapping[str, Any], agent: AgentConfig) -> Iterator[str]:
     """Yield the errors of one task of the data: its limits, its image and its network."""
-    where = f"{task['folder']}/{TASK_FILE}"
-    yield from _find_limit_faults(task, agent, where)
+    task_file = f"{task['folder']}/{TASK_FILE}"
+    yield from _find_limit_faults(task, agent, task_file)
     is_known = task["image"] is not None and not agent.images_are_files
     if agent.image is None and not is_known and (task["has_dockerfile"] or task["image"]):
         yield (
-            f"{where}: the task has an image of its own, which is not built or downloaded; set rollout.agent.image to "
+            f"{task_file}: the task has an image of its own, which is not built or downloaded; set "
+            "rollout.agent.image to "
             "it, unpacked in a folder for sandbox=sandbox. {task} in it stands for the task's name"
         )
     if task["needs_network"] and agent.reach != "host":
         yield (
-            f"{where}: environment.network_mode = public: the container reaches the endpoint only; set "
+            f"{task_file}: environment.network_mode = public: the container reaches the endpoint only; set "
             "rollout.agent.network=host, or the task's network_mode to no-network"
         )
 

@@ -157,10 +157,10 @@ def _find_variable_faults(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each variable passed to agent programs that is missing, or holds a key of the run."""
     key_variables = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
     run_variables = {name for name in key_variables if isinstance(name, str)} | _OWN_KEYS
-    for place, name in enumerate(recipe.rollout.agent.environment):
-        where = f"rollout.agent.environment.{place} = {name}"
+    for index, name in enumerate(recipe.rollout.agent.environment):
+        assignment = f"rollout.agent.environment.{index} = {name}"
         # Variables named MEGARL_* configure the run itself.
         if name in run_variables or name.startswith("MEGARL_"):
-            yield f"{where}: holds a key of the run's own, which an agent program must not see; leave it out"
+            yield f"{assignment}: holds a key of the run's own, which an agent program must not see; leave it out"
         elif name not in os.environ:
-            yield f"{where}: megarl's environment has no such variable; export it, or leave it out"
+            yield f"{assignment}: megarl's environment has no such variable; export it, or leave it out"

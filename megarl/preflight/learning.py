@@ -181,7 +181,7 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
         yield "critic.optimizer", recipe.critic.optimizer, train.steps * recipe.critic.updates_per_step
 
 
-def shortened_warmups(recipe: Recipe) -> Iterator[str]:
+def warn_of_shortened_warmups(recipe: Recipe) -> Iterator[str]:
     """Yield a notice for each warm-up longer than the run. The run shortens it to end at the peak rate."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
@@ -330,18 +330,22 @@ def _find_reward_order_faults(recipe: Recipe) -> Iterator[str]:
 
 def _find_dynamic_sampling_faults(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield an error if the limits of dynamic sampling do not fit its metric."""
-    if (allowed := algorithm.dynamic_sampling) is None:
+    if (sampling_range := algorithm.dynamic_sampling) is None:
         return
     # The spread of a group's rewards has no natural upper limit, so only the lower one is used.
     if algorithm.dynamic_sampling_metric == "reward":
-        if allowed[0] < 0 or allowed[1] != 1:
+        if sampling_range[0] < 0 or sampling_range[1] != 1:
             yield (
-                f"algorithm.dynamic_sampling = {list(allowed)}: with algorithm.dynamic_sampling_metric = reward, the "
+                f"algorithm.dynamic_sampling = {list(sampling_range)}: with algorithm.dynamic_sampling_metric = "
+                "reward, the "
                 "first number is the smallest accepted spread of a group's rewards (0 or more), and there is no upper "
-                f"limit; write [{max(allowed[0], 0.0):g}, 1]"
+                f"limit; write [{max(sampling_range[0], 0.0):g}, 1]"
             )
-    elif not 0 <= allowed[0] < allowed[1] <= 1:
-        yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+    elif not 0 <= sampling_range[0] < sampling_range[1] <= 1:
+        yield (
+            f"algorithm.dynamic_sampling = {list(sampling_range)}: give two accuracies between 0 and 1, the lower one "
+            "first"
+        )
 
 
 @checks("algorithm")
@@ -457,7 +461,7 @@ def updates_like_adam(optimizer: OptimizerConfig) -> bool:
     return optimizer.name == "adam"
 
 
-def learning_rate_finding(recipe: Recipe, step: int = 0) -> BrokenRule | None:
+def find_unusual_learning_rate(recipe: Recipe, step: int = 0) -> BrokenRule | None:
     """Return a finding if the learning rate is unusual for the model; None: it is usual, or nothing is trained.
 
     `step` is the last step before the start. Optimizers whose updates differ in size from Adam's have a usual range

@@ -95,14 +95,14 @@ def check_staleness(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def off_policy_notices(recipe: Recipe) -> Iterator[str]:
+def list_off_policy_warnings(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each allowed difference between the sampling policy and the trained policy."""
-    yield from uncorrected_staleness(recipe)
-    yield from uncorrected_fp8(recipe)
-    yield from kept_kv(recipe)
+    yield from warn_of_uncorrected_staleness(recipe)
+    yield from warn_of_uncorrected_fp8(recipe)
+    yield from warn_of_kept_kv(recipe)
 
 
-def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
+def warn_of_uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if stale tokens are trained with algorithm.importance_sampling = none."""
     if unmet(recipe, "rollout.max_staleness") is None and is_uncorrected(recipe):
         yield (
@@ -112,7 +112,7 @@ def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
+def warn_of_uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if engines sample in FP8, and nothing corrects the difference from the trainer."""
     defaults = {"quantization": "none", "kv_cache_dtype": "auto"}
     values = {name: getattr(recipe.rollout, name) for name in defaults}
@@ -124,7 +124,7 @@ def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def kept_kv(recipe: Recipe) -> Iterator[str]:
+def warn_of_kept_kv(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if rollout.recompute_kv is false: log-probs then mix several weight versions."""
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
         yield (

@@ -121,9 +121,9 @@ def _describe_groups(recipe: Recipe, low: float, high: float) -> str:
 
 def _describe_learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
     warmup = optimizer.warmup_updates(updates)
-    end = "" if optimizer.schedule == "constant" else f" to {optimizer.min_learning_rate:g}"
-    begin = f" after {warmup} of {updates} updates of warm-up" if warmup else ""
-    return f"{optimizer.learning_rate:g}, {optimizer.schedule}{end}{begin}; {optimizer.name}"
+    end_text = "" if optimizer.schedule == "constant" else f" to {optimizer.min_learning_rate:g}"
+    warmup_text = f" after {warmup} of {updates} updates of warm-up" if warmup else ""
+    return f"{optimizer.learning_rate:g}, {optimizer.schedule}{end_text}{warmup_text}; {optimizer.name}"
 
 
 def _describe_evaluation(recipe: Recipe) -> str:

@@ -122,11 +122,11 @@ class _Clock:
     @property
     def seconds_left(self) -> float | None:
         """Return the seconds until the nearest time limit; None: no limit."""
-        ends = [end for end in (self._attempt_ends, self._step_ends) if end is not None]
+        limit_times = [limit_time for limit_time in (self._attempt_ends, self._step_ends) if limit_time is not None]
         # The next call of the environment may begin at once. Its limit may then be the nearest.
         if self._step_ends is None and self.budget.step_seconds is not None:
-            ends.append(self.now() + self.budget.step_seconds)
-        return max(_TICK_SECONDS, min(ends) - self.now()) if ends else None
+            limit_times.append(self.now() + self.budget.step_seconds)
+        return max(_TICK_SECONDS, min(limit_times) - self.now()) if limit_times else None
 
     @property
     def exceeded_limit(self) -> Literal["attempt", "step"] | None:

@@ -420,14 +420,14 @@ class GroupBuffer:
 
     def _drop_stale(self) -> None:
         """Drop all groups with tokens older than the staleness limit, and cancel those in flight."""
-        state, stale = self.state, self._demand.stale_draws(self.state)
-        self._counts["staleness/dropped"] += len(stale)
-        started = [group.problem for draw, group in state.started.items() if draw in stale]
-        waiting = [group[0].problem for group in state.waiting if draw_of(group) in stale]
-        state.drop("stale", started + waiting)
-        self._cancel([draw for draw in state.started if draw in stale], is_dropped=True)
-        state.started = {draw: group for draw, group in state.started.items() if draw not in stale}
-        state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
+        state, stale_numbers = self.state, self._demand.stale_draws(self.state)
+        self._counts["staleness/dropped"] += len(stale_numbers)
+        started_problems = [group.problem for draw, group in state.started.items() if draw in stale_numbers]
+        waiting_problems = [group[0].problem for group in state.waiting if draw_of(group) in stale_numbers]
+        state.drop("stale", started_problems + waiting_problems)
+        self._cancel([draw for draw in state.started if draw in stale_numbers], is_dropped=True)
+        state.started = {draw: group for draw, group in state.started.items() if draw not in stale_numbers}
+        state.waiting = [group for group in state.waiting if draw_of(group) not in stale_numbers]
 
     def _abort_all(self) -> None:
         """Drop all groups in flight and waiting: the step has its groups, and stragglers are aborted."""

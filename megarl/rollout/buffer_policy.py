@@ -29,8 +29,8 @@ class BufferPolicy:
     def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
         if recipe.rollout.is_paced:
             return cls("continue", recipe.rollout.staleness_bound)
-        named: dict[str, BufferPolicy] = {"wait": cls("finish"), "park": cls("continue"), "abort": cls("abort")}
-        return named[recipe.rollout.stragglers]
+        policies: dict[str, BufferPolicy] = {"wait": cls("finish"), "park": cls("continue"), "abort": cls("abort")}
+        return policies[recipe.rollout.stragglers]
 
     @property
     def is_synchronous(self) -> bool:

@@ -121,10 +121,10 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
     sampled_before = num_sampled(parts)
     if not sampled_before:
         return request
-    sampled = [part.token_ids.astype(np.int32) for part in parts]
+    sampled_parts = [part.token_ids.astype(np.int32) for part in parts]
     return replace(
         request,
-        prompt_token_ids=np.concatenate([request.prompt_token_ids, *sampled]),
+        prompt_token_ids=np.concatenate([request.prompt_token_ids, *sampled_parts]),
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - sampled_before),
         seed=seed_of(request.seed, sampled_before),
         num_retained=sampled_before,

@@ -365,10 +365,10 @@ class EnginePool:
         """Let one replica's engine sample until it has no requests, or until the pool is paused."""
         try:
             while not self.is_paused:
-                new = self._admit(replica)
+                new_requests = self._admit(replica)
                 if not replica.running:
                     return
-                await self._advance(replica, new)
+                await self._advance(replica, new_requests)
                 # Yield once, so that coroutines resumed by these completions can queue their next request before
                 # admission.
                 await asyncio.sleep(0)
@@ -381,16 +381,16 @@ class EnginePool:
 
     def _admit(self, replica: Replica) -> tuple[Request, ...]:
         """Dequeue the requests that a replica may start: its own queue first, then its share of the common queue."""
-        unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
+        num_unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         # Each replica takes at most an even share, rounded up. Otherwise the first pump to run would drain the common
         # queue.
-        share = -(-unfinished // len(self._live))
+        share = -(-num_unfinished // len(self._live))
         num_admitted = min(len(replica.waiting), self._max_running - len(replica.running))
-        new = [replica.waiting.popitem(last=False)[1] for _ in range(num_admitted)]
-        num_free = min(self._max_running, share) - len(replica.running) - len(new)
-        new += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), num_free))]
-        replica.running |= dict.fromkeys(request.request_id for request in new)
-        return tuple(new)
+        new_requests = [replica.waiting.popitem(last=False)[1] for _ in range(num_admitted)]
+        num_free = min(self._max_running, share) - len(replica.running) - len(new_requests)
+        new_requests += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), num_free))]
+        replica.running |= dict.fromkeys(request.request_id for request in new_requests)
+        return tuple(new_requests)
 
     async def _advance(self, replica: Replica, new: tuple[Request, ...]) -> None:
         """Send new and cancelled requests to a replica's engine, and handle the completions that it returns."""

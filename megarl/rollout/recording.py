@@ -30,12 +30,15 @@ class RecordedCall:
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
         archive.arrays[f"{prefix}prompt"] = self.prompt_token_ids
-        parts = [part.to_json(archive, f"{prefix}{place}.") for place, part in enumerate(self.parts)]
+        parts = [part.to_json(archive, f"{prefix}{part_index}.") for part_index, part in enumerate(self.parts)]
         return {"parts": parts, "is_done": self.is_done, "identity": self.identity}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> RecordedCall:
-        parts = [Completion.from_json(part, archive, f"{prefix}{place}.") for place, part in enumerate(values["parts"])]
+        parts = [
+            Completion.from_json(part, archive, f"{prefix}{part_index}.")
+            for part_index, part in enumerate(values["parts"])
+        ]
         # Earlier versions of megarl write no identities.
         identity = values.get("identity", "")
         return cls(archive.arrays[f"{prefix}prompt"], parts, values["is_done"], identity)
@@ -100,9 +103,9 @@ class StartedGroup:
         prefix = f"started.{group.draw}."
         for trajectory in values["finished"]:
             group.finish(load_trajectory(trajectory, archive, f"{prefix}{trajectory['number']}.", find_problem))
-        for place, call in enumerate(values["calls"]):
-            recorded = RecordedCall.from_json(call, archive, f"{prefix}call{place}.")
-            group.calls.setdefault(call["number"], []).append(recorded)
+        for call_index, call in enumerate(values["calls"]):
+            recorded_call = RecordedCall.from_json(call, archive, f"{prefix}call{call_index}.")
+            group.calls.setdefault(call["number"], []).append(recorded_call)
         return group
 
 

@@ -74,10 +74,10 @@ class RLState:
     def start(self, group: StartedGroup, positions: Positions) -> None:
         """Add a group just drawn. `positions` are the sources' positions after the draw."""
         source = group.problem.source
-        before, after = self.positions.get(source, Position()), positions[source]
-        if num_skipped := after.passed - before.passed:
+        position_before, position_after = self.positions.get(source, Position()), positions[source]
+        if num_skipped := position_after.passed - position_before.passed:
             self.draws.add("skipped", source, num_skipped)
-        self.draws.add("drawn", source, after.taken - 1, group.problem.index)
+        self.draws.add("drawn", source, position_after.taken - 1, group.problem.index)
         self.positions = positions
         self.started[group.draw] = group
 
@@ -152,7 +152,9 @@ class RLState:
             "positions": {name: asdict(position) for name, position in self.positions.items()},
             "kl_coefficient": self.kl_coefficient,
             "role_baselines": self.role_baselines,
-            "waiting": [t.to_json(archive, f"{place}.") for place, t in enumerate(flatten(self.waiting))],
+            "waiting": [
+                t.to_json(archive, f"{trajectory_index}.") for trajectory_index, t in enumerate(flatten(self.waiting))
+            ],
             "started": [group.to_json(archive) for group in self.started.values()],
         }
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
@@ -184,12 +186,13 @@ class RLState:
             self.kl_coefficient = state["kl_coefficient"]
         # Earlier versions of megarl write no baselines.
         self.role_baselines = {name: float(value) for name, value in state.get("role_baselines", {}).items()}
-        waiting = [
-            load_trajectory(values, archive, f"{place}.", find_problem) for place, values in enumerate(state["waiting"])
+        waiting_trajectories = [
+            load_trajectory(values, archive, f"{trajectory_index}.", find_problem)
+            for trajectory_index, values in enumerate(state["waiting"])
         ]
-        self.waiting = [list(group) for _, group in groupby(waiting, key=lambda t: t.group)]
-        started = [StartedGroup.from_json(values, archive, find_problem) for values in state["started"]]
-        self.started = {group.draw: group for group in started}
+        self.waiting = [list(group) for _, group in groupby(waiting_trajectories, key=lambda t: t.group)]
+        started_groups = [StartedGroup.from_json(values, archive, find_problem) for values in state["started"]]
+        self.started = {group.draw: group for group in started_groups}
 
 
 def problem_lookup(

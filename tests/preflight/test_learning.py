@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight import check, kept_kv, uncorrected_staleness
+from megarl.preflight import check, warn_of_kept_kv, warn_of_uncorrected_staleness
 from megarl.rollout.accuracy import unjudged_text
 from megarl.types import ConfigError
 
@@ -47,15 +47,15 @@ def test_stale_tokens_go_uncorrected_only_where_that_is_written(
     surplus = {} if "placement" in rollout else {"oversampling": 2.0}
     base = recipe(cluster=RANKS_4, rollout=rollout, algorithm={**surplus, "importance_sampling": "none"})
     check(base)
-    [told] = uncorrected_staleness(base)
+    [told] = warn_of_uncorrected_staleness(base)
     assert base.algorithm.importance_sampling is None and "up to rollout.max_staleness = 2 versions old" in told
     dro = {"policy_loss": "dro", "policy_loss_kwargs": {"beta": 0.1}, "old_logprobs": "rollout"}
     of_engine = ({"old_logprobs": "rollout"}, {"preset": "dppo_kl"}, {"preset": "vespo"}, dro)
     for corrected in ({"importance_sampling": "tis"}, *of_engine):
         made = recipe(cluster=RANKS_4, rollout=rollout, algorithm=surplus | corrected)
         check(made)
-        assert [*uncorrected_staleness(made)] == []
-    assert [*kept_kv(base)] == []
+        assert [*warn_of_uncorrected_staleness(made)] == []
+    assert [*warn_of_kept_kv(base)] == []
     unclipped = {"old_logprobs": "rollout", "policy_loss": "policy_gradient"}
     with pytest.raises(ConfigError, match="nothing corrects for it"):
         check(recipe(cluster=RANKS_4, rollout=rollout, algorithm=surplus | unclipped))

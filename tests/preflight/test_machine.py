@@ -16,7 +16,7 @@ from megarl.families.shape import read_model_shape
 from megarl.planner.gpus_of_run import gpu_gib
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
-from megarl.preflight import check, resource_warnings
+from megarl.preflight import check, list_resource_warnings
 from megarl.preflight.memory import resources
 from megarl.preflight.number_formats import check_quantisation, device_faults, format_faults
 from megarl.types import ConfigError
@@ -47,7 +47,7 @@ def test_a_job_for_other_machines_is_checked_on_this_one(
     assert parallel.world_size == 4
     with pytest.raises(ConfigError, match="megarl slurm submit"):
         check(made)
-    warnings = list(resource_warnings(made, parallel))
+    warnings = list(list_resource_warnings(made, parallel))
     assert (warnings == []) if launcher == "slurm" else ("megarl slurm submit runs it" in warnings[0])
 
 
@@ -65,26 +65,26 @@ def test_a_model_split_without_need_is_a_warning(
 ) -> None:
     ranks = {"ranks_per_node": 2}
     whole, split = recipe(cluster=ranks), recipe(cluster=ranks, trainer={"tp": 2})
-    assert [*resources.slower_layout(whole)] == []
-    [text] = resources.slower_layout(split)
+    assert [*resources.warn_of_slower_layout(whole)] == []
+    [text] = resources.warn_of_slower_layout(split)
     assert text.startswith("trainer.tp = 2: ") and "set trainer.tp=1 (run" in text
-    assert text in [*resource_warnings(split, check(split))]
+    assert text in [*list_resource_warnings(split, check(split))]
     both = recipe(cluster=ranks, trainer={"tp": 2}, rollout={"tp": 2})
-    assert "set trainer.tp=1 rollout.tp=1 (run" in next(resources.slower_layout(both))
+    assert "set trainer.tp=1 rollout.tp=1 (run" in next(resources.warn_of_slower_layout(both))
     monkeypatch.setattr(resources, "machine_bytes", lambda: 1 << 20)
-    assert [*resources.slower_layout(split)] == []
+    assert [*resources.warn_of_slower_layout(split)] == []
 
 
 def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Recipe]) -> None:
     few, many = recipe(), recipe(cluster={"ranks_per_node": 1000}, train={"prompts_per_step": 1000})
-    assert list(resource_warnings(few, check(few))) == []
-    cores, *memory = resource_warnings(many, check(many))
+    assert list(list_resource_warnings(few, check(few))) == []
+    cores, *memory = list_resource_warnings(many, check(many))
     assert cores.startswith("cluster.ranks_per_node = 1000: this machine has ")
     if runs_on_cpu() and os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") < 400 << 30:
         assert "of memory in the phase " in memory[0] and "megarl plan prints what takes it" in memory[0]
         separate = {"cluster": {"ranks_per_node": 1000}, "rollout": {"placement": "separate", "ranks": 500}}
         many = recipe(**separate, train={"prompts_per_step": 1000})
-        _, memory = resource_warnings(many, check(many))
+        _, memory = list_resource_warnings(many, check(many))
         assert re.search("of memory in the phase [a-z ]+ and [a-z ]+, but this machine has", memory)
 
 
@@ -94,14 +94,14 @@ def test_delta_nets_without_kernels_or_prefix_cache_are_warnings(
 ) -> None:
     model = {"path": str(tiny_model(family="qwen3_next", num_kv_heads=2, hidden_size=64, head_dim=32, num_layers=4))}
     hybrid = recipe(model=model, rollout={"kv_cache_gib": 0.5})
-    assert [text for text in resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text] == []
+    assert [text for text in list_resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text] == []
     monkeypatch.setattr(resources, "runs_on_cpu", lambda: False)
-    warnings = [text for text in resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text]
+    warnings = [text for text in list_resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text]
     assert "pip install flash-linear-attention" in warnings[0] and "rollout.vllm.enable_prefix_caching" in warnings[1]
     chosen = recipe(model=model, rollout={"kv_cache_gib": 0.5, "vllm": {"enable_prefix_caching": False}})
-    assert len([text for text in resource_warnings(chosen, check(chosen)) if "delta-nets" in text]) == 1
+    assert len([text for text in list_resource_warnings(chosen, check(chosen)) if "delta-nets" in text]) == 1
     plain = recipe()
-    assert [text for text in resource_warnings(plain, check(plain)) if "delta-nets" in text] == []
+    assert [text for text in list_resource_warnings(plain, check(plain)) if "delta-nets" in text] == []
 
 
 def test_a_recipe_that_does_not_fit_its_gpus_is_refused(recipe: Callable[..., Recipe]) -> None:

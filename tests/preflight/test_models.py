@@ -17,7 +17,7 @@ from megarl.planner.sizes import row_multiple
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import check
 from megarl.preflight.library_fields import supported_head_sizes
-from megarl.preflight.memory.resources import latent_norms
+from megarl.preflight.memory.resources import warn_of_latent_norms
 from megarl.types import ConfigError, DataError
 from tests.checkpoint.model_folders import vision_folder
 
@@ -51,7 +51,7 @@ def test_sizes_that_no_model_has_are_refused_before_a_rank_starts(
 
 def test_the_constant_of_latent_norms_is_said(recipe: Callable[..., Recipe]) -> None:
     flash, deepseek = (
-        list(latent_norms(made, planned_shape(made.model.folder)))
+        list(warn_of_latent_norms(made, planned_shape(made.model.folder)))
         for made in (recipe(model={"path": f"models/{name}"}) for name in ("GLM-4.7-Flash", "DeepSeek-V3"))
     )
     [text] = flash

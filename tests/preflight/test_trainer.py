@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight import check, shortened_warmups
+from megarl.preflight import check, warn_of_shortened_warmups
 from megarl.preflight.learning import check_adapters
 from tests.shapes import small_shape
 
@@ -42,9 +42,9 @@ def test_adapters_of_experts_do_not_depend_on_the_form_of_files(recipe: Callable
 def test_a_warm_up_longer_than_the_run_is_held_to_it(recipe: Callable[..., Recipe]) -> None:
     long = recipe(optimizer={"warmup_steps": 21}, train={"steps": 10, "updates_per_step": 2})
     check(long)
-    assert [*shortened_warmups(long)] == [
+    assert [*warn_of_shortened_warmups(long)] == [
         "optimizer.warmup_steps = 21: the run makes only 20 updates, so the warm-up is shortened to 20"
     ]
     assert [
-        *shortened_warmups(recipe(optimizer={"warmup_steps": 20}, train={"steps": 10, "updates_per_step": 2}))
+        *warn_of_shortened_warmups(recipe(optimizer={"warmup_steps": 20}, train={"steps": 10, "updates_per_step": 2}))
     ] == []

@@ -12,8 +12,8 @@ from megarl.config.recipe import to_yaml
 from megarl.config.references.field_table import fields_markdown
 from megarl.config.references.json_schema import recipe_schema
 from megarl.config.schema import all_fields, annotated_with
-from megarl.preflight import check, resource_warnings
-from megarl.preflight.memory.resources import untried_on_gpus
+from megarl.preflight import check, list_resource_warnings
+from megarl.preflight.memory.resources import warn_of_untried_fields
 
 ASYNCHRONOUS = {
     "cluster": {"ranks_per_node": 4},
@@ -55,15 +55,15 @@ def test_these_fields_are_marked() -> None:
 def test_a_start_on_a_gpu_warns_once(recipe: Callable[..., Recipe], name: str) -> None:
     value, sections = CASES[name]
     made = recipe(**sections)
-    [warning] = untried_on_gpus(made)
+    [warning] = warn_of_untried_fields(made)
     assert warning.startswith(f"{name} = {value}: untried on a GPU;") and f"steps with {name}=" in warning
     assert "Untried on a GPU: " in to_yaml(made, comments=True)
-    assert [*untried_on_gpus(recipe())] == []
+    assert [*warn_of_untried_fields(recipe())] == []
 
 
 def test_ranks_on_cpus_are_not_warned(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(**CASES["weights.overlap"][1])
     parallel = check(made)
-    assert not [text for text in resource_warnings(made, parallel) if "untried on a GPU" in text]
+    assert not [text for text in list_resource_warnings(made, parallel) if "untried on a GPU" in text]
     monkeypatch.setattr("megarl.preflight.memory.resources.ranks_on_cpu", lambda recipe: False)
-    assert len([text for text in resource_warnings(made, parallel) if "untried on a GPU" in text]) == 1
+    assert len([text for text in list_resource_warnings(made, parallel) if "untried on a GPU" in text]) == 1

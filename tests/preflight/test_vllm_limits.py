@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.families.registry import FAMILIES
-from megarl.preflight import check, kept_kv
+from megarl.preflight import check, warn_of_kept_kv
 from megarl.types import ConfigError
 
 RANKS_4 = {"ranks_per_node": 4}
@@ -61,5 +61,5 @@ def test_keys_and_values_that_outlive_their_weights_are_told(recipe: Callable[..
     rollout = TWO_ENGINES | {"max_staleness": 1, "recompute_kv": False}
     made = recipe(cluster=RANKS_4, rollout=rollout, algorithm={"importance_sampling": "tis"})
     check(made)
-    [told] = kept_kv(made)
+    [told] = warn_of_kept_kv(made)
     assert told.startswith("rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys")

@@ -101,8 +101,8 @@ class MemoryFiles:
             self._add(name, file)
 
     def _add(self, name: str, file: _MemoryFile) -> None:
-        if (earlier := self._files.pop(name, None)) is not None:
-            os.close(earlier.descriptor)
+        if (earlier_file := self._files.pop(name, None)) is not None:
+            os.close(earlier_file.descriptor)
         self._files[name] = file
 
 
@@ -120,9 +120,9 @@ async def _send_files(server: socket.socket, key: bytes, files: Sequence[_Memory
 
 
 def _send_file(connected: socket.socket, file: _MemoryFile) -> None:
-    start = 0
-    while start < file.size:
-        start += os.sendfile(connected.fileno(), file.descriptor, start, file.size - start)
+    num_sent = 0
+    while num_sent < file.size:
+        num_sent += os.sendfile(connected.fileno(), file.descriptor, num_sent, file.size - num_sent)
 
 
 def _receive_files(
@@ -149,9 +149,9 @@ def _receive_files(
 
 def _receive_file(connected: socket.socket, descriptor: int, size: int) -> None:
     with mmap.mmap(descriptor, size) as mapped, memoryview(mapped) as view:
-        start = 0
-        while start < size:
-            count = connected.recv_into(view[start : start + _PART_BYTES])
-            if not count:
+        num_received = 0
+        while num_received < size:
+            num_bytes = connected.recv_into(view[num_received : num_received + _PART_BYTES])
+            if not num_bytes:
                 raise PeerLostError("the agent that sent copies of the state ended or lost its connection")
-            start += count
+            num_received += num_bytes

@@ -209,12 +209,12 @@ class ConnectedNodes(Nodes):
             meeting = meet(connected, server, self._key, num_required, Introduction.from_plain)
             end_reason = await self._wait_for_agents(meeting, seconds)
             if len(connected) < num_needed:
-                present = ", ".join(introduction.node for introduction in connected) or "none"
+                connected_nodes = ", ".join(introduction.node for introduction in connected) or "none"
                 for agent_socket in connected.values():
                     agent_socket.close()
                 raise PeerLostError(
-                    f"{end_reason}: agents of {len(connected)} of {num_needed} nodes connected ({present}); look at "
-                    f"{self._log_folder} and at the nodes, or raise cluster.start_timeout_seconds\n"
+                    f"{end_reason}: agents of {len(connected)} of {num_needed} nodes connected ({connected_nodes}); "
+                    f"look at {self._log_folder} and at the nodes, or raise cluster.start_timeout_seconds\n"
                     + log_tail(self._log_folder / self.start_log)
                 )
         return connected

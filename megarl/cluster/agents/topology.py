@@ -44,12 +44,17 @@ class Introduction(NamedTuple):
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
         """Read an introduction from JSON values. Raises TypeError or ValueError if it is not valid."""
-        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-        process = cls(**plain)
-        kinds = (process.turn, int), (process.node, str), (process.host, str), (process.pid, int)
-        if not all(isinstance(value, kind) for value, kind in kinds):
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        introduction = cls(**values)
+        typed_values = (
+            (introduction.turn, int),
+            (introduction.node, str),
+            (introduction.host, str),
+            (introduction.pid, int),
+        )
+        if not all(isinstance(value, value_type) for value, value_type in typed_values):
             raise TypeError(f"the first message of an agent is not valid: {fields}")
-        return process
+        return introduction
 
 
 def in_order(nodes: Iterable[Introduction]) -> list[Introduction]:

@@ -67,8 +67,8 @@ class Bandwidth:
         if partner is None:
             return
         operations = [dist.P2POp(dist.isend, self._mine, partner), dist.P2POp(dist.irecv, self._theirs, partner)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        for operation in dist.batch_isend_irecv(operations):
+            operation.wait()
 
     def _measure_seconds(self, exchange: Callable[[], object]) -> float:
         dist.barrier()

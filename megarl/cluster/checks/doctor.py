@@ -91,10 +91,10 @@ def examine_machine() -> list[Finding]:
     installed = {name: package_versions[name] for name in ("megarl", *STACK) if name in package_versions}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
     gpu_list = gpus()
-    extra = version_set("gpu" if gpu_list or torch.version.cuda else "cpu", installed, requires)
+    version_group = version_set("gpu" if gpu_list or torch.version.cuda else "cpu", installed, requires)
     formats = number_formats(installed_gpus(), library_versions())
     return [
-        *versions(installed, requires, extra),
+        *versions(installed, requires, version_group),
         apex(package_versions.get("apex")),
         *_check_imports(),
         *_describe_devices(gpu_list),

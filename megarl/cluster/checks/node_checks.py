@@ -36,15 +36,17 @@ async def inspect(
     ranks.set_deadlines(lambda: Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds"))
     nodes = [place[0] for place in ranks.topology]
     # After a resize a node may have no rank with LOCAL_RANK 0.
-    at_once = {node for node, number in zip(nodes, ranks.local_ranks, strict=True) if number == 0}
-    indexes = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
-    reports_of_ranks = await ranks.call_with_first_rank("look", models, str(run_folder), indexes)
+    self_inspecting_nodes = {node for node, local_rank in zip(nodes, ranks.local_ranks, strict=True) if local_rank == 0}
+    inspecting_ranks = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in self_inspecting_nodes]
+    reports_of_ranks = await ranks.call_with_first_rank("look", models, str(run_folder), inspecting_ranks)
     reports = joined_reports(nodes, reports_of_ranks)
     node_faults: list[Finding] = all_faults(reports, nodes, recipe, str(run_folder), planned_memory)
     if len(reports) > 1 and not node_faults:
         addresses = {node: (ranks.hosts[nodes.index(node)], report["port"]) for node, report in reports.items()}
         reach_errors = await ranks.call("reach", addresses)
-        node_faults = list(unreachable_nodes({node: why for node, why in zip(nodes, reach_errors, strict=True) if why}))
+        node_faults = list(
+            unreachable_nodes({node: reasons for node, reasons in zip(nodes, reach_errors, strict=True) if reasons})
+        )
     await ranks.call("close")
     # Bandwidths are measured only where ranks have links: not for groups of one rank, nor on one node without GPUs.
     linked_groups = [group for group in ranks.groups if group.world_size > 1]

@@ -208,9 +208,9 @@ class RayNodes(ConnectedNodes):
 
     async def _release_dead_nodes(self) -> None:
         """End the actors of nodes whose agents are lost, so that Ray frees their resources."""
-        living = {agent.introduction.turn for agent in self.agents if not agent.is_lost}
-        for turn, actor in enumerate(self._actors):
-            if turn not in living:
+        living_indices = {agent.introduction.turn for agent in self.agents if not agent.is_lost}
+        for actor_index, actor in enumerate(self._actors):
+            if actor_index not in living_indices:
                 ray.kill(actor)
 
     def _needs_gpus(self) -> bool:
@@ -272,9 +272,9 @@ def main(address: str, node_fields: str) -> None:
     """Run the agent of a Ray node as a child of the actor. The key is on standard input."""
     die_with(os.getppid())
     key = bytes.fromhex(sys.stdin.readline())
-    turn, node, host, switches, gpus = json.loads(node_fields)
+    actor_index, node, host, switches, gpus = json.loads(node_fields)
     driver_host, port = json.loads(address)
-    connect((driver_host, port), key, Introduction(turn, node, host, tuple(switches), tuple(gpus), os.getpid()))
+    connect((driver_host, port), key, Introduction(actor_index, node, host, tuple(switches), tuple(gpus), os.getpid()))
 
 
 def _print(text: str) -> None:

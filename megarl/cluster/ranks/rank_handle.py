@@ -76,8 +76,8 @@ class RankHandle:
 
     def content(self, answer: memoryview) -> Any:
         """Decode a rank's answer and return the result. Raises RankError if the method raised."""
-        answered, content, self.stop_signal = pickle.loads(answer)
-        if not answered:
+        has_result, content, self.stop_signal = pickle.loads(answer)
+        if not has_result:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
 

@@ -73,8 +73,8 @@ def _explain_value(kind: str, place: str, value: Any, message: str) -> str:
     # pydantic's texts become sentences about a recipe.
     sentence = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
-    if kind in ("literal_error", "formula") and (near := nearest_value(place, value)):
-        sentence += f"; did you mean {near!r}?"
+    if kind in ("literal_error", "formula") and (nearest_choice := nearest_value(place, value)):
+        sentence += f"; did you mean {nearest_choice!r}?"
     elif field is not None and value is None and not field.is_required():
         sentence += f"; {removal(place)} on the command line removes it."
     else:
@@ -92,13 +92,13 @@ def _describe_place(place: str) -> str:
 # A misspelt section gets one line. Another program's section gets a line per value, because remedies differ.
 def _explain_unknown(place: str, value: Any) -> Iterator[str]:
     """Yield the error line of an unknown key, or one line for each value of an unknown section."""
-    leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
+    leaves = [(f"{place}{field_in_section}", item) for field_in_section, item in leaves_of(value)]
     is_misspelt = nearest(place.rpartition(".")[2], _list_siblings(place)) is not None
     is_foreign = any(meanings(name) for name, _ in leaves)
     is_elsewhere = not is_misspelt and any(_find_elsewhere(name) for name, _ in leaves)
     for name, item in leaves if is_foreign or is_elsewhere else [(place, value)]:
-        written = str(item).lower() if isinstance(item, bool) else str(item)
-        yield f"{name} = {shorten_value(item)}: unknown key; {key_hint(name, written)}"
+        written_value = str(item).lower() if isinstance(item, bool) else str(item)
+        yield f"{name} = {shorten_value(item)}: unknown key; {key_hint(name, written_value)}"
 
 
 def key_hint(place: str, value: str | None = None) -> str:
@@ -137,11 +137,15 @@ def _find_nearest_field(place: str) -> str | None:
     """Return the recipe fields with the most similar name, as `a or b`. Fields of the same section come first."""
     key = place.rpartition(".")[2]
     siblings = _list_siblings(place)
-    if (near := nearest(key, siblings)) is not None:
-        return siblings[near]
+    if (nearest_name := nearest(key, siblings)) is not None:
+        return siblings[nearest_name]
     candidates = {} if _is_in_item(place) else all_fields()
-    near = nearest(key, [name.rpartition(".")[2] for name in candidates])
-    return None if near is None else " or ".join(name for name in candidates if name.rpartition(".")[2] == near)
+    nearest_name = nearest(key, [name.rpartition(".")[2] for name in candidates])
+    return (
+        None
+        if nearest_name is None
+        else " or ".join(name for name in candidates if name.rpartition(".")[2] == nearest_name)
+    )
 
 
 def _list_siblings(place: str) -> dict[str, str]:
@@ -182,9 +186,9 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     if nearest_name := nearest(name, [choice.lstrip("-") for choice in options]):
         return f"did you mean --{nearest_name}?"
     nearest_name = _find_nearest_field(name)
-    written = "VALUE" if value is None else value
+    written_value = "VALUE" if value is None else value
     return (
-        f"did you mean {nearest_name}? Write it as SECTION.FIELD={written}"
+        f"did you mean {nearest_name}? Write it as SECTION.FIELD={written_value}"
         if nearest_name
         else "no option or field is like it"
     )
@@ -197,7 +201,7 @@ def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
     """
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            yield from ((f".{name}{rest}", leaf) for rest, leaf in leaves_of(item))
+            yield from ((f".{name}{inner_name}", leaf_value) for inner_name, leaf_value in leaves_of(item))
     else:
         yield "", value
 

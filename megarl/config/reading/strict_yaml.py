@@ -85,22 +85,22 @@ def _find_problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:
 
 def _find_scalar_problems(node: yaml.ScalarNode, field: str) -> Iterator[str]:
     """Yield an error line if YAML reads a value otherwise than its writer probably meant."""
-    written = node.value if len(node.value) <= 60 else node.value[:57] + "..."
+    shortened_text = node.value if len(node.value) <= 60 else node.value[:57] + "..."
     if any("\ud800" <= character <= "\udfff" for character in node.value):
-        yield f"{field} = {written!a}: half of a surrogate pair or a broken byte, not a character; remove it"
+        yield f"{field} = {shortened_text!a}: half of a surrogate pair or a broken byte, not a character; remove it"
     is_plain = node.style is None
     if is_plain and node.tag in NUMBERS and len(node.value) > sys.get_int_max_str_digits():
-        yield f"{field} = {written}: has {len(node.value)} {TOO_LONG}; write fewer, or text in quotes"
+        yield f"{field} = {shortened_text}: has {len(node.value)} {TOO_LONG}; write fewer, or text in quotes"
     elif is_plain and node.tag in NUMBERS and (":" in node.value or OCTAL.fullmatch(node.value)):
         base = 60 if ":" in node.value else 8
         parsed_value = yaml.safe_load(node.value)
         yield (
-            f"{field} = {written}: YAML reads this as {parsed_value} (base {base}); write {parsed_value}, or text in "
-            "quotes"
+            f"{field} = {shortened_text}: YAML reads this as {parsed_value} (base {base}); write {parsed_value}, or "
+            "text in quotes"
         )
     if is_plain and node.tag == BOOLEAN and node.value.lower() not in ("true", "false"):
         parsed_value = str(yaml.safe_load(node.value)).lower()
-        yield f"{field} = {written}: YAML reads this as {parsed_value}; write {parsed_value}, or text in quotes"
+        yield f"{field} = {shortened_text}: YAML reads this as {parsed_value}; write {parsed_value}, or text in quotes"
 
 
 def _too_deep(field: str) -> str:

@@ -39,9 +39,9 @@ _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
     """Return the missing fields of `_ROUTING`, if the folder has the router's bias."""
-    missing = {field: value for field, value in _ROUTING.items() if config.get(field) is None}
-    has_bias = bool(missing) and any(name.endswith(".gate.e_score_correction_bias") for name in stored_names())
-    return missing if has_bias else {}
+    missing_fields = {field: value for field, value in _ROUTING.items() if config.get(field) is None}
+    has_bias = bool(missing_fields) and any(name.endswith(".gate.e_score_correction_bias") for name in stored_names())
+    return missing_fields if has_bias else {}
 
 
 def read(config: Mapping[str, Any]) -> Parts:

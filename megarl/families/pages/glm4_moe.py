@@ -57,9 +57,9 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     """Return vLLM's parameters. vLLM keeps the router and its bias in float32, whatever the model's dtype."""
     gate = llama.LAYER + "mlp.gate."
-    shared = stacks.feed_forward(llama.LAYER + "mlp.shared_experts.")
-    router = (stacks.float32(gate + "weight"), stacks.float32(gate + "e_score_correction_bias"))
-    return (*stacks.standard(model), *shared, *router)
+    shared_expert_stacks = stacks.feed_forward(llama.LAYER + "mlp.shared_experts.")
+    router_stacks = (stacks.float32(gate + "weight"), stacks.float32(gate + "e_score_correction_bias"))
+    return (*stacks.standard(model), *shared_expert_stacks, *router_stacks)
 
 
 _FIELDS = {

@@ -58,10 +58,10 @@ def feed_forward(inside: str) -> tuple[Stack, Stack]:
 
 def experts(mlp: str) -> tuple[Stack, Stack]:
     """Return the stacks of the routed experts. `mlp` is the prefix of their layer's tensors."""
-    expert, live = mlp + "experts.{expert}.", mlp + "experts.routed_experts."
+    expert, live_prefix = mlp + "experts.{expert}.", mlp + "experts.routed_experts."
     return (
-        gate_up(expert, live + "w13_weight")._replace(stacks_experts=True),
-        row(expert + "down_proj.weight", live + "w2_weight")._replace(stacks_experts=True),
+        gate_up(expert, live_prefix + "w13_weight")._replace(stacks_experts=True),
+        row(expert + "down_proj.weight", live_prefix + "w2_weight")._replace(stacks_experts=True),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObserver
 from megarl.loops.step import Step
-from megarl.preflight.learning import learning_rate_finding, thresholds
+from megarl.preflight.learning import find_unusual_learning_rate, thresholds
 from megarl.rollout.step.updates import mismatch_exceeded_message
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.tracking.health import LEARNING_RATE, Health
@@ -37,7 +37,7 @@ class StepChecks(StepObserver):
         """
         if not self._health.takes(LEARNING_RATE):
             return
-        finding = learning_rate_finding(self._recipe, self._folder.resumed_step)
+        finding = find_unusual_learning_rate(self._recipe, self._folder.resumed_step)
         if finding is None:
             return
         self._health.warned.add(finding.rule)

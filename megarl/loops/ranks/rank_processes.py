@@ -255,19 +255,21 @@ class RankProcesses:
 
         `origin` is where the run started before. `earlier` lists the checkpoints on disk.
         """
-        newest = self.copies.newest
-        is_older = newest is not None and any(checkpoint_step(folder) > newest.step for folder in earlier.checkpoints)
-        if newest is None or not self._has_copies or is_older:
+        newest_copy = self.copies.newest
+        is_older = newest_copy is not None and any(
+            checkpoint_step(folder) > newest_copy.step for folder in earlier.checkpoints
+        )
+        if newest_copy is None or not self._has_copies or is_older:
             # The steps after the checkpoint are trained again, so drop the copies of these steps.
             self.copies.newest = None
             return None
         return Origin(
-            newest.driver,
+            newest_copy.driver,
             origin.inputs,
-            origin.position.after(newest.step, self.recipe),
-            checksum=newest.checksum,
-            spikes=newest.spikes,
-            copied_step=newest.step,
+            origin.position.after(newest_copy.step, self.recipe),
+            checksum=newest_copy.checksum,
+            spikes=newest_copy.spikes,
+            copied_step=newest_copy.step,
         )
 
     def take_metrics(self) -> dict[str, float]:

@@ -33,16 +33,17 @@ _TRANSFORMERS_LATENT_EPSILON = 1e-6
 _RANKS_PER_CORE = 4
 
 
-def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]:
+def list_resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]:
     """Yield warnings about a valid recipe on these machines, one line each."""
     yield from _sandbox_notices(recipe)
     if not ranks_on_cpu(recipe):
-        yield from untried_on_gpus(recipe)
+        yield from warn_of_untried_fields(recipe)
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
-    yield from latent_norms(recipe, shape)
+    yield from warn_of_latent_norms(recipe, shape)
     if not runs_on_cpu():
-        yield from slow_linear_attention(recipe, shape)
-    yield from small_cache(recipe, parallel, table_of(recipe, parallel))
+        yield from warn_of_slow_linear_attention(recipe, shape)
+    yield from warn_of_small_cache(recipe, parallel, table_of(recipe, parallel))
+    # Cores and memory are known only for this machine.
     cluster = recipe.cluster
     if cluster.launcher != "local":
         return
@@ -74,10 +75,10 @@ def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]
             "(megarl plan prints what takes it)"
         )
     else:
-        yield from slower_layout(recipe)
+        yield from warn_of_slower_layout(recipe)
 
 
-def untried_on_gpus(recipe: Recipe) -> Iterator[str]:
+def warn_of_untried_fields(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each field with a changed value that has not been run on a GPU."""
     for name, field in all_fields().items():
         if not annotated_with(name, UntriedOnGpu) or unmet(recipe, name) is not None:
@@ -90,7 +91,7 @@ def untried_on_gpus(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def slower_layout(recipe: Recipe) -> Iterator[str]:
+def warn_of_slower_layout(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if ranks on this machine's CPU split a model although each could hold it whole."""
     if not runs_on_cpu() or recipe.cluster.launcher != "local":
         return
@@ -122,7 +123,7 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     )
 
 
-def latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def warn_of_latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield a warning if transformers would normalise the model's latent vectors with another constant."""
     if isinstance(shape.attention, Latent) and shape.norm_epsilon != _TRANSFORMERS_LATENT_EPSILON:
         yield (
@@ -132,7 +133,7 @@ def latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def slow_linear_attention(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def warn_of_slow_linear_attention(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield warnings about linear attention on GPUs: missing kernels, and prompts computed without a prefix cache."""
     linear = shape.linear_attention
     if linear is None:
@@ -151,7 +152,7 @@ def slow_linear_attention(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Iterator[str]:
+def warn_of_small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Iterator[str]:
     """Yield a warning if GPUs get the KV cache size of CPUs, or if the cache holds few of the concurrent requests."""
     if table.cache is None:
         return

@@ -333,8 +333,8 @@ class AttemptLog:
         answer.
         """
         if not self._is_dropped:
-            facts = {"session": session, "key": key, "node": node, "container": container}
-            self._journal.append({"kind": "opened", "try": self.name, **facts})
+            session_values = {"session": session, "key": key, "node": node, "container": container}
+            self._journal.append({"kind": "opened", "try": self.name, **session_values})
 
     def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
         """Record a request. Written by the next flush, with the request's answer."""

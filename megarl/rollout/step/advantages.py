@@ -270,10 +270,12 @@ def _source_mask(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
 
 def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
     """Return the estimated KL divergence of policy and reference, [tokens] in nats; zero on untrained tokens."""
-    old, reference = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "reference_logprobs"))
-    estimate: Callable[..., Tensor] = KL_ESTIMATORS[algorithm.kl_estimator]
-    settings = supported_kwargs(estimate, {"k3_max": algorithm.k3_max})
-    return torch.where(torch.from_numpy(batch.loss_mask), estimate(old, reference, **settings), 0.0)
+    old_logprobs, reference_logprobs = (
+        torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "reference_logprobs")
+    )
+    estimator: Callable[..., Tensor] = KL_ESTIMATORS[algorithm.kl_estimator]
+    settings = supported_kwargs(estimator, {"k3_max": algorithm.k3_max})
+    return torch.where(torch.from_numpy(batch.loss_mask), estimator(old_logprobs, reference_logprobs, **settings), 0.0)
 
 
 def _compute_turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:

@@ -34,9 +34,9 @@ def weighted_state_advantages(turn_rewards: Tensor, batch: RLBatch, algorithm: A
 def _refuse_missing_states(batch: RLBatch, algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if a turn of a scored sample has no state."""
     is_turn = np.arange(batch.state_groups.shape[1]) < batch.num_turns[:, None]
-    missing = np.argwhere(is_turn & batch.is_scored[:, None] & (batch.state_groups < 0))
-    if len(missing):
-        sample, turn = missing[0]
+    missing_states = np.argwhere(is_turn & batch.is_scored[:, None] & (batch.state_groups < 0))
+    if len(missing_states):
+        sample, turn = missing_states[0]
         raise ConfigError(
             f"algorithm.state_weight = {algorithm.state_weight:g}: environment {batch.environments[sample]} named no "
             f"state for turn {turn}; return it as state in Start and in each Step, or set algorithm.state_weight=0"

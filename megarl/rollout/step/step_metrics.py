@@ -131,8 +131,8 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
     """
     if field is None:
         return {}
-    named = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
-    return by_source_name((name, t) for name, t in named if isinstance(name, str))
+    named_trajectories = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
+    return by_source_name((name, t) for name, t in named_trajectories if isinstance(name, str))
 
 
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:

@@ -100,7 +100,10 @@ class StepRecord:
         """
         archive = Archive()
         trajectories_in_order = flatten([*self.groups, *self.waiting])
-        trajectories = [entry.to_json(archive, f"{place}.") for place, entry in enumerate(trajectories_in_order)]
+        trajectories = [
+            entry.to_json(archive, f"{trajectory_index}.")
+            for trajectory_index, entry in enumerate(trajectories_in_order)
+        ]
         values = {
             "step": self.step,
             "layout": self.layout,
@@ -183,8 +186,8 @@ class StepRecord:
             archive = Archive(_select_by_prefix(arrays, "sampled."), values["times"])
             trajectories = iter(
                 [
-                    load_trajectory(entry, archive, f"{place}.", find_problem)
-                    for place, entry in enumerate(values["trajectories"])
+                    load_trajectory(entry, archive, f"{trajectory_index}.", find_problem)
+                    for trajectory_index, entry in enumerate(values["trajectories"])
                 ]
             )
             # Lists, because a generator would turn the StopIteration of a missing trajectory into a RuntimeError.
@@ -433,7 +436,10 @@ def _find_state_differences(
 
 def _place_in_step(name: str) -> tuple[int, list[str | int]]:
     """Return a sort key of a state tensor: first moments, second moments, main weights, weights; each by layer."""
-    order = (*_FIRST_MOMENTS, ".exp_avg_sq.", ".param.", ".fp32_param.")
-    place = next((place for place, part in enumerate(order) if part in name), len(order))
+    ordered_name_parts = (*_FIRST_MOMENTS, ".exp_avg_sq.", ".param.", ".fp32_param.")
+    position = next(
+        (position for position, name_part in enumerate(ordered_name_parts) if name_part in name),
+        len(ordered_name_parts),
+    )
     words = re.split(r"(\d+)", name)
-    return place, [int(word) if word.isdigit() else word for word in words]
+    return position, [int(word) if word.isdigit() else word for word in words]

@@ -50,7 +50,7 @@ class TeacherPrompts:
         `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
         if the chat template did not write the prompt: then the teacher's prompt cannot be derived.
         """
-        context_texts = [part for source in self.context if (part := _make_context(source, trajectory, group))]
+        context_texts = [text for source in self.context if (text := _make_context(source, trajectory, group))]
         if self.context and not context_texts:
             return None
         prompt, messages = trajectory.first_prompt, trajectory.messages[0] if trajectory.messages else ()
@@ -142,8 +142,10 @@ def _make_context(source: str, trajectory: Trajectory, group: Sequence[Trajector
     """Return one source's part of a trajectory's context; empty if the trajectory has none."""
     if source == "feedback":
         # Messages before each completion, then messages after the last one.
-        replies = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
-        return "\n\n".join(_text(message.get("content")) for new in replies for message in new).strip()
+        replies_by_completion = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
+        return "\n\n".join(
+            _text(message.get("content")) for new_messages in replies_by_completion for message in new_messages
+        ).strip()
     if source == "success":
         return next((peer.text for peer in group if peer is not trajectory and _is_success(peer)), "").strip()
     return _text(trajectory.problem.record.get(source.removeprefix(RECORD))).strip()
@@ -160,7 +162,7 @@ def _text(value: Any) -> str:
 def _fill_template(template: str, messages: Sequence[Mapping[str, Any]], context: str) -> list[Mapping[str, Any]]:
     """Return the messages with the last user message filled into the template."""
     last_user_index = max(
-        (place for place, message in enumerate(messages) if message.get("role") == "user"), default=None
+        (index for index, message in enumerate(messages) if message.get("role") == "user"), default=None
     )
     if last_user_index is None or not isinstance(messages[last_user_index].get("content"), str):
         raise MegarlError(

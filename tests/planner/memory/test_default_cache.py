@@ -18,7 +18,7 @@ from megarl.planner.memory.phases import memory_table
 from megarl.planner.predictions import models_of, table_of
 from megarl.planner.search import with_field_values
 from megarl.planner.sizes import parallel_of
-from megarl.preflight import resource_warnings, small_cache
+from megarl.preflight import list_resource_warnings, warn_of_small_cache
 from megarl.preflight.memory.memory_fit import memory_faults
 from tests.planner.memory.conftest import FOUR_WAY, RECIPES
 
@@ -146,12 +146,12 @@ def test_a_cache_for_few_of_the_requests_under_way_is_a_warning(
 ) -> None:
     """80 KiB a token and rank: 2 GiB are 26,214 tokens, of 9,216 each two requests of 256."""
     few = make("cluster.gpu_memory_gib=h200", "rollout.kv_cache_gib=2", "cluster.launcher=slurm")
-    found = [text for text in resource_warnings(few, parallel_of(few)) if "KV cache" in text]
+    found = [text for text in list_resource_warnings(few, parallel_of(few)) if "KV cache" in text]
     assert (
         len(found) == 1 and "holds only 2 of 256 concurrent requests" in found[0] and "rollout.kv_cache_gib" in found[0]
     )
     own = with_memory_defaults(make("cluster.gpu_memory_gib=h200", "cluster.launcher=slurm"))
-    assert not [text for text in resource_warnings(own, parallel_of(own)) if "KV cache" in text]
+    assert not [text for text in list_resource_warnings(own, parallel_of(own)) if "KV cache" in text]
 
     for override, is_warned in ((["rollout.kv_cache_gib=2"], True), ([], False)):
         with pytest.raises(SystemExit) as caught:
@@ -170,7 +170,7 @@ def test_unknown_gpus_are_a_warning_that_names_their_field(make: Make, monkeypat
     def found(*overrides: str) -> list[str]:
         recipe = with_memory_defaults(make(*overrides))
         parallel = parallel_of(recipe)
-        return list(small_cache(recipe, parallel, table_of(recipe, parallel)))
+        return list(warn_of_small_cache(recipe, parallel, table_of(recipe, parallel)))
 
     (text,) = found("cluster.launcher=ray")
     assert text.startswith("rollout.kv_cache_gib = 1: ") and "set cluster.gpu_memory_gib" in text
@@ -183,7 +183,7 @@ def test_the_default_is_a_remedy_only_if_it_is_larger(make: Make) -> None:
     def remedy(*overrides: str) -> str:
         recipe = with_memory_defaults(make("cluster.launcher=slurm", *overrides))
         parallel = parallel_of(recipe)
-        (text,) = small_cache(recipe, parallel, table_of(recipe, parallel))
+        (text,) = warn_of_small_cache(recipe, parallel, table_of(recipe, parallel))
         return text.partition("the others wait; ")[2]
 
     own = with_memory_defaults(make("cluster.gpu_memory_gib=h200")).rollout.kv_cache_gib
