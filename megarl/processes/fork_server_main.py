@@ -69,7 +69,7 @@ class _Request:
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _print_to(self.log)
+        _redirect_output(self.log)
         request = json.loads(self.content)
         Path("/proc/self/comm").write_text(request["name"])
         os.chdir(request["folder"])
@@ -95,37 +95,28 @@ class _Server:
         Returns the request in each forked process, and None in the server.
         """
         # SIGCHLD writes to this pair of sockets, so that one wait covers requests and ended processes.
-        woken, wake = socket.socketpair()
-        for end in (woken, wake):
+        wake_receiver, wake_sender = socket.socketpair()
+        for end in (wake_receiver, wake_sender):
             end.setblocking(False)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
         selector = selectors.PollSelector()
         selector.register(self.requests, selectors.EVENT_READ)
-        selector.register(woken, selectors.EVENT_READ)
+        selector.register(wake_receiver, selectors.EVENT_READ)
         while self.forked or self.requests in selector.get_map():
             for key, _ in selector.select():
                 if key.fileobj is self.requests:
                     forked = self._fork()
                     if isinstance(forked, _Request):
-                        # The fork must hold no socket of the server. With an open copy, the driver would not see the
-                        # server's end.
-                        signal.set_wakeup_fd(-1)
-                        for inherited in (
-                            self.requests,
-                            woken,
-                            wake,
-                            *(process.status for process in self.forked.values()),
-                        ):
-                            inherited.close()
+                        self._close_inherited(wake_receiver, wake_sender)
                         return forked
                     if forked is None:
                         self._stop(selector)
                         break
                     selector.register(forked.status, selectors.EVENT_READ, forked)
-                elif key.fileobj is woken:
-                    woken.recv(4096)
+                elif key.fileobj is wake_receiver:
+                    wake_receiver.recv(4096)
                 else:
                     key.data.release()
                     selector.unregister(key.fileobj)
@@ -151,6 +142,15 @@ class _Server:
         with suppress(OSError):
             forked.status.send(STATUS.pack(pid))
         return forked
+
+    def _close_inherited(self, *wake_sockets: socket.socket) -> None:
+        """Close the server's sockets in a forked process.
+
+        With an open copy, the driver would not see the server's end.
+        """
+        signal.set_wakeup_fd(-1)
+        for inherited in (self.requests, *wake_sockets, *(process.status for process in self.forked.values())):
+            inherited.close()
 
     def _stop(self, selector: selectors.BaseSelector) -> None:
         selector.unregister(self.requests)
@@ -179,7 +179,7 @@ def _set_num_threads() -> None:
 def _import(modules: Sequence[str]) -> None:
     """Import the modules. Remove their temporary files and variables, because forked processes must not share them."""
     folder = PrivateFolder()
-    before = os.environ.get("TMPDIR")
+    tmpdir_before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder.path)
     tempfile.tempdir = None
     try:
@@ -190,12 +190,13 @@ def _import(modules: Sequence[str]) -> None:
         for name, value in list(os.environ.items()):
             if str(folder.path) in value:
                 del os.environ[name]
-        if before is not None:
-            os.environ["TMPDIR"] = before
+        if tmpdir_before is not None:
+            os.environ["TMPDIR"] = tmpdir_before
         folder.remove()
 
 
-def _print_to(descriptor: int) -> None:
+def _redirect_output(descriptor: int) -> None:
+    """Send stdout and stderr of this process to a file descriptor, and close the descriptor."""
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -219,7 +220,7 @@ def begin(parent: int, modules: Sequence[str]) -> None:
         # Start again without modules. Each forked process then raises the import error itself, and the error is
         # reported there. No process inherits a half-imported module.
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
-    _print_to(os.open(os.devnull, os.O_WRONLY))
+    _redirect_output(os.open(os.devnull, os.O_WRONLY))
 
 
 def fork_on_request(requests: socket.socket) -> Callable[[], object]:

@@ -131,17 +131,17 @@ def answered_request(answer: dict[str, Any], newest: int) -> int:
     return number
 
 
-def within(seconds: float) -> Patience:
-    """Return a time limit of `seconds` from now. Later it raises TimeoutError."""
+def time_limit(seconds: float) -> Patience:
+    """Return a function that returns the seconds left until `seconds` from now, and raises TimeoutError afterwards."""
     deadline = time.monotonic() + seconds
 
-    def remaining() -> float:
+    def remaining_seconds() -> float:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0:
             raise TimeoutError
         return seconds_left
 
-    return remaining
+    return remaining_seconds
 
 
 def answer_requests(connection: socket.socket, start: Start) -> None:
@@ -182,17 +182,17 @@ def answer_request(connection: socket.socket, request: dict[str, Any], answer: A
 
 
 def _receive_exactly(connection: socket.socket, size: int, patience: Patience | None) -> bytearray:
-    received = bytearray()
-    while len(received) < size:
+    payload = bytearray()
+    while len(payload) < size:
         if patience:
             connection.settimeout(patience())
         try:
-            part = connection.recv(min(size - len(received), _PART_BYTES))
+            part = connection.recv(min(size - len(payload), _PART_BYTES))
         except TimeoutError:
             continue
         except ConnectionError:
             raise EOFError from None
         if not part:
             raise EOFError
-        received += part
-    return received
+        payload += part
+    return payload

@@ -142,10 +142,10 @@ class Place:
         PeerLostError if the second one ends too or the pool is closed.
         """
         with suppress(PeerLostError):
-            return await self._ready()
-        return await self._ready()
+            return await self._wait_until_introduced()
+        return await self._wait_until_introduced()
 
-    async def _ready(self) -> dict[str, Any]:
+    async def _wait_until_introduced(self) -> dict[str, Any]:
         if self._pool.is_closed:
             raise PeerLostError("the pool of child processes is closed")
         process = self.process

@@ -155,8 +155,8 @@ def kill_descendants() -> None:
 
 def cpu_seconds_below(pid: int) -> float:
     """Return the CPU seconds of all descendants of `pid`, also of reaped ones."""
-    _, _, *ended = _cpu_ticks(pid)
-    ticks = sum(ended)
+    _, _, *reaped_child_ticks = _cpu_ticks(pid)
+    ticks = sum(reaped_child_ticks)
     for descendant in descendants(pid):
         ticks += sum(_cpu_ticks(descendant))
     return ticks / _TICKS_PER_SECOND
@@ -177,9 +177,11 @@ def limit_memory(limit_bytes: int) -> None:
     """Cap this process's address space at its present size plus `limit_bytes`."""
     # Not the limit alone: thread pools of libraries may have reserved gigabytes of address space already.
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     limit = used_bytes + limit_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit), hard_limit)
+    )
 
 
 class FaultyInputError(Exception):
@@ -212,16 +214,19 @@ def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -
     finally:
         os.close(readable)
         os.close(pidfd)
-    if code == 0:
-        return text or None
+    return (text or None) if code == 0 else _describe_failure(code, seconds, memory_bytes)
+
+
+def _describe_failure(code: int, seconds: float, memory_bytes: int) -> str:
+    """Return how a process of `fault_of` failed, from its exit code (negative: the signal) and its limits."""
     if code == _OUT_OF_MEMORY:
         return f"takes more than {memory_bytes >> 20} MiB of memory"
     # RLIMIT_CPU ends a process by SIGXCPU or SIGKILL.
     if -code in (signal.SIGKILL, signal.SIGXCPU):
         return f"takes more than {seconds:g} s"
-    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    end_cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     # Libraries in Rust and C++ abort if they get no memory.
-    return f"takes more than {memory_bytes >> 20} MiB of memory, or crashes ({end})"
+    return f"takes more than {memory_bytes >> 20} MiB of memory, or crashes ({end_cause})"
 
 
 def _try_and_exit(work: Callable[[], object], report: int, seconds: float, memory_bytes: int) -> NoReturn:

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.processes.frames import FrameError, UnsendableError, receive, receive_answer, send, within
+from megarl.processes.frames import FrameError, UnsendableError, receive, receive_answer, send, time_limit
 from megarl.processes.launcher import python_call
 from megarl.processes.process_tree import cpu_seconds_below
 from megarl.processes.supervised_process import Ended, SupervisedProcess
@@ -121,7 +121,7 @@ class ServerProcess:
             return self._introduction
         settings = self._settings
         try:
-            message = receive(self._process.connection, settings.max_answer_bytes, within(settings.start_seconds))
+            message = receive(self._process.connection, settings.max_answer_bytes, time_limit(settings.start_seconds))
         except TimeoutError:
             self.close()
             raise ConfigError(
@@ -131,10 +131,12 @@ class ServerProcess:
             self.close()
             raise PeerLostError(f"the process of {settings.name} sent {error} while it started") from None
         except (EOFError, OSError):
+            # The process ended. Its last output usually has the cause.
             ended = self.end()
             output = self._log_tail() or ended.stderr_tail()
             printed = f"; it printed:\n{output}" if output else ""
             raise PeerLostError(f"the process of {settings.name} {ended} while it started{printed}") from None
+        # The process answered, but its `start` function refused the settings.
         if message.get("ready") is not True:
             self.close()
             raise ConfigError(str(message.get("refused")))
@@ -209,19 +211,20 @@ class _Clock:
 
     def remaining(self) -> float:
         """Return the seconds until the next check of the limits. Raises _OverdueError if a limit is exceeded."""
-        elapsed = time.monotonic() - self._started
-        if elapsed >= self._wall_limit:
+        elapsed_seconds = time.monotonic() - self._started
+        if elapsed_seconds >= self._wall_limit:
             raise _OverdueError("wall")
-        wall_left = min(self._wall_limit - elapsed, _LONGEST_WAIT_SECONDS)
+        wall_seconds_left = min(self._wall_limit - elapsed_seconds, _LONGEST_WAIT_SECONDS)
         if self._cpu_limit == math.inf:
-            return wall_left
-        if elapsed < min(_SHORT_SECONDS, self._cpu_limit):
-            return min(_SHORT_SECONDS, self._cpu_limit, wall_left)
+            return wall_seconds_left
+        # Most answers are quick. Do not measure CPU time before a short wall-clock time has passed.
+        if elapsed_seconds < min(_SHORT_SECONDS, self._cpu_limit):
+            return min(_SHORT_SECONDS, self._cpu_limit, wall_seconds_left)
         if self._cpu_before is None:
             self._cpu_before = cpu_seconds_below(self._supervisor)
         self.check_cpu()
         # At least 10 ms between checks: reading CPU times in /proc takes time, too.
-        return min(max(self._cpu_limit - self._cpu_used, 0.01), wall_left)
+        return min(max(self._cpu_limit - self._cpu_used, 0.01), wall_seconds_left)
 
     def check_cpu(self) -> None:
         """Raise _OverdueError if the CPU limit is exceeded. The CPU time of quick answers is not measured."""

@@ -76,17 +76,21 @@ class SupervisedProcess:
         has_connection: bool = False,
         end_seconds: float = 0.0,
     ) -> None:
-        self._control, control = socket.socketpair()
+        # One socket pair controls the supervisor and brings its report, a second one connects to the program.
+        self._control, supervisor_control = socket.socketpair()
         self._control_poll = select.poll()
         self._control_poll.register(self._control, select.POLLIN)
         self._report = b""
         self._ended: Ended | None = None
-        self._connection, connection = socket.socketpair() if has_connection else (None, None)
-        passed = [end.fileno() for end in (control, connection) if end is not None]
+        self._connection, program_connection = socket.socketpair() if has_connection else (None, None)
+        inherited_descriptors = [
+            socket_end.fileno() for socket_end in (supervisor_control, program_connection) if socket_end is not None
+        ]
+        # The program's command ends with the number of its connection, if it has one.
         settings = {
-            "command": [*command, *map(str, passed[1:])],
-            "control": passed[0],
-            "connection": passed[1] if has_connection else None,
+            "command": [*command, *map(str, inherited_descriptors[1:])],
+            "control": inherited_descriptors[0],
+            "connection": inherited_descriptors[1] if has_connection else None,
             "log_file": log_file,
             "end_seconds": end_seconds,
         }
@@ -99,15 +103,15 @@ class SupervisedProcess:
                     environment=environment,
                     stdin=input_file,
                     stdout=DEVNULL,
-                    descriptors=passed,
+                    descriptors=inherited_descriptors,
                 )
         except BaseException:
             self._close_sockets()
             raise
         finally:
-            for end in (control, connection):
-                if end is not None:
-                    end.close()
+            for socket_end in (supervisor_control, program_connection):
+                if socket_end is not None:
+                    socket_end.close()
 
     @property
     def pid(self) -> int:

@@ -43,14 +43,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     control = None if settings["control"] is None else socket.socket(fileno=settings["control"])
     if control is not None:
         control.set_inheritable(False)
-    log = settings["log_file"]
-    sinks: dict[int, _Sink] = {}
-    write_ends: list[int] = []
-    # One pipe for both outputs keeps the order of their lines in the log.
-    for sink in [_CappedLog(log)] if log else [OutputTail(), OutputTail()]:
-        read_end, write_end = os.pipe()
-        sinks[read_end] = sink
-        write_ends.append(write_end)
+    sinks, write_ends = _open_sinks(settings["log_file"])
     refusal_reader, refusal_writer = os.pipe()
     child = fork_child(lambda: become_program(settings["command"], write_ends[0], write_ends[-1], refusal_writer))
     # Close open copies: they would hide the child's end from the driver, and the pipes' ends from this process.
@@ -62,11 +55,12 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     for read_end, sink in sinks.items():
         while part := os.read(read_end, _PART_BYTES):
             sink.add(part)
-    tails = [sink.text() for sink in sinks.values() if isinstance(sink, OutputTail)] or ["", ""]
+    # With a log, the report has no output.
+    stdout, stderr = [sink.text() for sink in sinks.values() if isinstance(sink, OutputTail)] or ["", ""]
     report = {
         "exit_code": exit_code,
-        "stdout": tails[0],
-        "stderr": tails[1],
+        "stdout": stdout,
+        "stderr": stderr,
         "refused": os.read(refusal_reader, 1000).decode(),
     }
     # The driver may have ended.
@@ -76,8 +70,20 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     os._exit(0)
 
 
-def become_program(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
-    """Replace this process by a program with the same standard input. A failure is written to `refuse`."""
+def _open_sinks(log_file: str | None) -> tuple[dict[int, _Sink], list[int]]:
+    """Open a pipe for each sink of the program's output. Return the sinks by read end, and the write ends."""
+    sinks: dict[int, _Sink] = {}
+    write_ends: list[int] = []
+    # One pipe for both outputs keeps the order of their lines in the log.
+    for sink in [_CappedLog(log_file)] if log_file else [OutputTail(), OutputTail()]:
+        read_end, write_end = os.pipe()
+        sinks[read_end] = sink
+        write_ends.append(write_end)
+    return sinks, write_ends
+
+
+def become_program(command: list[str], stdout: int, stderr: int, refusal_writer: int) -> None:
+    """Replace this process by a program with the same standard input. A failure is written to `refusal_writer`."""
     # Python ignores these signals, and a program would inherit this: a writer would outlive the reader of its pipe.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -86,7 +92,7 @@ def become_program(command: list[str], stdout: int, stderr: int, refuse: int) ->
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        os.write(refuse, str(error.strerror).encode())
+        os.write(refusal_writer, str(error.strerror).encode())
         os._exit(127)
 
 
@@ -96,35 +102,41 @@ def _watch(child: int, control: socket.socket | None, sinks: Mapping[int, _Sink]
     Returns the child's exit code; None if it still runs.
     """
     # SIGCHLD writes to this pipe, so that one poll() waits for output, for the driver and for the child's end.
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
     for number in (*ENDING_SIGNALS, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     poll = select.poll()
-    controls = set() if control is None else {control.fileno()}
-    for descriptor in (*controls, woken, *sinks):
+    control_descriptors = set() if control is None else {control.fileno()}
+    for descriptor in (*control_descriptors, wake_reader, *sinks):
         poll.register(descriptor, select.POLLIN)
-    deadline: float | None = None
+    end_deadline: float | None = None
     while True:
         # Also before the first poll(): the child may have ended before the SIGCHLD handler was installed.
         exit_code = reap(child)
         if exit_code is not None:
             return exit_code
-        wait_milliseconds = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        ready = dict(poll.poll(wait_milliseconds))
-        if woken in ready:
-            os.read(woken, 512)
-        for output in ready.keys() & sinks.keys():
+        wait_milliseconds = None if end_deadline is None else max(0.0, end_deadline - time.monotonic()) * 1000
+        events_by_descriptor = dict(poll.poll(wait_milliseconds))
+        if wake_reader in events_by_descriptor:
+            os.read(wake_reader, 512)
+        for output in events_by_descriptor.keys() & sinks.keys():
             part = os.read(output, _PART_BYTES)
             sinks[output].add(part)
             if not part:
                 poll.unregister(output)
-        if control is not None and ready.get(control.fileno(), 0) & select.POLLHUP and deadline is None:
+        if (
+            control is not None
+            and events_by_descriptor.get(control.fileno(), 0) & select.POLLHUP
+            and end_deadline is None
+        ):
             # The driver has ended. Then it has also closed its connection to the program.
             poll.unregister(control)
-            deadline = time.monotonic() + end_seconds
-        elif controls & ready.keys() or (deadline is not None and time.monotonic() >= deadline):
+            end_deadline = time.monotonic() + end_seconds
+        elif control_descriptors & events_by_descriptor.keys() or (
+            end_deadline is not None and time.monotonic() >= end_deadline
+        ):
             # The child may have ended at the same moment.
             return reap(child)
 

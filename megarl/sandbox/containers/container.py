@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from megarl.files.shipped import PACKAGE
-from megarl.processes.frames import HEADER_BYTES, FrameError, decode, encode, payload_size, receive, within
+from megarl.processes.frames import HEADER_BYTES, FrameError, decode, encode, payload_size, receive, time_limit
 from megarl.processes.launcher import LaunchedProgram
 from megarl.processes.process_tree import kill_by_descriptor
 from megarl.processes.supervised_process import SupervisedProcess
@@ -313,7 +313,7 @@ def start_fault(settings: ContainerSettings) -> str | None:
     """Start a container and end it at once. Returns why it does not start; None: it starts."""
     keeper = start_keeper(settings)
     try:
-        return receive(keeper.connection, MAX_MESSAGE_BYTES, within(_TRIAL_SECONDS)).get("refused")
+        return receive(keeper.connection, MAX_MESSAGE_BYTES, time_limit(_TRIAL_SECONDS)).get("refused")
     except (EOFError, OSError, FrameError) as error:
         return keeper.end().stderr_tail() or str(error)
     finally:
@@ -321,5 +321,5 @@ def start_fault(settings: ContainerSettings) -> str | None:
             # As in `stop`: a killed keeper would leave its container to a daemon.
             with suppress(EOFError, OSError, FrameError):
                 keeper.connection.shutdown(socket.SHUT_WR)
-                receive(keeper.connection, MAX_MESSAGE_BYTES, within(_REMOVAL_SECONDS))
+                receive(keeper.connection, MAX_MESSAGE_BYTES, time_limit(_REMOVAL_SECONDS))
         keeper.kill()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.files.pid_space import stat_fields
-from megarl.processes.frames import FrameError, receive, send, within
+from megarl.processes.frames import FrameError, receive, send, time_limit
 from megarl.processes.process_tree import fork_child
 from megarl.processes.supervisor import OutputTail, become_program, reap
 
@@ -189,7 +189,7 @@ class RequestLoop:
                     self._connection.set_inheritable(False)
                     self._greet()
                     return None
-                request = receive(self._connection, MAX_MESSAGE_BYTES, within(_MESSAGE_SECONDS))
+                request = receive(self._connection, MAX_MESSAGE_BYTES, time_limit(_MESSAGE_SECONDS))
             except (EOFError, OSError, FrameError):
                 # After a broken frame the start of the next one is unknown: close this connection.
                 self._lose_host()
