@@ -17,10 +17,10 @@ LEAST_FREE_BYTES = 1 << 30
 """Free bytes that metrics, samples and logs need on a run folder's disk, without checkpoints and models."""
 _FULL_BYTES = 1 << 20
 """A disk with fewer free bytes counts as full. A failed write may have left part of a block free."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
-_REMOVED = (errno.ENOENT, errno.ENOTDIR)
-_DENIED = (errno.EACCES, errno.EPERM)
+_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
+_FAILED_NUMBERS = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
+_REMOVED_NUMBERS = (errno.ENOENT, errno.ENOTDIR)
+_DENIED_NUMBERS = (errno.EACCES, errno.EPERM)
 """Errors that count as storage errors only in the run folder. So do errors about removed files."""
 
 
@@ -36,7 +36,7 @@ def storage_faults_named(path: Path) -> Iterator[None]:
     except OSError as error:
         place = path if error.filename is None else error.filename
         reason = error.strerror or str(error)
-        if error.errno in _FULL:
+        if error.errno in _FULL_NUMBERS:
             raise DiskFullError(f"{place}: no room on its disk ({reason}). {_MAKE_ROOM}") from None
         raise StorageError(
             f"{place}: cannot be read or written ({reason}). Check the disk and the permissions, then try again."
@@ -78,35 +78,35 @@ def replace_folder(partial: Path, folder: Path) -> None:
     `end_replacement` completes or undoes this after a kill.
     """
     # A rename cannot replace a folder with files, so move the older one away first. Its deletion is slow: do it last.
-    replaced = _replaced_path(folder)
-    # After a kill between two renames, `replaced` is the only complete folder until the new one has its name.
+    older_folder = _replaced_path(folder)
+    # After a kill between two renames, `older_folder` is the only complete folder until the new one has its name.
     if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
+        shutil.rmtree(older_folder, ignore_errors=True)
+        folder.rename(older_folder)
     try:
         partial.rename(folder)
     except OSError:
         # A full disk may have no room for the entry. Then the older folder stays.
-        if replaced.exists():
-            replaced.rename(folder)
+        if older_folder.exists():
+            older_folder.rename(folder)
         raise
     # Before the older folder is deleted: only an fsync of the parent makes the rename durable.
     sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(older_folder, ignore_errors=True)
 
 
 def end_replacement(folder: Path) -> None:
     """Complete a killed `replace_folder`: delete the older folder if the newer has its name, else restore it."""
-    replaced = _replaced_path(folder)
+    older_folder = _replaced_path(folder)
     if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-    elif replaced.exists():
-        replaced.rename(folder)
+        shutil.rmtree(older_folder, ignore_errors=True)
+    elif older_folder.exists():
+        older_folder.rename(folder)
 
 
 def end_replacements(parent: Path) -> None:
-    for replaced in parent.glob(f".*{_REPLACED}"):
-        end_replacement(replaced.with_name(replaced.name.removeprefix(".").removesuffix(_REPLACED)))
+    for older_folder in parent.glob(f".*{_REPLACED}"):
+        end_replacement(older_folder.with_name(older_folder.name.removeprefix(".").removesuffix(_REPLACED)))
 
 
 def _replaced_path(folder: Path) -> Path:
@@ -123,12 +123,13 @@ def sync(path: Path) -> None:
 
 
 def disk_full(error: BaseException) -> DiskFullError | None:
-    cause = _os_error(error, _FULL)
+    cause = _find_os_error(error, _FULL_NUMBERS)
     return None if cause is None else _full_disk_error(cause, None, None)
 
 
 def storage_error(folder: Path, error: BaseException) -> StorageError | None:
     """Return a StorageError if the run folder or its disk caused an error, else None."""
+    # Errors of the recipe, and orderly ends of a run, are never the storage's.
     if not isinstance(error, Exception) or isinstance(error, ConfigError | StoppedError | EndedError):
         return None
     if not folder.is_dir():
@@ -138,21 +139,23 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
         )
     if isinstance(error, StorageError):
         return error
-    if full := _os_error(error, _FULL):
-        return _full_disk_error(full, folder, None)
-    if failed := _os_error(error, _FAILED):
-        return StorageError(f"{failed.filename or folder}: cannot be written or read ({failed.strerror}).")
-    removed = _os_error(error, _REMOVED)
-    if removed is not None and _is_below(folder, removed.filename):
+    # A full or failing disk counts wherever the file is: temporary files matter too.
+    if full_error := _find_os_error(error, _FULL_NUMBERS):
+        return _full_disk_error(full_error, folder, None)
+    if device_error := _find_os_error(error, _FAILED_NUMBERS):
+        return StorageError(f"{device_error.filename or folder}: cannot be written or read ({device_error.strerror}).")
+    # Missing files and permissions count only inside the run folder: elsewhere they are errors of the input.
+    removed_error = _find_os_error(error, _REMOVED_NUMBERS)
+    if removed_error is not None and _is_below(folder, removed_error.filename):
         return StorageError(
-            f"{removed.filename}: the file or its folder was removed while the run went on. Continue with --resume, or "
-            "start the run again from its recipe."
+            f"{removed_error.filename}: the file or its folder was removed while the run went on. Continue with "
+            "--resume, or start the run again from its recipe."
         )
-    denied = _os_error(error, _DENIED)
-    if denied is not None and _is_below(folder, denied.filename):
+    denied_error = _find_os_error(error, _DENIED_NUMBERS)
+    if denied_error is not None and _is_below(folder, denied_error.filename):
         return StorageError(
-            f"{denied.filename}: the file cannot be written or read ({denied.strerror}). Give the run's user write "
-            "permission again, then continue with --resume."
+            f"{denied_error.filename}: the file cannot be written or read ({denied_error.strerror}). Give the run's "
+            "user write permission again, then continue with --resume."
         )
     return None
 
@@ -169,8 +172,8 @@ def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None
     try:
         yield
     except Exception as error:
-        if not isinstance(error, DiskFullError) and (full := _os_error(error, _FULL)):
-            raise _full_disk_error(full, folder, num_bytes) from None
+        if not isinstance(error, DiskFullError) and (full_error := _find_os_error(error, _FULL_NUMBERS)):
+            raise _full_disk_error(full_error, folder, num_bytes) from None
         raise
 
 
@@ -178,13 +181,13 @@ def append_whole(path: Path, data: bytes) -> None:
     """Append data to a file completely or not at all. Raises OSError."""
     # Unbuffered, so that an error appears in this call, not when the file is closed.
     with path.open("ab", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        rest = memoryview(data)
+        size_before = os.fstat(file.fileno()).st_size
+        unwritten = memoryview(data)
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
         except OSError:
-            file.truncate(size)
+            file.truncate(size_before)
             raise
 
 
@@ -198,7 +201,7 @@ def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None)
     place = error.filename
     # Unlike an error of an open, an error of a write has no file name.
     if place is None:
-        place = _full_place(folder)
+        place = _find_full_place(folder)
     if folder is not None and (place is None or _is_below(folder, place)):
         return _no_space_error(folder, num_bytes)
     if place is None:
@@ -210,7 +213,7 @@ def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None)
     return DiskFullError(f"{os.fsdecode(place)}: no room on its disk ({error.strerror}). {remedy}")
 
 
-def _full_place(folder: Path | None) -> str | None:
+def _find_full_place(folder: Path | None) -> str | None:
     """Return the first full place that a run writes to (its folder, temporary files, its output), or None."""
     for place in (folder, Path(tempfile.gettempdir())):
         if place is not None and _free_bytes(place) < _FULL_BYTES:
@@ -239,22 +242,22 @@ def _free_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
+def _find_os_error(error: BaseException, error_numbers: tuple[int, ...]) -> OSError | None:
     """Return the first OSError with one of these numbers among an error and its causes, or None.
 
     For a full disk, an error of another class counts too if it quotes the system's message.
     """
-    full_texts = {os.strerror(number): number for number in numbers if number in _FULL}
+    number_of_message = {os.strerror(number): number for number in error_numbers if number in _FULL_NUMBERS}
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
-            if cause.errno in numbers:
+            if cause.errno in error_numbers:
                 return cause
         # Libraries in C++ and Rust, such as torch and safetensors, raise errors with texts only. megarl's errors have
         # classes.
         elif not isinstance(cause, MegarlError):
-            text = str(cause)
-            if (words := next((words for words in full_texts if words in text), None)) is not None:
-                return OSError(full_texts[words], words)
+            error_text = str(cause)
+            if (message := next((message for message in number_of_message if message in error_text), None)) is not None:
+                return OSError(number_of_message[message], message)
         cause = cause.__cause__ or cause.__context__
     return None

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from megarl.files.pid_space import boot_id, pid_namespace, stat_fields
+from megarl.files.pid_space import START_TICKS, STATE, boot_id, pid_namespace, stat_fields
 from megarl.files.strict_json import loads
 from megarl.types import RunFolderLockedError
 
@@ -28,12 +28,12 @@ DEAD_SECONDS = 60.0
 SILENT_SECONDS = 15.0
 """An owner is reported after this time without a heartbeat: 3 lost heartbeats."""
 _POLL_SECONDS = 0.25
-_OWNER = re.compile(r"\d{8,}")
+_OWNER_FILE_NAME = re.compile(r"\d{8,}")
 _ENDED = b"ended"
 """Content of an owner's file after its release. Overwriting needs no space, so it works on a full disk."""
 _UNKNOWN_START = -1
-_MOST_PID = (1 << 31) - 1
-_MOST_BYTES = 1 << 16
+_MAX_PID = (1 << 31) - 1
+_MAX_OWNER_BYTES = 1 << 16
 """Maximum bytes read of an owner's file. This module writes fewer."""
 
 
@@ -56,7 +56,7 @@ class Owner:
     @classmethod
     def this_process(cls, run: str) -> Self:
         return cls(
-            socket.gethostname(), boot_id(), pid_namespace(), os.getpid(), _start_of(os.getpid()) or 0, run,
+            socket.gethostname(), boot_id(), pid_namespace(), os.getpid(), _start_ticks(os.getpid()) or 0, run,
             os.environ.get("SLURM_JOB_ID", ""),
         )  # fmt: skip
 
@@ -68,10 +68,10 @@ class Owner:
             owner = cls(**values)
         except (ValueError, TypeError):
             return None
-        fields = {"pid": int, "started": int}
-        is_valid = all(type(value) is fields.get(name, str) for name, value in asdict(owner).items())
+        non_text_fields = {"pid": int, "started": int}
+        is_valid = all(type(value) is non_text_fields.get(name, str) for name, value in asdict(owner).items())
         # Messages print the values. Others could write a terminal's control characters into the file.
-        return owner if is_valid and 0 < owner.pid <= _MOST_PID and str(owner).isprintable() else None
+        return owner if is_valid and 0 < owner.pid <= _MAX_PID and str(owner).isprintable() else None
 
     @property
     def is_here(self) -> bool:
@@ -81,13 +81,13 @@ class Owner:
     @property
     def is_running(self) -> bool:
         """Valid only if `is_here`."""
-        return _start_of(self.pid) in (self.started, _UNKNOWN_START)
+        return _start_ticks(self.pid) in (self.started, _UNKNOWN_START)
 
     @property
     def is_suspended(self) -> bool:
         """Return whether SIGSTOP or Ctrl-Z has suspended the process. Valid only if `is_here`."""
         fields = stat_fields(self.pid)
-        return bool(fields) and fields[0] == "T" and int(fields[19]) == self.started
+        return bool(fields) and fields[STATE] == "T" and int(fields[START_TICKS]) == self.started
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job}" if self.job else ""
@@ -129,17 +129,17 @@ class FolderLock:
         """
         if self._is_owner() or self._restore():
             return
-        newest = _newest(self._home)
+        newest = _newest_owner_file(self._home)
         raise RunFolderLockedError(
             f"{self._folder}: this process gave no sign of life for {DEAD_SECONDS:.0f} s, or {HOME}/ was removed, so "
-            f"the folder was taken over by {_content_text(newest)}. This process writes no more; leave the other one "
-            "running."
+            f"the folder was taken over by {_describe_owner_in(newest)}. This process writes no more; leave the "
+            "other one running."
         )
 
     def _is_owner(self) -> bool:
         """Return whether the newest file is this process's. After a removal, another owner's file may have its name."""
         with suppress(FileNotFoundError):
-            return _newest(self._home) == self._file and _read(self._file)[0] == self._content
+            return _newest_owner_file(self._home) == self._file and _read_owner_file(self._file)[0] == self._content
         return False
 
     def _restore(self) -> bool:
@@ -151,7 +151,7 @@ class FolderLock:
             if self._is_owner():
                 return True
             self._home.mkdir(exist_ok=True)
-            if _newest(self._home) is None:
+            if _newest_owner_file(self._home) is None:
                 restored = self._home / f"{int(self._file.name) + 1:08d}"
                 _create(restored, self._content)
                 self._file = restored
@@ -175,34 +175,34 @@ class FolderLock:
     def _take(self, content: bytes, on_wait: Callable[[str], None]) -> Path:
         """Create this process's file as the highest number, and return it."""
         while True:
-            newest = _newest(self._home)
+            newest_file = _newest_owner_file(self._home)
             try:
-                self.taken_from = None if newest is None else self._dead_owner(newest, on_wait)
+                self.taken_from = None if newest_file is None else self._watch_until_dead(newest_file, on_wait)
             except FileNotFoundError:
                 # A later owner removed the file.
                 continue
-            number = 1 if newest is None else int(newest.name) + 1
-            mine = self._home / f"{number:08d}"
+            number = 1 if newest_file is None else int(newest_file.name) + 1
+            claimed_file = self._home / f"{number:08d}"
             try:
-                _create(mine, content)
+                _create(claimed_file, content)
             except FileExistsError:
                 # Another taker was faster. It owns the folder now, or has already ended.
                 continue
-            if _newest(self._home) == mine:
-                self._remove_older(number)
-                return mine
+            if _newest_owner_file(self._home) == claimed_file:
+                self._remove_older_files(number)
+                return claimed_file
             # A still later owner has removed the number seen before, so that it was free again.
-            mine.unlink(missing_ok=True)
+            claimed_file.unlink(missing_ok=True)
 
-    def _dead_owner(self, file: Path, on_wait: Callable[[str], None]) -> str | None:
+    def _watch_until_dead(self, file: Path, on_wait: Callable[[str], None]) -> str | None:
         """Return the owner in `file` as text if its process is dead; None: it released the folder.
 
         Raises RunFolderLockedError if the process lives.
         """
-        first: float | None = None
-        began = time.monotonic()
+        first_touched: float | None = None
+        watch_started = time.monotonic()
         while True:
-            content, touched = _read(file)
+            content, touched = _read_owner_file(file)
             if content == _ENDED:
                 return None
             owner = Owner.parse(content)
@@ -210,6 +210,7 @@ class FolderLock:
                 if owner.is_running:
                     raise self._in_use_error(owner)
                 return str(owner)
+            # The owner is on another machine, so only the age of its last heartbeat shows whether it lives.
             now = _server_time(self._home)
             # The same machine after a reboot: a touch before the boot is by a process that the reboot ended.
             is_of_earlier_boot = (
@@ -219,27 +220,28 @@ class FolderLock:
                 and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
             )
             # The last touch may lie in the future. So the watch ends after DEAD_SECONDS too.
-            if is_of_earlier_boot or now - touched > DEAD_SECONDS or time.monotonic() - began > DEAD_SECONDS:
-                return _text(owner)
-            if first is None:
-                first = touched
-                left_seconds = DEAD_SECONDS - max(0.0, now - touched)
-                on_wait(f"{self._folder}: waiting up to {left_seconds:.0f} s for a sign of life of {_text(owner)}")
-            elif touched != first:
+            if is_of_earlier_boot or now - touched > DEAD_SECONDS or time.monotonic() - watch_started > DEAD_SECONDS:
+                return _describe_owner(owner)
+            if first_touched is None:
+                first_touched = touched
+                max_wait_seconds = DEAD_SECONDS - max(0.0, now - touched)
+                owner_text = _describe_owner(owner)
+                on_wait(f"{self._folder}: waiting up to {max_wait_seconds:.0f} s for a sign of life of {owner_text}")
+            elif touched != first_touched:
                 raise self._in_use_error(owner)
             time.sleep(_POLL_SECONDS)
 
     def _in_use_error(self, owner: Owner | None) -> RunFolderLockedError:
         return RunFolderLockedError(
-            f"{self._folder}: the run folder is in use by {_text(owner)}. Wait until it ends, or choose another "
-            "name=NAME."
+            f"{self._folder}: the run folder is in use by {_describe_owner(owner)}. Wait until it ends, or choose "
+            "another name=NAME."
         )
 
-    def _remove_older(self, number: int) -> None:
+    def _remove_older_files(self, number: int) -> None:
         """Remove the files of earlier owners, and clock files of killed takers."""
         for path in list(self._home.iterdir()):
-            is_older = _OWNER.fullmatch(path.name) is not None and int(path.name) < number
-            if is_older or (path.name.startswith(".clock-") and _age_of(path) > DEAD_SECONDS):
+            is_older = _OWNER_FILE_NAME.fullmatch(path.name) is not None and int(path.name) < number
+            if is_older or (path.name.startswith(".clock-") and _seconds_since_touch(path) > DEAD_SECONDS):
                 path.unlink(missing_ok=True)
 
     def _send_heartbeats(self) -> None:
@@ -272,29 +274,29 @@ class Heartbeats:
         The driver is silent if no heartbeat has arrived since a call more than 15 s ago. So the first call cannot
         notice it. Raises OSError if the owner's file in `owners/` cannot be read.
         """
-        newest = _newest(self.folder / HOME)
-        if newest is None:
+        newest_file = _newest_owner_file(self.folder / HOME)
+        if newest_file is None:
             return ""
         try:
-            content, touched = _read(newest)
+            content, touched = _read_owner_file(newest_file)
         # A later owner removed the file.
         except FileNotFoundError:
             return ""
-        if self._last_touch != (newest.name, touched):
-            self._last_touch, self._changed_at = (newest.name, touched), time.monotonic()
+        if self._last_touch != (newest_file.name, touched):
+            self._last_touch, self._changed_at = (newest_file.name, touched), time.monotonic()
         owner = Owner.parse(content)
         if owner is None:
             return ""
         if owner.is_here and owner.is_suspended:
             return f"the driver ({owner}) is suspended by SIGSTOP or Ctrl-Z. Resume it with: kill -CONT {owner.pid}"
-        silent = time.monotonic() - self._changed_at
-        if silent <= SILENT_SECONDS:
+        silent_seconds = time.monotonic() - self._changed_at
+        if silent_seconds <= SILENT_SECONDS:
             return ""
         if owner.is_here:
             causes = "a debugger holds it, the machine is overloaded, or the file system does not respond"
         else:
             causes = "it is suspended or dead, its machine hangs, or the shared file system does not respond"
-        return f"the driver ({owner}) has sent no heartbeat for {silent:.0f} s. Perhaps {causes}."
+        return f"the driver ({owner}) has sent no heartbeat for {silent_seconds:.0f} s. Perhaps {causes}."
 
 
 def owner_is_gone(folder: Path) -> bool:
@@ -303,10 +305,10 @@ def owner_is_gone(folder: Path) -> bool:
     False: it runs, is on another machine, or is unknown. Raises no error, and writes nothing.
     """
     try:
-        newest = _newest(folder / HOME)
+        newest = _newest_owner_file(folder / HOME)
         if newest is None:
             return False
-        content, _ = _read(newest)
+        content, _ = _read_owner_file(newest)
     except OSError:
         return False
     owner = Owner.parse(content)
@@ -326,12 +328,12 @@ def _create(file: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def _read(file: Path) -> tuple[bytes, float]:
+def _read_owner_file(file: Path) -> tuple[bytes, float]:
     """Return a file's content, and the time of its last touch in seconds by the file server's clock."""
     # Opening makes an NFS client ask its server; stat alone may return values that are a minute old.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        return os.read(descriptor, _MOST_BYTES), os.fstat(descriptor).st_mtime
+        return os.read(descriptor, _MAX_OWNER_BYTES), os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
 
@@ -347,7 +349,7 @@ def _server_time(home: Path) -> float:
         clock.unlink(missing_ok=True)
 
 
-def _age_of(path: Path) -> float:
+def _seconds_since_touch(path: Path) -> float:
     """Return the seconds since a file's last touch; infinity: it is gone."""
     try:
         return _server_time(path.parent) - path.stat().st_mtime
@@ -355,31 +357,31 @@ def _age_of(path: Path) -> float:
         return float("inf")
 
 
-def _newest(home: Path) -> Path | None:
+def _newest_owner_file(home: Path) -> Path | None:
     """Return the owner's file with the highest number; None: the folder never had one."""
     try:
-        names = [name for name in os.listdir(home) if _OWNER.fullmatch(name)]
+        names = [name for name in os.listdir(home) if _OWNER_FILE_NAME.fullmatch(name)]
     except FileNotFoundError:
         return None
     # Compare as numbers: the one after 99999999 has a digit more.
     return home / max(names, key=int) if names else None
 
 
-def _content_text(file: Path | None) -> str:
+def _describe_owner_in(file: Path | None) -> str:
     with suppress(OSError):
-        return _text(None) if file is None else _text(Owner.parse(_read(file)[0]))
-    return _text(None)
+        return _describe_owner(None) if file is None else _describe_owner(Owner.parse(_read_owner_file(file)[0]))
+    return _describe_owner(None)
 
 
-def _text(owner: Owner | None) -> str:
+def _describe_owner(owner: Owner | None) -> str:
     return "another process" if owner is None else str(owner)
 
 
-def _start_of(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """Return a process's start in clock ticks since the boot; None: it has ended."""
     if fields := stat_fields(pid):
         # A zombie has ended; its parent has not read the exit code yet.
-        return None if fields[0] in "ZX" else int(fields[19])
+        return None if fields[STATE] in "ZX" else int(fields[START_TICKS])
     # With hidepid=2, another user's process has no folder in /proc, but can be opened as a pidfd.
     try:
         os.close(os.pidfd_open(pid))

@@ -18,11 +18,11 @@ Kind = Literal["model", "dataset"]
 Patterns = tuple[str, ...]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_STALE = (".safetensors", ".safetensors.index.json")
+_WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json")
 """Endings of weight files. An upload removes such files from a repository's top if the folder lacks them."""
 
 
-_FOLDERS = frozenset({"runs", "data", "datasets", "models", "checkpoints", "outputs"})
+_USUAL_FOLDERS = frozenset({"runs", "data", "datasets", "models", "checkpoints", "outputs"})
 
 
 class Pushed(NamedTuple):
@@ -43,7 +43,7 @@ def names_repository(path: str) -> bool:
     Usual folder names do not count: a command in a wrong folder must not download from a stranger.
     """
     owner = Path(path).parent
-    return is_hub_name(path) and owner.name not in _FOLDERS and not owner.exists()
+    return is_hub_name(path) and owner.name not in _USUAL_FOLDERS and not owner.exists()
 
 
 @lru_cache(maxsize=64)
@@ -139,7 +139,7 @@ def push(folder: Path, name: str, message: str, *, is_private: bool, without: Pa
     from huggingface_hub.errors import RepositoryNotFoundError
 
     files = _visible_files(folder)
-    added = [CommitOperationAdd(file, folder / file) for file in files if file not in without]
+    additions = [CommitOperationAdd(file, folder / file) for file in files if file not in without]
     api = HfApi()
     try:
         try:
@@ -154,10 +154,10 @@ def push(folder: Path, name: str, message: str, *, is_private: bool, without: Pa
         # transformers would read an older model.safetensors before the index of newer files. It does not read weights
         # in subfolders, which may be other variants.
         top_files = [file for file in api.list_repo_files(name) if "/" not in file]
-        stale = [file for file in top_files if file.endswith(_STALE) and file not in files]
-        removed = [CommitOperationDelete(file) for file in stale]
+        stale_files = [file for file in top_files if file.endswith(_WEIGHT_ENDINGS) and file not in files]
+        removals = [CommitOperationDelete(file) for file in stale_files]
         # huggingface_hub 2.4's upload_folder makes several commits of a large folder; create_commit makes one.
-        done = api.create_commit(name, [*removed, *added], commit_message=message)
+        commit = api.create_commit(name, [*removals, *additions], commit_message=message)
     except ConfigError:
         raise
     except Exception as error:  # Errors of the network come in many classes, and some are those of the HTTP library.
@@ -165,7 +165,7 @@ def push(folder: Path, name: str, message: str, *, is_private: bool, without: Pa
             f"{folder}: the upload to {name} failed ({_first_line(error)}). Check network, token and permissions, then "
             "repeat the command; weights that arrived are not sent again"
         ) from None
-    return Pushed(name, done.oid)
+    return Pushed(name, commit.oid)
 
 
 def _visible_files(folder: Path) -> list[str]:

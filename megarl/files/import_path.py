@@ -48,8 +48,8 @@ class Choices:
         path = self.table.get(name, name)
         if is_import_path(path, takes_files=self.takes_files):
             return path
-        near = nearest(name, self.table)
-        hint = f" Did you mean {near!r}?" if near else ""
+        similar_name = nearest(name, self.table)
+        hint = f" Did you mean {similar_name!r}?" if similar_name else ""
         attribute = "Class" if self.kind == "class" else "function"
         example = f"package.module:{attribute}" + (f" or path/to/file.py:{attribute}" if self.takes_files else "")
         raise ConfigError(
@@ -84,8 +84,8 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     if callable(value):
         return value
     names = [key for key, member in vars(module).items() if callable(member) and not key.startswith("_")]
-    near = nearest(attribute, names)
-    hint = f"; did you mean {near!r}?" if near else f"; give the name of a {kind}."
+    similar_name = nearest(attribute, names)
+    hint = f"; did you mean {similar_name!r}?" if similar_name else f"; give the name of a {kind}."
     if hasattr(module, attribute):
         fault = f"{attribute!r} of module {source} is not a {kind} but {type(value).__name__}"
     else:

@@ -64,16 +64,16 @@ def check_model_folder(folder: str | Path) -> list[str]:
         return [str(error)]
     problems: list[str] = []
 
-    def read(reader: Callable[..., Any], *arguments: Any) -> Any:
+    def read_or_note(reader: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return reader(*arguments)
         except DataError as error:
             problems.append(str(error))
 
-    for file, tensors in (read(weight_files, folder) or {}).items():
-        read(read_safetensors_header, folder / file, tensors)
+    for file, tensors in (read_or_note(weight_files, folder) or {}).items():
+        read_or_note(read_safetensors_header, folder / file, tensors)
     for name in TOKENIZER:
-        read(read_object, folder / name)
+        read_or_note(read_object, folder / name)
     return problems
 
 
@@ -103,13 +103,13 @@ def missing_folder(folder: Path, file: str = "") -> str:
     if command := input_command(folder):
         return f"{folder}: model folder not found; this command makes it: {command}"
     if _EXPORTED.fullmatch(folder.name) and (run := folder.parent).name:
-        is_there = (run / "config.yaml").is_file()
-        remedy = f"megarl train {run} --resume" if is_there else f"run its recipe first, {run.name}.yaml"
+        has_recipe = (run / "config.yaml").is_file()
+        remedy = f"megarl train {run} --resume" if has_recipe else f"run its recipe first, {run.name}.yaml"
         return f"{folder}: model folder not found. The run {run.name} exports it at its end: {remedy}"
-    enough = f"{file} is enough here, and" if file else "It"
+    sentence_start = f"{file} is enough here, and" if file else "It"
     return (
         f"{folder}: model folder not found. model.path is a local folder, or the name of a model in the Hugging Face "
-        f"Hub's cache. {enough} comes with: {download_commands(folder, file)}"
+        f"Hub's cache. {sentence_start} comes with: {download_commands(folder, file)}"
     )
 
 
@@ -135,9 +135,12 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     folder = Path(folder)
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
-            unread = sorted(path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}"))
+            unreadable_files = sorted(
+                path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}")
+            )
+            place = unreadable_files[0] if unreadable_files else folder
             raise DataError(
-                f"{unread[0] if unread else folder}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
+                f"{place}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
                 "safetensors only; convert other formats with transformers' save_pretrained."
             )
         if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
@@ -190,14 +193,14 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
     try:
         vocabulary = tokenizer["model"]["vocab"]
         if isinstance(vocabulary, list):  # A Unigram tokenizer lists tokens and their scores, in the order of ids.
-            tokens = [(len(vocabulary) - 1, str(vocabulary[-1][0]))] if vocabulary else []
+            ids_and_tokens = [(len(vocabulary) - 1, str(vocabulary[-1][0]))] if vocabulary else []
         else:
-            tokens = [(int(number), str(token)) for token, number in vocabulary.items()]
-        tokens += [(int(token["id"]), str(token["content"])) for token in tokenizer.get("added_tokens") or ()]
-        number, token = max(tokens)
+            ids_and_tokens = [(int(token_id), str(token)) for token, token_id in vocabulary.items()]
+        ids_and_tokens += [(int(token["id"]), str(token["content"])) for token in tokenizer.get("added_tokens") or ()]
+        token_id, token = max(ids_and_tokens)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         raise DataError(f"{path}: the tokenizer file has no vocabulary. {_COPY_AGAIN}") from None
-    return token, number
+    return token, token_id
 
 
 def companions(folder: str | Path) -> dict[str, Path]:
@@ -220,14 +223,18 @@ def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[
         # The numpy framework needs no torch. Only the header is read.
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            header = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            header = {
+                name: (tensor_slice.get_dtype(), tuple(tensor_slice.get_shape()))
+                for name, tensor_slice in slices.items()
+            }
     except FileNotFoundError:
         raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: cut short or not a safetensors file ({error}). {_COPY_AGAIN}") from None
-    if absent := set(expected) - header.keys():
+    if missing_tensors := set(expected) - header.keys():
         raise DataError(
-            f"{path}: the tensor {min(absent)} is missing, although {INDEX} lists it for this file. {_COPY_AGAIN}"
+            f"{path}: the tensor {min(missing_tensors)} is missing, although {INDEX} lists it for this file. "
+            f"{_COPY_AGAIN}"
         )
     return header
 

@@ -10,25 +10,37 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
     An edit inserts, removes or replaces a letter, or swaps two neighbours. Case, dashes and underscores are ignored.
     """
-    plain = _plain(word)
-    best = min(((_edits(plain, _plain(choice)), choice) for choice in choices), default=None, key=lambda pair: pair[0])
-    return best[1] if best and 3 * best[0] <= len(plain) else None
+    normal_word = _normalise(word)
+    best_match = min(
+        ((_edit_distance(normal_word, _normalise(choice)), choice) for choice in choices),
+        default=None,
+        key=lambda pair: pair[0],
+    )
+    if best_match is None:
+        return None
+    num_edits, choice = best_match
+    # At most a third of the word's letters may change.
+    return choice if 3 * num_edits <= len(normal_word) else None
 
 
-def _plain(word: str) -> str:
+def _normalise(word: str) -> str:
     return word.lower().replace("-", "_")
 
 
-def _edits(first: str, second: str) -> int:
+def _edit_distance(first: str, second: str) -> int:
     """Return the edit distance of two words: Levenshtein with swaps (Damerau), each letter edited at most once."""
-    before: list[int] = []
-    current = list(range(len(second) + 1))
-    for row, letter in enumerate(first, 1):
-        earlier, before, current = before, current, [row]
-        for column, target in enumerate(second, 1):
-            replaced = before[column - 1] + (letter != target)
-            fewest = min(replaced, before[column] + 1, current[-1] + 1)
-            if row > 1 and column > 1 and first[row - 2 : row] == target + second[column - 2]:
-                fewest = min(fewest, earlier[column - 2] + 1)
-            current.append(fewest)
-    return current[-1]
+    previous_row: list[int] = []
+    row_edits = list(range(len(second) + 1))
+    for num_letters, letter in enumerate(first, 1):
+        row_before_previous, previous_row, row_edits = previous_row, row_edits, [num_letters]
+        for position, other_letter in enumerate(second, 1):
+            edits_by_replacing = previous_row[position - 1] + (letter != other_letter)
+            num_edits = min(edits_by_replacing, previous_row[position] + 1, row_edits[-1] + 1)
+            if (
+                num_letters > 1
+                and position > 1
+                and first[num_letters - 2 : num_letters] == other_letter + second[position - 2]
+            ):
+                num_edits = min(num_edits, row_before_previous[position - 2] + 1)
+            row_edits.append(num_edits)
+    return row_edits[-1]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+STATE, START_TICKS = 0, 19
+"""Indices into `stat_fields`: the state (T: stopped, Z: zombie), and the start in clock ticks since the boot."""
+
 
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

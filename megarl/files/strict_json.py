@@ -130,8 +130,8 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise RepeatedKeyError(f"the key {shortened(json.dumps(twice))} occurs twice")
+        repeated_key = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise RepeatedKeyError(f"the key {shortened(json.dumps(repeated_key))} occurs twice")
     return fields
 
 
@@ -150,14 +150,14 @@ def finite_number(value: object) -> float | None:
 def _long_integer_fault(text: str) -> str:
     """Return the integer in a JSON text that has too many digits for Python, and its place."""
     limit = sys.get_int_max_str_digits()
-    integers = (item for item in _STRING_OR_NUMBER.finditer(text) if item.group().isdecimal())
-    item = next((item for item in integers if len(item.group()) > limit), None)
-    if item is None:  # More digits than the limit, and then no valid JSON.
+    integers = (integer for integer in _STRING_OR_NUMBER.finditer(text) if integer.group().isdecimal())
+    integer = next((integer for integer in integers if len(integer.group()) > limit), None)
+    if integer is None:  # More digits than the limit, and then no valid JSON.
         return f"an integer has more than {limit} digits; write it as a text, in quotes"
-    line, column = text.count("\n", 0, item.start()) + 1, item.start() - text.rfind("\n", 0, item.start())
+    line, column = text.count("\n", 0, integer.start()) + 1, integer.start() - text.rfind("\n", 0, integer.start())
     return (
-        f"the integer {shortened(item.group())} in {f'line {line}, ' if line > 1 else ''}column {column} has "
-        f"{len(item.group())} digits, the limit is {limit}; write it as a text, in quotes"
+        f"the integer {shortened(integer.group())} in {f'line {line}, ' if line > 1 else ''}column {column} has "
+        f"{len(integer.group())} digits, the limit is {limit}; write it as a text, in quotes"
     )
 
 
@@ -174,17 +174,17 @@ def _finite_number(text: str) -> float:
 
 def is_deeper(value: Any, levels: int) -> bool:
     # Level by level: recursion could overflow on the very values to detect.
-    layer = [value]
+    values_of_level = [value]
     for _ in range(levels):
-        layer = [
+        values_of_level = [
             inner
-            for item in layer
+            for item in values_of_level
             if isinstance(item, dict | list)
             for inner in (item.values() if isinstance(item, dict) else item)
         ]
-        if not layer:
+        if not values_of_level:
             return False
-    return any(isinstance(item, dict | list) for item in layer)
+    return any(isinstance(item, dict | list) for item in values_of_level)
 
 
 def refuse_surrogates(value: Any) -> None:
@@ -192,5 +192,5 @@ def refuse_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        half = ord(error.object[error.start])
-        raise ValueError(f"\\u{half:04x} is half of a surrogate pair, not a character") from None
+        surrogate = ord(error.object[error.start])
+        raise ValueError(f"\\u{surrogate:04x} is half of a surrogate pair, not a character") from None
