@@ -81,14 +81,14 @@ class RolloutEngine:
         fields of the model's config.json. `features` are settings outside `config`. Raises ConfigError for settings
         that vLLM refuses.
         """
-        # First: vLLM caches its environment variables while the engine is built.
+        # Set the cache folder first: vLLM reads its environment variables once, while the engine is built.
         compile_cache.use_own_folder()
         self._parts = list(build_parts(model_path, config, override, features or EngineFeatures()))
         for part in self._parts:
             part.prepare()
         libraries.check_vllm_build()
-        refused = functools.partial(refusals_named, config, max_model_len, self._parts)
-        with refused(ValueError, TypeError, AssertionError, KeyError):
+        as_config_error = functools.partial(refusals_named, config, max_model_len, self._parts)
+        with as_config_error(ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(
                 model_path,
                 config,
@@ -98,6 +98,7 @@ class RolloutEngine:
                 override=override,
                 parts=self._parts,
             )
+        # Each replica (engine) has `tp` consecutive ranks. The first one leads.
         rank = dist.get_rank()
         self.replica = rank // config.tp
         self.is_leader = rank % config.tp == 0
@@ -106,9 +107,9 @@ class RolloutEngine:
         self._channel = _open_channel(config.tp)
         # During construction vLLM reseeds the global generators. The trainer's random state must not change.
         with preserved_random_state():
-            with refused(ValueError, TypeError, AssertionError, KeyError):
+            with as_config_error(ValueError, TypeError, AssertionError, KeyError):
                 vllm_config = engine_config(arguments, config, self._parts)
-            with refused(ValueError, NotImplementedError):
+            with as_config_error(ValueError, NotImplementedError):
                 self._start(vllm_config)
         self.model: torch.nn.Module = self._worker.get_model()
         for part in self._parts:
@@ -293,11 +294,12 @@ class RolloutEngine:
         deadline: float,
         leave_after: int | None,
     ) -> list[Completion]:
+        # Aborted and refused requests complete at once. All others run until one of the three limits.
         engine, executor = requests.engine, self._executor
         completions = [requests.abort(request_id) for request_id in aborts if request_id in requests.running]
         for request in new_requests:
             completions += requests.add(request, self.weight_version)
-        began, num_steps = time.monotonic(), executor.num_steps
+        started, num_steps_before = time.monotonic(), executor.num_steps
         while engine.has_unfinished_requests():
             with span("engine step"):
                 outputs = engine.step()
@@ -305,8 +307,9 @@ class RolloutEngine:
             if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
         completions += map(requests.finish, requests.finish_started_steps())
-        is_working = executor.num_steps > num_steps or not engine.has_unfinished_requests()
-        seconds, num_running = time.monotonic() - began, len(requests.running)
+        # A stalled engine has unfinished requests, but scheduled no step in this call.
+        is_working = executor.num_steps > num_steps_before or not engine.has_unfinished_requests()
+        seconds, num_running = time.monotonic() - started, len(requests.running)
         self._progress.check(seconds, is_working, num_running=num_running, kv_usage=executor.kv_usage)
         return completions
 

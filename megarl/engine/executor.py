@@ -110,20 +110,21 @@ def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
     """Execute the leader's commands on a follower, until the leader releases it. All steps are then complete."""
     # After starting a step, wait for the previous one, as the leader does. vLLM overwrites a step's buffers two steps
     # later: the device must have read them by then.
-    started: Any = None
+    previous_output: Any = None
     while (command := channel.receive()) is not None:
         method, args, kwargs = command
         if method not in ("execute_model", "sample_tokens"):
             channel.gather(getattr(worker, method)(*args, **kwargs))
             continue
-        output = _execute_step(worker, *args) if method == "execute_model" else worker.sample_tokens(*args)
-        if output is not None:
-            _wait_for(started)
-            started = output
-    _wait_for(started)
+        step_output = _execute_step(worker, *args) if method == "execute_model" else worker.sample_tokens(*args)
+        if step_output is not None:
+            _wait_for_output(previous_output)
+            previous_output = step_output
+    _wait_for_output(previous_output)
 
 
-def _wait_for(output: Any) -> None:
+def _wait_for_output(output: Any) -> None:
+    """Wait for the device if the output of a step is asynchronous. The value itself is not needed."""
     if isinstance(output, AsyncModelRunnerOutput):
         output.get_output()
 

@@ -44,7 +44,7 @@ class LeaderRequests:
         try:
             # vLLM checks parameters when they are created, and everything else when the request is added.
             parameters = sampling_params(request)
-            arguments = self._arguments(request.prompt_token_ids, parameters, weight_version, request)
+            arguments = self._request_arguments(request.prompt_token_ids, parameters, weight_version, request)
             internal_id = self.engine.add_request(request.request_id, **arguments)
         except VLLMClientError as error:
             return [_refused_completion(request.request_id, re.sub(r"\s+", " ", str(error)))]
@@ -56,11 +56,11 @@ class LeaderRequests:
 
     def finish(self, output: Any) -> Completion:
         # The scheduler recorded the tokens itself, so vLLM's output lacks them.
-        (end,) = output.outputs
-        completion = self._complete(output.request_id, end.finish_reason)
+        (finished_output,) = output.outputs
+        completion = self._remove_completed(output.request_id, finished_output.finish_reason)
         completion = dataclasses.replace(completion, num_cached=output.num_cached_tokens or 0)
         for part in self._parts:
-            completion = part.extend_completion(completion, end)
+            completion = part.extend_completion(completion, finished_output)
         return completion
 
     def abort(self, request_id: str) -> Completion:
@@ -68,7 +68,7 @@ class LeaderRequests:
         internal_id = self.running[request_id].internal_id
         # vLLM 0.30 returns no output for an aborted request, so read its output state.
         state = self.engine.output_processor.request_states[internal_id]
-        completion = self._complete(request_id, "abort")
+        completion = self._remove_completed(request_id, "abort")
         for part in self._parts:
             completion = part.extend_aborted(completion, state)
         self.engine.abort_request([internal_id], internal=True)
@@ -94,7 +94,7 @@ class LeaderRequests:
         # vLLM samples at least one token per request. It is discarded.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         internal_id = self.engine.add_request(
-            "prompt_logprobs", **self._arguments(token_ids, parameters, weight_version)
+            "prompt_logprobs", **self._request_arguments(token_ids, parameters, weight_version)
         )
         outputs: list[Any] = []
         while self.engine.has_unfinished_requests():
@@ -104,24 +104,28 @@ class LeaderRequests:
         self.engine.reset_prefix_cache()
         [output] = outputs
         # vLLM returns no log-probs for the first token.
-        _, *candidates = output.prompt_logprobs
-        pairs = zip(candidates, token_ids[1:].tolist(), strict=True)
-        return np.array([0.0, *(by_token[token].logprob for by_token, token in pairs)], np.float32)
+        _, *logprobs_by_token = output.prompt_logprobs
+        logprobs_and_tokens = zip(logprobs_by_token, token_ids[1:].tolist(), strict=True)
+        return np.array(
+            [0.0, *(token_logprobs[token].logprob for token_logprobs, token in logprobs_and_tokens)], np.float32
+        )
 
-    def _arguments(
+    def _request_arguments(
         self,
         token_ids: NDArray[np.integer],
         parameters: SamplingParams,
         weight_version: int,
         request: Request | None = None,
     ) -> dict[str, Any]:
+        """Return the arguments of vLLM's `add_request`, extended by all parts. `request` None: a prompt to score."""
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         arguments: dict[str, Any] = {"prompt": prompt, "params": parameters}
         for part in self._parts:
             part.extend_request(arguments, request, weight_version)
         return arguments
 
-    def _complete(self, request_id: str, finish_reason: str | None) -> Completion:
+    def _remove_completed(self, request_id: str, finish_reason: str | None) -> Completion:
+        """Remove a request from those that run, and return its completion."""
         running = self.running.pop(request_id)
         del self._scheduler.sampled[running.internal_id]
         return running.make_completion(request_id, finish_reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -101,40 +102,56 @@ class RecordingScheduler(Scheduler):
         return self._schedule_decoding(decoding) if decoding else super().schedule(throttle_prefills)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        num_scheduled = self._continue_requests(scheduler_output, model_runner_output)
-        records = {name: self.sampled[name] for name in num_scheduled if name in self.sampled}
-        num_before = {name: len(sampled.token_ids) for name, sampled in records.items()}
+        num_remaining = self._continue_requests(scheduler_output, model_runner_output)
+        records = {request_id: self.sampled[request_id] for request_id in num_remaining if request_id in self.sampled}
+        num_tokens_before = {request_id: len(sampled.token_ids) for request_id, sampled in records.items()}
         # vLLM handles the remaining requests, but must not collect log-probs: they are recorded below.
-        plan, output = copy.copy(scheduler_output), copy.copy(model_runner_output)
-        plan.num_scheduled_tokens, output.logprobs = num_scheduled, None
-        core_outputs = super().update_from_output(plan, output)
-        if (logprobs := model_runner_output.logprobs) is not None:
-            for name, sampled in records.items():
-                num_new = len(sampled.token_ids) - num_before[name]
-                num_top = cast(Any, sampled.request.sampling_params).num_logprobs
-                if num_new and num_top is not None:
-                    rows = logprobs.slice_request(model_runner_output.req_id_to_index[name], num_new)
-                    # vLLM puts the sampled token into the first column.
-                    sampled.logprobs += rows.logprobs[:, 0].tolist()
-                    if num_top:
-                        # Other requests of the step may ask for more columns. Copy, because a view would keep the whole
-                        # arrays in memory.
-                        columns = rows.logprob_token_ids, rows.logprobs
-                        ids, values = (np.array(column[:, 1 : num_top + 1]) for column in columns)
-                        sampled.top_tokens += zip(ids.astype(np.int32), values.astype(np.float32), strict=True)
+        remaining_schedule, remaining_output = copy.copy(scheduler_output), copy.copy(model_runner_output)
+        remaining_schedule.num_scheduled_tokens, remaining_output.logprobs = num_remaining, None
+        core_outputs = super().update_from_output(remaining_schedule, remaining_output)
+        self._record_logprobs(model_runner_output, records, num_tokens_before)
         return core_outputs
+
+    @staticmethod
+    def _record_logprobs(
+        model_runner_output: ModelRunnerOutput,
+        records: Mapping[str, SampledTokens],
+        num_tokens_before: Mapping[str, int],
+    ) -> None:
+        """Add the log-probs of a step's new tokens to the `records`, by request.
+
+        `num_tokens_before` has the number of each request's sampled tokens before the step.
+        """
+        logprobs = model_runner_output.logprobs
+        if logprobs is None:
+            return
+        for request_id, sampled in records.items():
+            num_new = len(sampled.token_ids) - num_tokens_before[request_id]
+            num_top = cast(Any, sampled.request.sampling_params).num_logprobs
+            if not num_new or num_top is None:
+                continue
+            rows = logprobs.slice_request(model_runner_output.req_id_to_index[request_id], num_new)
+            # vLLM puts the sampled token into the first column.
+            sampled.logprobs += rows.logprobs[:, 0].tolist()
+            if num_top:
+                # Other requests of the step may ask for more columns. Copy, because a view would keep the whole arrays
+                # in memory.
+                columns = rows.logprob_token_ids, rows.logprobs
+                ids, values = (np.array(column[:, 1 : num_top + 1]) for column in columns)
+                sampled.top_tokens += zip(ids.astype(np.int32), values.astype(np.float32), strict=True)
 
     def _decoding_requests(self) -> list[Request]:
         """Return the running requests if each decodes one token in this step, else an empty list.
 
         Changes nothing, so vLLM's `schedule` can still be called.
         """
+        # A paused scheduler, a request that could start, or too few tokens for all: vLLM's own code decides.
         has_free_slot = len(self.running) + self.num_waiting_for_streaming_input < self.max_num_running_reqs
-        budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+        max_tokens_of_step = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         if (
             self._pause_state != PauseState.UNPAUSED
             or ((self.waiting or self.skipped_waiting) and has_free_slot)
-            or len(self.running) > budget
+            or len(self.running) > max_tokens_of_step
         ):
             return []
         decoding: list[Request] = []
@@ -155,15 +172,17 @@ class RecordingScheduler(Scheduler):
             decoding.append(request)
             num_new_blocks += num_computed % self._block_size == 0
         cache = self.kv_cache_manager
+        # Each KV cache group needs its own new block. With too few free blocks vLLM must preempt a request.
         num_groups = len(cache.coordinator.single_type_managers)
         return [] if num_new_blocks * num_groups > cache.block_pool.get_num_free_blocks() else decoding
 
     def _schedule_decoding(self, decoding: list[Request]) -> SchedulerOutput:
         """Schedule one token of each of these requests, with the same result and changes as vLLM's `schedule`."""
         self.current_step += 1
+        # Allocate KV cache blocks for the requests that begin or complete a block.
         cache, block_size = self.kv_cache_manager, self._block_size
         cache.new_step_starts()
-        names = [request.request_id for request in decoding]
+        request_ids = [request.request_id for request in decoding]
         num_computed_tokens = [request.num_computed_tokens for request in decoding]
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * len(decoding)
         for index, num_computed in enumerate(num_computed_tokens):
@@ -172,25 +191,27 @@ class RecordingScheduler(Scheduler):
                 blocks = cache.allocate_slots(decoding[index], 1, num_lookahead_tokens=self.num_lookahead_tokens)
                 assert blocks is not None, "the free blocks were counted"
                 new_block_ids[index] = blocks.get_block_ids(allow_none=True)
-        num_scheduled_tokens = dict.fromkeys(names, 1)
+        # The V1 model runner needs all tokens of a request that was not in the previous step.
+        num_scheduled_tokens = dict.fromkeys(request_ids, 1)
         all_token_ids: dict[str, list[int]] = {}
         if not self.use_v2_model_runner:
-            earlier = self.prev_step_scheduled_req_ids
+            ids_of_previous_step = self.prev_step_scheduled_req_ids
             all_token_ids = {
                 request.request_id: request.all_token_ids.copy()
                 for request in decoding
-                if request.request_id not in earlier
+                if request.request_id not in ids_of_previous_step
             }
-            earlier.clear()
-            earlier.update(names)
+            ids_of_previous_step.clear()
+            ids_of_previous_step.update(request_ids)
         self.prefill_capacity_bound = bool(self.waiting)
         copies, retained_blocks = cache.take_kv_cache_block_copies()
         assert not copies and not retained_blocks, "only a cache hit of a new request copies a block"
         cache.take_boundary_state_offloads()
+        # vLLM's `schedule` fills the same fields. No request is new, resumed, preempted or has drafts.
         output = SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData(
-                req_ids=names,
+                req_ids=request_ids,
                 resumed_req_ids=set(),
                 new_token_ids=[],
                 all_token_ids=all_token_ids,
@@ -237,17 +258,18 @@ class RecordingScheduler(Scheduler):
             or not model_runner_output.sampled_token_ids
         ):
             return scheduled
+        # A request stays with vLLM's own code unless it certainly continues.
         remaining: dict[str, int] = {}
-        token_ids, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        values = logprobs.logprobs[:, 0].tolist()
-        records, block_size, is_ahead = self.sampled, self._block_size, isinstance(self, AsyncScheduler)
+        token_ids, row_of_request = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        sampled_logprobs = logprobs.logprobs[:, 0].tolist()
+        sampled_by_request, block_size, is_ahead = self.sampled, self._block_size, isinstance(self, AsyncScheduler)
         running = RequestStatus.RUNNING
-        for name, num_tokens in scheduled.items():
-            sampled = records.get(name)
+        for request_id, num_tokens in scheduled.items():
+            sampled = sampled_by_request.get(request_id)
             if sampled is None or not sampled.is_plain or num_tokens != 1:
-                remaining[name] = num_tokens
+                remaining[request_id] = num_tokens
                 continue
-            request, row = sampled.request, rows[name]
+            request, row = sampled.request, row_of_request[request_id]
             new_token_ids = token_ids[row]
             if (
                 len(new_token_ids) != 1
@@ -258,12 +280,13 @@ class RecordingScheduler(Scheduler):
                 or request.num_stale_output_tokens
                 or request.status is not running
             ):
-                remaining[name] = num_tokens
+                remaining[request_id] = num_tokens
                 continue
+            # The rest of the loop repeats what vLLM's `update_from_output` does for a request that continues.
             request.num_in_flight_tokens -= 1
             sampled.token_ids.append(new_token_ids[0])
             sampled.all_token_ids.append(new_token_ids[0])
-            sampled.logprobs.append(values[row])
+            sampled.logprobs.append(sampled_logprobs[row])
             if len(sampled.all_token_ids) % block_size == 0:
                 request.update_block_hashes()
             if is_ahead:

@@ -29,8 +29,8 @@ class EngineSleep:
         self.notices: list[str] = []
         """Notices for the user about the costs of the engine's sleep."""
         if self._level == 1 and can_sleep:
-            further = [tensor for part in parts for tensor in part.further_tensors()]
-            self.notices.append(sleep_copies_notice(model, unrestored, reasons, further))
+            part_tensors = [tensor for part in parts for tensor in part.further_tensors()]
+            self.notices.append(sleep_copies_notice(model, unrestored, reasons, part_tensors))
 
     def begin(self) -> None:
         if self._can_sleep and not self._asleep:
@@ -61,21 +61,19 @@ def sleep_copies_notice(
     model: torch.nn.Module,
     unrestored: Sequence[str],
     reasons: Sequence[str] = (),
-    further: Iterable[torch.Tensor] = (),
+    part_tensors: Iterable[torch.Tensor] = (),
 ) -> str:
     """Return the notice that a model's weights are copied to host memory during sleep.
 
-    The cause is `unrestored` tensors, or the `reasons` of the engine's parts. `further` are tensors [any shape] of
+    The cause is `unrestored` tensors, or the `reasons` of the engine's parts. `part_tensors` are tensors [any shape] of
     these parts. They are copied too.
     """
-    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *further))
-    more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
-    copied = (
-        f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank)"
-    )
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *part_tensors))
+    remainder = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
+    cost = f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank)"
     if not unrestored:
-        return f"{copied}, because {' and '.join(reasons)}"
+        return f"{cost}, because {' and '.join(reasons)}"
     return (
-        f"{copied}, because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{more}: these are "
+        f"{cost}, because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{remainder}: these are "
         "not parameters or buffers"
     )

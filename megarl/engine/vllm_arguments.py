@@ -41,7 +41,7 @@ REASON_LENGTH = 400
 
 @contextmanager
 def refusals_named(
-    config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart], *kinds: type[Exception]
+    config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart], *error_classes: type[Exception]
 ) -> Iterator[None]:
     """Turn vLLM's errors of these classes into a ConfigError that names the recipe field.
 
@@ -49,13 +49,13 @@ def refusals_named(
     """
     try:
         yield
-    except kinds as error:
+    except error_classes as error:
         text = re.sub(r"\s+", " ", str(error))
         field = _refused_field(text, config, max_model_len, parts)
         reason = text
         if isinstance(error, ValidationError):
-            first = error.errors(include_url=False)[0]
-            reason = f"{first['msg']}"
+            first_error = error.errors(include_url=False)[0]
+            reason = f"{first_error['msg']}"
         raise ConfigError(f"{field}. vLLM refuses it: {reason[:REASON_LENGTH]}") from error
 
 
@@ -66,8 +66,12 @@ def _refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: 
         if (field := part.refused_field(text)) is not None:
             return field
     if re.search(r"KV cache|cache blocks", text):
-        share = config.gpu_memory_utilization
-        setting = f"kv_cache_gib = {config.kv_cache_gib:g}" if share is None else f"gpu_memory_utilization = {share}"
+        memory_fraction = config.gpu_memory_utilization
+        setting = (
+            f"kv_cache_gib = {config.kv_cache_gib:g}"
+            if memory_fraction is None
+            else f"gpu_memory_utilization = {memory_fraction}"
+        )
         return (
             f"rollout.{setting}: too small for one sequence of {max_model_len} tokens (data.max_prompt_tokens + "
             "rollout.sampling.max_new_tokens); raise it"
@@ -94,15 +98,7 @@ def engine_arguments(
     `max_model_len` is in tokens. `override` replaces fields of the model's config.json. `parts` are the engine's
     optional features. Raises ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl refuses.
     """
-    field_names = {field.name for field in dataclasses.fields(EngineArgs)}
-    for key in config.vllm:
-        if key not in field_names and key not in refusals_by_field():
-            hint = f"did you mean {near}?" if (near := nearest(key, field_names)) else "remove it"
-            raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
-        # The check before a start refuses a field that another recipe field decides. An engine can take it. Keep values
-        # out of the message: they may contain a token.
-        if key not in reserved_settings("vllm") and (fault := engine_field_fault(key)) is not None:
-            raise ConfigError(f"rollout.vllm.{key}: {fault}")
+    _check_vllm_fields(config)
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
@@ -110,7 +106,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tp,
         "max_num_seqs": config.max_concurrent_requests,
-        **_cache_size(config),
+        **_cache_size_argument(config),
         "distributed_executor_backend": LeaderExecutor,
         # A reshard brings the weights from the trainer.
         "load_format": "dummy",
@@ -126,17 +122,12 @@ def engine_arguments(
     for part in parts:
         arguments |= part.arguments()
     shape = read_model_shape(model_path, override)
-    arguments |= _state_arguments(shape)
+    arguments |= _linear_attention_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
-    changes = engine_overrides(fields, override, _family_rope(shape)) if override else {}
-    completed_fields = completed_config(fields, Path(model_path))
-    changes |= {
-        name: value for name, value in completed_fields.items() if fields.get(name) is None and value is not None
-    }
-    if architecture := FAMILIES[shape.family].engine_architecture:
-        changes |= {"architectures": [architecture]}
+    changes = _config_changes(fields, model_path, shape, override)
+    # A function can remove a field too: the weights of reshards are not quantised as the folder's are.
     if fields.get("quantization_config") is not None:
-        arguments["hf_overrides"] = partial(_as_plain, changes)
+        arguments["hf_overrides"] = partial(_override_unquantised, changes)
     elif changes:
         arguments["hf_overrides"] = changes
     arguments |= libraries.vllm_arguments(max_model_len) | config.vllm
@@ -145,12 +136,42 @@ def engine_arguments(
     return EngineArgs(**arguments)
 
 
-def _family_rope(shape: ModelShape) -> dict[str, float]:
+def _check_vllm_fields(config: RolloutConfig) -> None:
+    """Raise ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl refuses."""
+    field_names = {field.name for field in dataclasses.fields(EngineArgs)}
+    for key in config.vllm:
+        if key not in field_names and key not in refusals_by_field():
+            hint = f"did you mean {similar_name}?" if (similar_name := nearest(key, field_names)) else "remove it"
+            raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
+        # The check before a start refuses a field that another recipe field decides. An engine can take it. Keep values
+        # out of the message: they may contain a token.
+        if key not in reserved_settings("vllm") and (fault := engine_field_fault(key)) is not None:
+            raise ConfigError(f"rollout.vllm.{key}: {fault}")
+
+
+def _config_changes(
+    fields: Mapping[str, Any], model_path: str, shape: ModelShape, override: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the fields of config.json that vLLM must read with another value, or that the file lacks.
+
+    `fields` is the file's content, and `override` the recipe's changes of it.
+    """
+    changes = engine_overrides(fields, override, _rope_fields(shape)) if override else {}
+    completed_fields = completed_config(fields, Path(model_path))
+    changes |= {
+        name: value for name, value in completed_fields.items() if fields.get(name) is None and value is not None
+    }
+    if architecture := FAMILIES[shape.family].engine_architecture:
+        changes |= {"architectures": [architecture]}
+    return changes
+
+
+def _rope_fields(shape: ModelShape) -> dict[str, float]:
     rope = {"rope_theta": shape.rotary.theta}
     return rope if shape.rotary.fraction == 1 else {**rope, "partial_rotary_factor": shape.rotary.fraction}
 
 
-def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
+def _override_unquantised(changes: Mapping[str, Any], config: Any) -> Any:
     """Change fields of a model's config for vLLM. Remove its `quantization_config`: the trainer sends full
     precision.
     """
@@ -159,7 +180,7 @@ def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
     return config
 
 
-def _state_arguments(shape: ModelShape) -> dict[str, Any]:
+def _linear_attention_arguments(shape: ModelShape) -> dict[str, Any]:
     """Return the arguments for models with linear attention, which has a state per sequence; empty for other models."""
     if shape.linear_attention is None:
         return {}
@@ -190,7 +211,7 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[
     return vllm_config
 
 
-def _cache_size(config: RolloutConfig) -> dict[str, Any]:
+def _cache_size_argument(config: RolloutConfig) -> dict[str, Any]:
     # With a fraction, vLLM measures the free memory at its start, before the trainer exists.
     if config.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}

@@ -53,7 +53,7 @@ class Drafts(EnginePart):
         return self._model
 
     def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        return tensors if self._model is None else self._model.passing_drafts(tensors)
+        return tensors if self._model is None else self._model.yield_then_load_drafts(tensors)
 
     def take_metrics(self) -> dict[str, Metric]:
         return self._counts.take_metrics()
@@ -115,6 +115,7 @@ class OwnParameters(nn.Module):
 
     def __init__(self, drafter: Any) -> None:
         super().__init__()
+        # A tuple hides the drafter from torch: its parameters are not added to this module's.
         self._loader: tuple[Any] = (drafter,)
         self.lm_head = drafter.lm_head
         self.model = nn.Module()
@@ -125,7 +126,8 @@ class OwnParameters(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors [any shape] by their published names, through vLLM's own loader."""
-        self._loader[0].load_weights(weights)
+        (drafter,) = self._loader
+        drafter.load_weights(weights)
 
 
 class ModelWithDrafter(nn.Module):
@@ -147,20 +149,21 @@ class ModelWithDrafter(nn.Module):
         """Load checkpoint tensors [any shape] of both models by vLLM's loaders. Returns the loaded names."""
         tensors = list(weights)
         model, drafter = self._loaders
-        drafts = [(name, tensor) for name, tensor in tensors if self._is_drafters(name)]
-        return model.load_weights(tensors) | {DRAFTER + name for name in drafter.load_weights(drafts)}
+        draft_tensors = [(name, tensor) for name, tensor in tensors if self._is_drafters(name)]
+        return model.load_weights(tensors) | {DRAFTER + name for name in drafter.load_weights(draft_tensors)}
 
-    def passing_drafts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def yield_then_load_drafts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield checkpoint tensors [any shape] for the policy's loader. After the last one, load the draft model's
         tensors.
         """
-        drafts = []
+        draft_tensors = []
         for name, tensor in weights:
             if self._is_drafters(name):
-                drafts.append((name, tensor))
+                draft_tensors.append((name, tensor))
             yield name, tensor
         with torch.no_grad():
-            self._loaders[1].load_weights(drafts)
+            _, drafter = self._loaders
+            drafter.load_weights(draft_tensors)
 
 
 class DraftCounts:

@@ -53,18 +53,18 @@ class RetainedTokens(EnginePart):
 
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
         if self._has_masks:
-            arguments["params"] = recordable(arguments["params"], self._vocab_size)
+            arguments["params"] = make_recordable(arguments["params"], self._vocab_size)
 
     def complete_step(self, output: Any) -> Any:
         return output if self._recorder is None else self._recorder.complete(output)
 
     def extend_completion(self, completion: Completion, output: Any) -> Completion:
-        return self._with_sets(completion, output.sampling_mask.token_ids if output.sampling_mask else ())
+        return self._add_retained_sets(completion, output.sampling_mask.token_ids if output.sampling_mask else ())
 
     def extend_aborted(self, completion: Completion, state: Any) -> Completion:
-        return self._with_sets(completion, [chunk.token_ids for chunk in state.sampling_mask_chunks])
+        return self._add_retained_sets(completion, [chunk.token_ids for chunk in state.sampling_mask_chunks])
 
-    def _with_sets(self, completion: Completion, masks: Sequence[Any]) -> Completion:
+    def _add_retained_sets(self, completion: Completion, masks: Sequence[Any]) -> Completion:
         sets = retained_sets(completion.token_ids, masks, self._vocab_size)
         return dataclasses.replace(completion, retained_sets=sets)
 
@@ -128,15 +128,15 @@ def _mask_output(output: Any, is_retained: Tensor | None) -> Any:
     return output
 
 
-def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
+def make_recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
     """Return equivalent sampling parameters for which vLLM's V2 runner records masks: temperature and top_k above 0."""
     # Greedy sampling equals top_k 1. A top_k of the whole vocabulary excludes nothing.
-    recorded = copy.copy(parameters)
-    if recorded.temperature == 0:
-        recorded.temperature, recorded.top_k, recorded.top_p = 1.0, 1, 1.0
-    elif recorded.top_k <= 0:
-        recorded.top_k = vocab_size
-    return recorded
+    equivalent = copy.copy(parameters)
+    if equivalent.temperature == 0:
+        equivalent.temperature, equivalent.top_k, equivalent.top_p = 1.0, 1, 1.0
+    elif equivalent.top_k <= 0:
+        equivalent.top_k = vocab_size
+    return equivalent
 
 
 def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
@@ -152,11 +152,11 @@ def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size
             f"vLLM returned {len(masks)} sampling masks for {len(token_ids)} sampled tokens; one per token is needed"
         )
     # A mask of the whole vocabulary excludes nothing. An empty mask means the same.
-    parts = [np.asarray(mask if len(mask) < vocab_size else (), np.int32) for mask in masks]
-    counts = np.array([len(part) for part in parts], np.int32)
+    retained_by_token = [np.asarray(mask if len(mask) < vocab_size else (), np.int32) for mask in masks]
+    counts = np.array([len(part) for part in retained_by_token], np.int32)
     if not counts.any():
         return None
-    retained = np.concatenate(parts)
+    retained = np.concatenate(retained_by_token)
     is_sampled = retained == np.repeat(token_ids, counts)
     if is_sampled.sum() != np.count_nonzero(counts):
         raise RuntimeError("vLLM sampled a token that is not in its sampling mask")

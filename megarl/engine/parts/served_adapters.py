@@ -26,7 +26,7 @@ class ServedAdapters(TrainedAdapter):
     def __init__(self, lora: LoraConfig, num_slots: int) -> None:
         super().__init__(lora)
         self._num_slots = num_slots
-        self._indices: dict[str | None, int] = {}
+        self._slot_of_adapter: dict[str | None, int] = {}
         """Slots of the adapters by name."""
 
     def arguments(self) -> Mapping[str, Any]:
@@ -38,10 +38,11 @@ class ServedAdapters(TrainedAdapter):
     def install(self, name: str | None, index: int) -> None:
         """Copy the adapter of the last reshard into slot `index`. No request may still use this slot."""
         assert self.slots is not None
-        self._indices = {
-            other_name: slot_index for other_name, slot_index in self._indices.items() if slot_index != index
+        # The slot's former adapter is overwritten, so forget its name.
+        self._slot_of_adapter = {
+            other_name: slot_index for other_name, slot_index in self._slot_of_adapter.items() if slot_index != index
         }
-        self._indices[name] = index
+        self._slot_of_adapter[name] = index
         self.slots.copy_to_further(index)
 
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
@@ -51,6 +52,6 @@ class ServedAdapters(TrainedAdapter):
             super().extend_request(arguments, request, weight_version)
             return
         name = request.adapter or BASE
-        arguments["lora_request"] = self.slots.further_request(self._indices[request.adapter], name)
+        arguments["lora_request"] = self.slots.further_request(self._slot_of_adapter[request.adapter], name)
         # vLLM 0.30 keys cached blocks by the adapter's name alone. A salt makes the distinction certain.
         arguments["prompt"]["cache_salt"] = name
