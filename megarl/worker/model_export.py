@@ -10,6 +10,7 @@ from megarl.checkpoint.drafter_files import drafter_layouts, export_drafter
 from megarl.files.atomic import disk_full_named
 from megarl.files.model_folder import find_folder, sibling_folder
 from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.reshard.layouts.megatron import MegatronLayouts
 from megarl.training.parts.drafter import DrafterPart
 from megarl.training.parts.lora import LoraPart
 from megarl.training.training_engine import TrainingEngine
@@ -25,8 +26,7 @@ def export_model(
     DiskFullError.
     """
     recipe = builder.recipe
-    # Buckets of the same size as in reshards.
-    bucket_bytes = recipe.weights.bucket_mib << 20
+    # With LoRA, `merging` adds the adapters to the weights inside the context.
     with trained.in_memory():
         layouts = builder.layouts(trained.shape)
         weights = trained.weights
@@ -40,42 +40,66 @@ def export_model(
                 builder.rank,
                 weights,
                 dtype=trained.dtype,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=_bucket_bytes(builder),
                 other_texts=texts_by_file,
                 override=recipe.override_of(source),
             )
-        drafter = trained.find_part(DrafterPart)
-        if drafter is not None and recipe.drafter is not None:
-            with disk_full_named(folder, num_bytes):
-                export_drafter(
-                    sibling_folder(folder, "drafter"),
-                    find_folder(recipe.drafter),
-                    drafter.shape,
-                    drafter_layouts(drafter.shape, builder.parallel),
-                    builder.rank,
-                    trained.parameters,
-                    dtype=trained.dtype,
-                    bucket_bytes=bucket_bytes,
-                )
-        lora = recipe.lora
-        if trained.find_part(LoraPart) is None or not lora.export_adapter:
-            return
-        adapter = sibling_folder(folder, "adapter")
-        adapter_parts = adapter_layouts(layouts, lora.targets, lora.rank)
-        config = peft.adapter_config(
-            adapter_parts,
-            recipe.model.path,
-            alpha=lora.alpha,
-            dropout=lora.dropout,
-            is_rank_stabilised=lora.rank_stabilised,
+        _export_drafter(builder, trained, folder, num_bytes)
+        _export_adapters(builder, trained, folder, layouts, num_bytes)
+
+
+def _export_drafter(builder: ModelBuilder, trained: TrainingEngine, folder: Path, num_bytes: int) -> None:
+    """Export the trained EAGLE-3 drafter to the folder `drafter` next to the model's `folder`, if there is one.
+
+    `num_bytes` is the model's size, for errors about a full disk.
+    """
+    recipe, drafter = builder.recipe, trained.find_part(DrafterPart)
+    if drafter is None or recipe.drafter is None:
+        return
+    with disk_full_named(folder, num_bytes):
+        export_drafter(
+            sibling_folder(folder, "drafter"),
+            find_folder(recipe.drafter),
+            drafter.shape,
+            drafter_layouts(drafter.shape, builder.parallel),
+            builder.rank,
+            trained.parameters,
+            dtype=trained.dtype,
+            bucket_bytes=_bucket_bytes(builder),
         )
-        with disk_full_named(adapter, num_bytes):
-            peft.export(
-                adapter,
-                config,
-                adapter_parts,
-                builder.rank,
-                trained.parameters,
-                dtype=trained.dtype,
-                bucket_bytes=bucket_bytes,
-            )
+
+
+def _export_adapters(
+    builder: ModelBuilder, trained: TrainingEngine, folder: Path, layouts: MegatronLayouts, num_bytes: int
+) -> None:
+    """Export the LoRA adapters to the folder `adapter` next to the model's `folder`, if the recipe asks for them.
+
+    `layouts` are the model's layouts of all ranks. `num_bytes` is the model's size, for errors about a full disk.
+    """
+    recipe, lora = builder.recipe, builder.recipe.lora
+    if trained.find_part(LoraPart) is None or not lora.export_adapter:
+        return
+    adapter_folder = sibling_folder(folder, "adapter")
+    matrix_layouts = adapter_layouts(layouts, lora.targets, lora.rank)
+    config = peft.adapter_config(
+        matrix_layouts,
+        recipe.model.path,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        is_rank_stabilised=lora.rank_stabilised,
+    )
+    with disk_full_named(adapter_folder, num_bytes):
+        peft.export(
+            adapter_folder,
+            config,
+            matrix_layouts,
+            builder.rank,
+            trained.parameters,
+            dtype=trained.dtype,
+            bucket_bytes=_bucket_bytes(builder),
+        )
+
+
+def _bucket_bytes(builder: ModelBuilder) -> int:
+    """Return the size of an export's buckets in bytes: that of reshards."""
+    return builder.recipe.weights.bucket_mib << 20

@@ -55,7 +55,7 @@ class Teachers(TrainerPart):
         if "live_teacher" in recipe.teacher_models:
             self.models["live_teacher"] = PolicyTeacher(policy, self.targets, at_start=False)
         if recipe.teacher_models and not recipe.has_advantages:
-            policy.update_feeds.append(self._target_feed(policy))
+            policy.update_feeds.append(self._make_target_feed(policy))
 
     def built_models(self) -> Mapping[str, Any]:
         return self.models
@@ -67,39 +67,45 @@ class Teachers(TrainerPart):
     def _build_teacher(self, folder: str) -> FrozenModel | ModelInOwnGroups:
         """Build the teacher model in a folder, with process groups of its own if the policy's do not fit."""
         kind = teacher_kind(self._builder, folder, self.targets)
-        has_experts = [bool(self._builder.shape_of(model).num_experts) for model in (folder, self._recipe.model.folder)]
-        if self._parallel == self._builder.parallel and has_experts[0] == has_experts[1]:
+        teacher_has_experts, policy_has_experts = (
+            bool(self._builder.shape_of(model).num_experts) for model in (folder, self._recipe.model.folder)
+        )
+        # Expert-parallel groups exist only for models with experts (MoE), so both models must agree in that.
+        if self._parallel == self._builder.parallel and teacher_has_experts == policy_has_experts:
             return self._builder.build(kind, folder)
         # NCCL communicators take device memory, so teachers with equal groups share them.
-        key = self._parallel, has_experts[0]
+        key = self._parallel, teacher_has_experts
         if key not in self._separate_groups:
             self._separate_groups[key] = RankGroups(), Replica(self._parallel)
         groups, replica = self._separate_groups[key]
         with groups.in_place():
             return ModelInOwnGroups(self._builder.build(kind, folder, parallel=self._parallel, replica=replica), groups)
 
-    def _target_feed(self, policy: TrainingEngine) -> TargetFetcher:
+    def _make_target_feed(self, policy: TrainingEngine) -> TargetFetcher:
         """Return the feed of the teachers' targets for the policy's update.
 
         On the last pipeline stage it has this rank's rows of the teachers' output layers.
         """
-        recipe, last = self._recipe, policy.chunks[-1]
-        assert isinstance(last, StudentModel)
-        widths, num_local_tokens = [], []
-        heads: list[Callable[[], Tensor] | None] = []
+        recipe, last_chunk = self._recipe, policy.chunks[-1]
+        assert isinstance(last_chunk, StudentModel)
+        bytes_per_token, num_local_tokens = [], []
+        output_layers: list[Callable[[], Tensor] | None] = []
         for name in recipe.teacher_models:
             folder = recipe.teachers.get(name, recipe.model.folder)
             shape, dtype = self._builder.shape_of(folder), policy.dtype
-            widths.append(target_bytes(recipe.distillation, shape.hidden_size, dtype))
-            rows = range(last.first_token_id, last.first_token_id + last.num_local_tokens)
+            bytes_per_token.append(target_bytes(recipe.distillation, shape.hidden_size, dtype))
+            # Rows of an output layer are tokens. This tensor-parallel rank has a range of the policy's rows.
+            rows = range(last_chunk.first_token_id, last_chunk.first_token_id + last_chunk.num_local_tokens)
             # The last tensor-parallel ranks may hold only padding rows. Their range is then empty.
             rows = rows[: max(0, num_common_tokens(self._builder, folder) - rows.start)]
             num_local_tokens.append(len(rows))
-            has_head = recipe.distillation.loss == "full_vocabulary" and last.post_process
-            heads.append(self._head_of(name, rows, policy) if has_head else None)
-        return TargetFetcher(self.targets, policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads)
+            needs_output_layer = recipe.distillation.loss == "full_vocabulary" and last_chunk.post_process
+            output_layers.append(self._output_layer_of(name, rows, policy) if needs_output_layer else None)
+        return TargetFetcher(
+            self.targets, policy.device, widths=bytes_per_token, num_local_tokens=num_local_tokens, heads=output_layers
+        )
 
-    def _head_of(self, name: str, rows: range, policy: TrainingEngine) -> Callable[[], Tensor]:
+    def _output_layer_of(self, name: str, rows: range, policy: TrainingEngine) -> Callable[[], Tensor]:
         """Return a function that returns the current `rows` of a teacher's output layer, [rows, hidden]."""
         recipe = self._recipe
         if (folder := recipe.teachers.get(name)) is not None:
@@ -108,9 +114,9 @@ class Teachers(TrainerPart):
         # A reference with its own weights may have moved. LoRA adapts no head, so otherwise use the policy's.
         scoring_models = self._state.parts["scoring_models"].built_models()
         model = scoring_models["reference"] if name == "reference" and not recipe.lora.rank else policy
-        last = model.chunks[-1]
-        assert isinstance(last, PolicyModel)
-        return lambda: last.head_weight().detach()
+        last_chunk = model.chunks[-1]
+        assert isinstance(last_chunk, PolicyModel)
+        return lambda: last_chunk.head_weight().detach()
 
 
 def teacher_kind(builder: ModelBuilder, folder: str, targets: StoredTargets) -> Callable[..., FrozenModel]:

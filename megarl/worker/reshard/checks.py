@@ -45,15 +45,15 @@ class ReshardChecks:
         recipe, engine = self._ends.recipe, self._ends.engine
         folder = MappedFolder(recipe.model.folder)
         model: torch.nn.Module | None = None
-        names: list[str] = []
+        compared_names: list[str] = []
         if engine is not None:
-            model, in_folder = engine.model, checkpoint_names(self._plan.engine_shape)
-            recorded = {in_folder[piece.box.name] for piece in self._plan.recorded}
+            model, name_in_folder = engine.model, checkpoint_names(self._plan.engine_shape)
+            written_names = {name_in_folder[piece.box.name] for piece in self._plan.recorded}
             # Tensors in MXFP4 have other names in the files, and are not compared.
-            names = sampled_names(recorded & folder.names, recipe.seed)
+            compared_names = sampled_names(written_names & folder.names, recipe.seed)
         dtype = getattr(torch, recipe.model.dtype)
         with without_adapters(model):
-            check_rows(model, names, folder.tensor, dtype=dtype, seed=recipe.seed, group=self._ends.group)
+            check_rows(model, compared_names, folder.tensor, dtype=dtype, seed=recipe.seed, group=self._ends.group)
 
     def take_ledger(self, version: int) -> RankChecksums | None:
         """Return the checksums of this rank's engine; None if this version is not checked."""
@@ -117,18 +117,23 @@ class ReshardChecks:
         return probe_prompt(self._plan.engine_shape.vocab_size, self._ends.recipe.trained_tokens - 1)
 
     def _make_ledger(self) -> Ledger | None:
+        """Return the ledger (checksums by weight version) of this rank's live vLLM parameters; None without checks."""
         ends, engine = self._ends, self._ends.engine
         if engine is None or not ends.recipe.weights.check_every:
             return None
         first_rank = 0 if ends.group is None else ends.parallel.leaders()[ends.replica]
-        holder = f"engine rank {first_rank + dist.get_rank()}"
-        drafts = engine.find_part(TrainedDrafts)
-        drafter = {} if drafts is None or drafts.written is None else live_parameters(drafts.written)
+        owner = f"engine rank {first_rank + dist.get_rank()}"
+        draft_part = engine.find_part(TrainedDrafts)
+        drafter_parameters = (
+            {} if draft_part is None or draft_part.written is None else live_parameters(draft_part.written)
+        )
         # Both models have parameters of the same names, such as lm_head.weight, so prefix the drafter's.
-        live = live_parameters(engine.model) | {DRAFTER + name: parameter for name, parameter in drafter.items()}
+        live_tensors = live_parameters(engine.model) | {
+            DRAFTER + name: parameter for name, parameter in drafter_parameters.items()
+        }
         if not self._plan.live_reshard.converts:
             recorded_drafter = with_prefix(self._plan.recorded_drafter, box=DRAFTER, storage=DRAFTER)
-            return Ledger(holder, self._plan.recorded + recorded_drafter, live)
-        adapter = engine.find_part(TrainedAdapter)
-        slots = adapter.slots.tensors if adapter is not None and adapter.slots is not None else {}
-        return Ledger.of_parameters(holder, {**live, **slots})
+            return Ledger(owner, self._plan.recorded + recorded_drafter, live_tensors)
+        adapter_part = engine.find_part(TrainedAdapter)
+        slots = adapter_part.slots.tensors if adapter_part is not None and adapter_part.slots is not None else {}
+        return Ledger.of_parameters(owner, {**live_tensors, **slots})

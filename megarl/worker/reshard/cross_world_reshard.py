@@ -64,7 +64,7 @@ class CrossWorldReshard:
         self.rank_reshard: RankReshard | None = None
         """Executes this rank's share of the copies; None without a process group."""
         self._sending: Future[ReshardReport] | None = None
-        self._unreported: RankChanges | None = None
+        self._unreported_changes: RankChanges | None = None
         """Changes of the engine's weights, detected before a reshard that failed because of a lost peer."""
 
     @property
@@ -133,18 +133,18 @@ class CrossWorldReshard:
     def compare_weights(self) -> RankChanges | None:
         """Return the changes of the engine's weights since the last reshard; None if the weights were not recorded."""
         self._note_changes()
-        changes, self._unreported = self._unreported, None
+        changes, self._unreported_changes = self._unreported_changes, None
         return changes
 
     def _note_changes(self) -> None:
         """Note which of the engine's weights changed since the last update, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
         # Report the first changes, because they show when the fault began.
-        if changes is not None and not (self._unreported and self._unreported.boxes):
-            self._unreported = changes
+        if changes is not None and not (self._unreported_changes and self._unreported_changes.boxes):
+            self._unreported_changes = changes
 
     def _with_changes(self, report: ReshardReport) -> ReshardReport:
-        changes, self._unreported = self._unreported, None
+        changes, self._unreported_changes = self._unreported_changes, None
         return replace(report, changes=changes)
 
     def leave(self) -> None:

@@ -114,36 +114,40 @@ class _Planner:
     def plan_weights(self, load: LoadTensors | None) -> ReshardPlan:
         """Plan the copies of all weights. Raises ConfigError if the recipe needs an engine written in place."""
         ends, recipe = self._ends, self._ends.recipe
-        placed = reshard_ends(
+        layouts = reshard_ends(
             self._trainer_shape,
             ends.parallel,
             len(ends.topology),
             transformer_engine=self._transformer_engine,
             engine=self._engine_shape,
         )
-        source = ends.policy or ends.snapshot
-        parameters = source.weights if source is not None else {}
+        # In place, if vLLM's loader copies unchanged: the tensors go straight into the live parameters.
+        sender = ends.policy or ends.snapshot
+        sent_weights = sender.weights if sender is not None else {}
         model = ends.engine.model if ends.engine is not None else None
-        recorded, refusal = record(model, self._engine_shape, self._dtype, ends.group)
-        if recorded is not None:
-            return ReshardPlan(self._plan_direct(placed, recorded, parameters, model), self._engine_shape, recorded)
+        engine_layout, refusal = record(model, self._engine_shape, self._dtype, ends.group)
+        if engine_layout is not None:
+            return ReshardPlan(
+                self._plan_direct(layouts, engine_layout, sent_weights, model), self._engine_shape, engine_layout
+            )
+        # Otherwise collect full tensors, and pass them to vLLM's loader.
         refuse_full_tensors(recipe, refusal, is_separate=ends.group is not None)
-        gathering = GatheredReshard(
-            placed.sources,
+        live_reshard = GatheredReshard(
+            layouts.sources,
             self._engine_shape,
-            parameters,
+            sent_weights,
             load,
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
             topology=ends.topology,
-            first_engine=placed.first_engine,
+            first_engine=layouts.first_engine,
             group=ends.group,
         )
         notice = (
             "each reshard sends full tensors to the engine, which is slow, because the engine's weights cannot "
             f"be written in place ({refusal})"
         )
-        return ReshardPlan(gathering, self._engine_shape, (), notices=(notice,))
+        return ReshardPlan(live_reshard, self._engine_shape, (), notices=(notice,))
 
     def plan_adapter(self) -> ReshardPlan:
         """Plan the one copy of the base weights, and the copies of the LoRA adapter into the engines' slots.
@@ -155,35 +159,36 @@ class _Planner:
         model = engine.model if engine is not None else None
         engine_part = engine.find_part(TrainedAdapter) if engine is not None else None
         slots = engine_part.slots if engine_part is not None else None
+        # Record where vLLM's loader places the base weights, then where the adapter's matrices lie in the slots.
         with without_adapters(model):
-            recorded, refusal = record(model, self._engine_shape, self._dtype, ends.group)
-        base, adapter = (
+            engine_layout, refusal = record(model, self._engine_shape, self._dtype, ends.group)
+        base_layouts, adapter_layouts = (
             reshard_ends(
                 self._engine_shape,
                 ends.parallel,
                 len(ends.topology),
                 transformer_engine=self._transformer_engine,
-                adapter=part,
+                adapter=sent_adapter,
             )
-            for part in (None, lora)
+            for sent_adapter in (None, lora)
         )
         # The projections of a fused layer share one matrix A, so the slots have fewer matrices than a folder.
-        shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
-        matrices = {tensor.name: shapes[tensor.name] for tensor in adapter.destinations.tensors}
-        slot_layout, slot_refusal = record_slots(slots, matrices, self._dtype, ends.group)
-        if recorded is None or slot_layout is None:
+        folder_shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
+        matrix_shapes = {tensor.name: folder_shapes[tensor.name] for tensor in adapter_layouts.destinations.tensors}
+        slot_layout, slot_refusal = record_slots(slots, matrix_shapes, self._dtype, ends.group)
+        if engine_layout is None or slot_layout is None:
             raise ConfigError(
                 "lora.sync = adapter: this engine's tensors cannot be written in place "
                 f"({refusal or slot_refusal}); set lora.sync=merged"
             )
-        weights = policy.tensors if policy is not None else {}
+        base_weights = policy.tensors if policy is not None else {}
         trained_adapters = policy.find_part(LoraPart) if policy is not None else None
-        matrices_sent = trained_adapters.scaled_adapters.weights if trained_adapters is not None else {}
+        adapter_weights = trained_adapters.scaled_adapters.weights if trained_adapters is not None else {}
         live_reshard = AdapterReshard(
-            self._plan_direct(base, recorded, weights, model),
-            lambda: self._plan_direct(adapter, slot_layout, matrices_sent, slots=slots),
+            self._plan_direct(base_layouts, engine_layout, base_weights, model),
+            lambda: self._plan_direct(adapter_layouts, slot_layout, adapter_weights, slots=slots),
         )
-        return ReshardPlan(live_reshard, self._engine_shape, recorded)
+        return ReshardPlan(live_reshard, self._engine_shape, engine_layout)
 
     def add_drafter(self, plan: ReshardPlan) -> ReshardPlan:
         """Add the copies of the trained drafter to a plan. Raises ConfigError if it cannot be written in place."""
@@ -191,44 +196,48 @@ class _Planner:
         assert recipe.drafter is not None
         shape = read_drafter_shape(find_folder(recipe.drafter), self._trainer_shape)
         engine_part = ends.engine.find_part(TrainedDrafts) if ends.engine is not None else None
-        written = engine_part.written if engine_part is not None else None
-        recorded, refusal = record_drafter(written, shape.tensors, self._dtype, ends.group)
-        if recorded is None:
+        live_drafter = engine_part.written if engine_part is not None else None
+        drafter_layout, refusal = record_drafter(live_drafter, shape.tensors, self._dtype, ends.group)
+        if drafter_layout is None:
             raise ConfigError(
                 f"trainer.drafter_learning_rate: the engine's drafter cannot be written in place ({refusal}); leave it "
                 "out, so that the drafter is frozen"
             )
         num_trainers, num_ranks = ends.parallel.world_size, len(ends.topology)
-        sources = drafter_layouts(shape, ends.parallel)
-        source = ends.policy or ends.snapshot
-        drafter = DirectReshard(
-            [*sources, *[()] * (num_ranks - num_trainers)],
+        trainer_layouts = drafter_layouts(shape, ends.parallel)
+        sender = ends.policy or ends.snapshot
+        drafter_reshard = DirectReshard(
+            # Ranks of separate engines send nothing.
+            [*trainer_layouts, *[()] * (num_ranks - num_trainers)],
             None,
-            recorded,
-            source.weights if source is not None else {},
-            written,
+            drafter_layout,
+            sender.weights if sender is not None else {},
+            live_drafter,
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
             topology=ends.topology,
             group=ends.group,
         )
-        live_reshard = ReshardWithDrafter(plan.live_reshard, drafter)
-        return plan._replace(live_reshard=live_reshard, recorded_drafter=recorded)
+        live_reshard = ReshardWithDrafter(plan.live_reshard, drafter_reshard)
+        return plan._replace(live_reshard=live_reshard, recorded_drafter=drafter_layout)
 
     def _plan_direct(
         self,
-        placed: Ends,
-        recorded: Layout,
-        parameters: Mapping[str, Tensor],
+        layouts: Ends,
+        engine_layout: Layout,
+        sent_weights: Mapping[str, Tensor],
         model: torch.nn.Module | None = None,
         slots: AdapterSlots | None = None,
     ) -> DirectReshard:
-        """Plan copies into the live parameters of `model`, or into the `slots` of a LoRA adapter."""
+        """Plan copies into the live parameters of `model`, or into the `slots` of a LoRA adapter.
+
+        `engine_layout` is the layout recorded from vLLM's loader, `sent_weights` this rank's tensors by storage.
+        """
         return DirectReshard(
-            placed.sources,
-            placed.destinations,
-            recorded,
-            parameters,
+            layouts.sources,
+            layouts.destinations,
+            engine_layout,
+            sent_weights,
             model,
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,

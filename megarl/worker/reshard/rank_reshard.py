@@ -44,10 +44,10 @@ class RankReshard:
                 self.checks.compare_with_folder()
             ledger = self.checks.take_ledger(version or FIRST_VERSION)
             self.checks.start_probe()
-        started = time.perf_counter()
+        probe_started = time.perf_counter()
         # The engine needs its KV cache to compute log-probs. The context above freed memory for it.
         probe_gap = self.checks.finish_probe()
-        verify_seconds = copies.seconds.get("verify", 0.0) + time.perf_counter() - started
+        verify_seconds = copies.seconds.get("verify", 0.0) + time.perf_counter() - probe_started
         self.first_report = ReshardReport(
             seconds={**copies.seconds, "verify": verify_seconds},
             num_bytes=copies.num_bytes,
@@ -67,18 +67,19 @@ class RankReshard:
             with span("move weights"):
                 copies = self.live_reshard.run()
             faults.reach("resharded", self._engine_weights)
-            started = time.perf_counter()
+            check_started = time.perf_counter()
             if verify:
                 self.live_reshard.verify()
                 self.checks.start_probe()
-            verify_seconds = time.perf_counter() - started
+            verify_seconds = time.perf_counter() - check_started
             ledger = self.checks.take_ledger(version or FIRST_VERSION)
+        # The probe prompt needs the KV cache, which exists only after the context above.
         seconds |= copies.seconds
         probe_gap = None
         if verify:
-            started = time.perf_counter()
+            check_started = time.perf_counter()
             probe_gap = self.checks.finish_probe()
-            seconds["verify"] = verify_seconds + time.perf_counter() - started
+            seconds["verify"] = verify_seconds + time.perf_counter() - check_started
         return ReshardReport(
             seconds=seconds,
             num_bytes=copies.num_bytes,
@@ -116,7 +117,7 @@ class RankReshard:
         with ExitStack() as stack:
             if policy is not None:
                 if engine is not None:
-                    # Move gradients and optimizer state off the device, to make room for the engine's weights.
+                    # Colocated: move gradients and optimizer state off the device, so that the engine's weights fit.
                     policy.offload(exceptions=("parameters",))
                     # Until now the device held the update's memory, which belongs to the update's peak.
                     peak_memory.restart_peak()
@@ -129,6 +130,7 @@ class RankReshard:
             yield
         if engine is not None:
             if policy is not None:
+                # Colocated: the trainer leaves the device, because the engine samples next.
                 policy.offload()
             # End the reshard's peak here: the KV cache belongs to the rollout.
             peak_memory.fix_peak()
