@@ -112,32 +112,33 @@ def to_megatron(
     """
     started = time.perf_counter()
     model = read_model_shape(hf)
-    parallel = _parallel(tp, pp, ep, etp, model)
+    parallel = _parallel_config(tp, pp, ep, etp, model)
     source = FolderReader(hf, model)
     check_weights(hf, source)
-    dtypes = _dtypes(source, model, dtype)
+    dtypes = _converted_dtypes(source, model, dtype)
     chunks = list(split(model, parallel, dtypes, SLAB_BYTES))
     with new_folder(out) as manifest:
-        with _checking_files(hf):
+        with _files_checked(hf):
+            # Weights first, then the records that say where each one is, then the folder's other files.
             stored = _write_chunks(source, chunks, manifest)
             _write_records(manifest, model, parallel, chunks, stored)
             _copy_companions(hf, manifest, f"{COMPANIONS}/", dtype)
-            num_companions = _write_kept(kept_tensors(hf, model), f"{COMPANIONS}/{KEPT}", manifest)
+            num_unchanged = _write_unchanged(kept_tensors(hf, model), f"{COMPANIONS}/{KEPT}", manifest)
             if dtype is None and (hf / INDEX).exists():
                 manifest.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
             manifest.append(TRACKER, RELEASE.encode())
-        sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "etp")}
-        form = {_PACKS: True} if model.packs_experts else {}
-        manifest.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes, **form})
+        parallel_sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "etp")}
+        expert_form = {_PACKS: True} if model.packs_experts else {}
+        manifest.close({"format": "torch_dist", "checkpoint": RELEASE, **parallel_sizes, **expert_form})
         if verify:
             verify_copy(source, CheckpointReader(manifest.folder / RELEASE, model), model, manifest.folder)
     return Conversion(
         folder=out,
         num_tensors=len(dtypes),
-        weight_bytes=_num_bytes(model, dtypes),
+        weight_bytes=_count_weight_bytes(model, dtypes),
         seconds=time.perf_counter() - started,
         is_verified=verify,
-        num_kept=num_companions,
+        num_kept=num_unchanged,
     )
 
 
@@ -167,44 +168,51 @@ def to_hf(
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
     root = checkpoint.parent if (checkpoint.parent / MANIFEST).exists() else checkpoint
-    model_folder = hf or next(
-        (f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None
-    )
-    if model_folder is None:
-        raise ConfigError(
-            f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; give a model folder as --hf."
-        )
+    model_folder = hf or _find_companions(checkpoint)
     model = read_model_shape(model_folder, override)
     if not stored_names(model_folder):
         # Without weights, the folder does not show whether experts are packed.
         model = replace(model, packs_experts=_packs_experts(root))
-    with new_folder(out) as manifest, _checking_files(root):
+    with new_folder(out) as manifest, _files_checked(root):
         source = CheckpointReader(checkpoint, model)
         model = source.model
-        dtypes = _dtypes(source, model, dtype)
-        companion_tensors, copies = kept_and_copies(model_folder, model)
+        dtypes = _converted_dtypes(source, model, dtype)
+        unchanged_tensors, copies = kept_and_copies(model_folder, model)
+        # Shape and dtype of each tensor in the files. A copy has those of its original.
         stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
         stored |= {name: stored[original] for name, original in copies.items()}
         shapes = checkpoint_tensors(model)
         shapes |= {name: shapes[original] for name, original in copies.items()}
-        forms = {name: (shape, stored[name]) for name, shape in shapes.items()}
-        total = sum(prod(shape) * dtype.itemsize for shape, dtype in forms.values())
-        files = None
+        shapes_and_dtypes = {name: (shape, stored[name]) for name, shape in shapes.items()}
+        model_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes_and_dtypes.values())
+        # Use the folder's own index if it names exactly these tensors. Otherwise pack them into files of equal size.
+        files_of_index = None
         if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
             # None if the files hold kept tensors that the index lacks.
-            files = _files_of_index(model_folder, [*stored, *companion_tensors])
-        if files is not None:
+            files_of_index = _read_index(model_folder, [*stored, *unchanged_tensors])
+        if files_of_index is not None:
             manifest.copy(model_folder / INDEX, INDEX)
-            checksums = _write_files(source, files, model, forms, copies, companion_tensors, manifest)
+            checksums = _write_files(
+                source, files_of_index, model, shapes_and_dtypes, copies, unchanged_tensors, manifest
+            )
         else:
-            packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(companion_tensors))
-            files = {file: list(tensors) for file, tensors in packed.items()}
-            last = kept_file(len(files), companion_tensors)
-            for name, tensors in last.items():
-                _write_kept(tensors, name, manifest)
-            if len(files) + len(last) > 1:
-                manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(companion_tensors)).encode())
-            checksums = _write_files(source, files, model, forms, copies, {}, manifest)
+            # New files: the model's tensors, then one more file for the copied ones.
+            tensors_by_file = pack_files(
+                shapes_and_dtypes, shard_bytes or SHARD_BYTES, num_more=bool(unchanged_tensors)
+            )
+            files_of_index = {file: list(tensors) for file, tensors in tensors_by_file.items()}
+            unchanged_files = kept_file(len(files_of_index), unchanged_tensors)
+            for name, tensors in unchanged_files.items():
+                _write_unchanged(tensors, name, manifest)
+            if len(files_of_index) + len(unchanged_files) > 1:
+                manifest.append(
+                    INDEX,
+                    index_text(
+                        {**files_of_index, **unchanged_files}, model_bytes + total_bytes(unchanged_tensors)
+                    ).encode(),
+                )
+            checksums = _write_files(source, files_of_index, model, shapes_and_dtypes, copies, {}, manifest)
+        # Everything except weights comes last, with the manifest as proof of a complete folder.
         manifest.append(CHECKSUMS, checksums_text(checksums).encode())
         _copy_companions(model_folder, manifest, "", dtype, override, other_texts)
         manifest.close({"format": "safetensors"})
@@ -213,10 +221,20 @@ def to_hf(
     return Conversion(
         folder=out,
         num_tensors=len(stored),
-        weight_bytes=total,
+        weight_bytes=model_bytes,
         seconds=time.perf_counter() - started,
         is_verified=verify,
-        num_kept=len(companion_tensors),
+        num_kept=len(unchanged_tensors),
+    )
+
+
+def _find_companions(checkpoint: Path) -> Path:
+    """Return the folder with a converted model's config.json and tokenizer. Raises ConfigError if there is none."""
+    for folder in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; give a model folder as --hf."
     )
 
 
@@ -233,17 +251,17 @@ class _Slab:
     write: Callable[[Tensor], None]
 
 
-def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
+def _write_slabs(source: Source, slabs: Iterable[_Slab]) -> None:
     """Fill the slabs in order. While one slab is filled, the previous one is written in the background."""
     with _one_thread_per_operation(), ThreadPoolExecutor(1) as writer:
-        writing = None
+        previous_write = None
         for slab in slabs:
-            filled = _fill(source, slab)
-            if writing is not None:
-                writing.result()
-            writing = writer.submit(slab.write, filled)
-        if writing is not None:
-            writing.result()
+            values = _read_slab(source, slab)
+            if previous_write is not None:
+                previous_write.result()
+            previous_write = writer.submit(slab.write, values)
+        if previous_write is not None:
+            previous_write.result()
 
 
 @contextmanager
@@ -261,33 +279,35 @@ def _one_thread_per_operation() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _fill(source: Source, slab: _Slab) -> Tensor:
+def _read_slab(source: Source, slab: _Slab) -> Tensor:
     """Read the elements of a slab from the source, in the slab's shape and dtype."""
     # No piece covers the vocabulary padding. It must be zero.
     is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
-    target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
+    values = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
     names = {piece.box.name for piece in slab.pieces}
-    available = tuple(piece for name in sorted(names) for piece in source.pieces[name])
-    plan = make_plan([available], [tuple(slab.pieces)], itemsize=slab.dtype.itemsize, bucket_bytes=1 << 62).for_rank(0)
-    needed = {transfer.source.storage for bucket in plan.buckets for transfer in bucket.local}
-    storages = {name: source.storage(name) for name in sorted(needed)}
-    Transport(plan, storages, {"slab": target}, dtype=slab.dtype).reshard()
+    source_pieces = tuple(piece for name in sorted(names) for piece in source.pieces[name])
+    rank_plan = make_plan(
+        [source_pieces], [tuple(slab.pieces)], itemsize=slab.dtype.itemsize, bucket_bytes=1 << 62
+    ).for_rank(0)
+    storage_names = {transfer.source.storage for bucket in rank_plan.buckets for transfer in bucket.local}
+    storages = {name: source.storage(name) for name in sorted(storage_names)}
+    Transport(rank_plan, storages, {"slab": values}, dtype=slab.dtype).reshard()
     # Unmap after every slab: otherwise the mapped pages of the whole model add up in memory.
     source.release()
-    return target
+    return values
 
 
 def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
     stored: list[Stored] = []
 
     def write(chunk: StoredShard, tensor: Tensor) -> None:
-        stored.append(_save(manifest, f"__{chunk.rank}_0.distcp", tensor))
+        stored.append(_append_saved(manifest, f"__{chunk.rank}_0.distcp", tensor))
 
-    _stream(source, (_Slab(c.pieces, c.shape, c.dtype, partial(write, c)) for c in chunks))
+    _write_slabs(source, (_Slab(c.pieces, c.shape, c.dtype, partial(write, c)) for c in chunks))
     return stored
 
 
-def _save(manifest: ManifestWriter, file: str, value: Any) -> Stored:
+def _append_saved(manifest: ManifestWriter, file: str, value: Any) -> Stored:
     name = f"{RELEASE}/{file}"
     start = manifest.sizes.get(name, 0)
     torch.save(value, manifest.stream(name))
@@ -302,9 +322,9 @@ def _write_records(
     stored: Sequence[Stored],
 ) -> None:
     # All extra states are equal, so one stored `[None]` serves every key.
-    objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
-    manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
-    _save(manifest, COMMON, common_state(model, parallel))
+    places_of_objects = dict.fromkeys(extra_states(model), _append_saved(manifest, stored[0].file, [None]))
+    manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), places_of_objects))
+    _append_saved(manifest, COMMON, common_state(model, parallel))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{name}_version": 1 for name in backends}
     manifest.append(f"{RELEASE}/{BACKEND}", json.dumps({**backends, **versions}).encode())
@@ -314,28 +334,28 @@ def _write_files(
     source: Source,
     files: Mapping[str, Sequence[str]],
     model: ModelShape,
-    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    shapes_and_dtypes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     copies: Mapping[str, str],
     unchanged_tensors: Mapping[str, UnchangedTensor],
     manifest: ManifestWriter,
 ) -> dict[str, int]:
-    """Write safetensors files from front to back. `forms` has shape and dtype of the model's tensors in the files.
+    """Write safetensors files from front to back. `shapes_and_dtypes` are those of the model's tensors in the files.
 
     `copies` maps a tensor's name to the name of an equal tensor. `unchanged_tensors` are copied. Returns the checksum
     of each tensor of the model, by name.
     """
     checksums: dict[str, int] = defaultdict(int)
-    entries = {name: header_entry(shape, dtype) for name, (shape, dtype) in forms.items()}
+    entries = {name: header_entry(shape, dtype) for name, (shape, dtype) in shapes_and_dtypes.items()}
     entries |= {name: tensor.entry for name, tensor in unchanged_tensors.items()}
-    itemsizes = {name: dtype.itemsize for name, (_, dtype) in forms.items()}
+    itemsizes = {name: dtype.itemsize for name, (_, dtype) in shapes_and_dtypes.items()}
     itemsizes |= {name: tensor.itemsize for name, tensor in unchanged_tensors.items()}
     # Widest dtypes first, like the writer of the safetensors library, so that every tensor is aligned.
-    ordered = {file: sorted(names, key=lambda name: -itemsizes[name]) for file, names in files.items()}
+    names_by_file = {file: sorted(names, key=lambda name: -itemsizes[name]) for file, names in files.items()}
 
-    def write(file: str, copied: Sequence[str], pieces: Sequence[Piece], tensor: Tensor | None) -> None:
+    def write_slab(file: str, copied_before: Sequence[str], pieces: Sequence[Piece], tensor: Tensor | None) -> None:
         if file not in manifest.sizes:
-            manifest.append(file, safetensors_header({name: entries[name] for name in ordered[file]}))
-        for name in copied:
+            manifest.append(file, safetensors_header({name: entries[name] for name in names_by_file[file]}))
+        for name in copied_before:
             for piece in unchanged_tensors[name].content():
                 manifest.append(file, piece)
         if tensor is not None:
@@ -344,49 +364,50 @@ def _write_files(
                 checksum = int(piece_checksum(piece, tensor).item())
                 checksums[piece.box.name] = (checksums[piece.box.name] + checksum) & MASK
 
-    last: dict[str, list[str]] = {}
+    # Copied tensors that follow a file's last converted tensor: no slab writes them.
+    copied_at_end: dict[str, list[str]] = {}
 
-    def slabs() -> Iterator[_Slab]:
-        for file, names in ordered.items():
-            copied: list[str] = []
+    def make_slabs() -> Iterator[_Slab]:
+        for file, names in names_by_file.items():
+            copied_before: list[str] = []
             for name in names:
                 if name in unchanged_tensors:
-                    copied.append(name)
+                    copied_before.append(name)
                     continue
-                shape, dtype = forms[name]
-                for box in _slices(copies.get(name, name), shape, dtype):
-                    pieces = _pieces(box, model)
+                shape, dtype = shapes_and_dtypes[name]
+                for box in _split_into_slabs(copies.get(name, name), shape, dtype):
+                    pieces = _checkpoint_pieces(box, model)
                     # Pieces name the original tensor. Its elements are counted there, not again in the copy.
-                    counted = () if name in copies else pieces
+                    counted_pieces = () if name in copies else pieces
                     # Write the copied tensors before this one with its first part: a file grows only at its end.
-                    yield _Slab(pieces, box.shape, dtype, partial(write, file, copied, counted))
-                    copied = []
-            last[file] = copied
+                    yield _Slab(pieces, box.shape, dtype, partial(write_slab, file, copied_before, counted_pieces))
+                    copied_before = []
+            copied_at_end[file] = copied_before
 
-    _stream(source, slabs())
-    for file, copied in last.items():
-        write(file, copied, (), None)
+    _write_slabs(source, make_slabs())
+    for file, copied_before in copied_at_end.items():
+        write_slab(file, copied_before, (), None)
     return checksums
 
 
-def _write_kept(tensors: Mapping[str, UnchangedTensor], file: str, manifest: ManifestWriter) -> int:
+def _write_unchanged(tensors: Mapping[str, UnchangedTensor], file: str, manifest: ManifestWriter) -> int:
     for piece in file_content(tensors) if tensors else ():
         manifest.append(file, piece)
     return len(tensors)
 
 
-def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
+def _split_into_slabs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
     """Yield consecutive parts of a tensor, each of at most SLAB_BYTES unless a single row is larger."""
     rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
 
 
-def _slab(box: Box, dtype: torch.dtype, model: ModelShape, write: Callable[[Tensor], None]) -> _Slab:
-    return _Slab(_pieces(box, model), box.shape, dtype, write)
+def _make_slab(box: Box, dtype: torch.dtype, model: ModelShape, write: Callable[[Tensor], None]) -> _Slab:
+    return _Slab(_checkpoint_pieces(box, model), box.shape, dtype, write)
 
 
-def _pieces(box: Box, model: ModelShape) -> Layout:
+def _checkpoint_pieces(box: Box, model: ModelShape) -> Layout:
     return unpack_layout((Piece(box, "slab", 0, contiguous_strides(box.shape)),), model)
 
 
@@ -395,31 +416,33 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
     difference.
     """
     with _one_thread_per_operation(), ThreadPoolExecutor(1) as reader:
-        hashed = reader.submit(check_hashes, folder, check_sizes(folder))
+        hash_check = reader.submit(check_hashes, folder, check_sizes(folder))
         for name, shape in hf_tensors(model).items():
-            for box in _slices(name, shape, result.dtypes[name]):
-                slab = _slab(box, result.dtypes[name], model, lambda tensor: None)
-                before, after = _fill(source, slab), _fill(result, slab)
+            for box in _split_into_slabs(name, shape, result.dtypes[name]):
+                slab = _make_slab(box, result.dtypes[name], model, lambda tensor: None)
+                source_values, converted_values = _read_slab(source, slab), _read_slab(result, slab)
                 # Compared as bytes: NaN differs from itself, and -0.0 equals 0.0.
-                if not torch.equal(before.view(-1).view(torch.uint8), after.view(-1).view(torch.uint8)):
+                if not torch.equal(
+                    source_values.view(-1).view(torch.uint8), converted_values.view(-1).view(torch.uint8)
+                ):
                     raise DataError(f"{folder}: {name} differs from its source. Convert again; check disk and memory.")
-        hashed.result()
+        hash_check.result()
 
 
 @contextmanager
-def _checking_files(folder: Path) -> Iterator[None]:
+def _files_checked(folder: Path) -> Iterator[None]:
     """Check a folder's files against its manifest, if it has one, inside this context.
 
     Sizes are checked on entry. A background thread computes hashes; the exit compares them.
     """
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
-        hashed = reader.submit(check_hashes, folder, expected)
+        hash_check = reader.submit(check_hashes, folder, expected)
         yield
-        hashed.result()
+        hash_check.result()
 
 
-def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
+def _parallel_config(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")
@@ -431,16 +454,16 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
     return ParallelConfig(tp=tp, pp=pp, dp=ranks // tp, rollout_tp=1, ep=ep, etp=etp)
 
 
-def _files_of_index(folder: Path, tensors: Sequence[str]) -> dict[str, list[str]] | None:
+def _read_index(folder: Path, tensors: Sequence[str]) -> dict[str, list[str]] | None:
     """Return the tensors of each file in a folder's index, in the order of `tensors`.
 
     None: the index and `tensors` have different names.
     """
     files = weight_files(folder)
-    where = {name: file for file, names in files.items() for name in names}
-    if where.keys() != set(tensors):
+    file_of_tensor = {name: file for file, names in files.items() for name in names}
+    if file_of_tensor.keys() != set(tensors):
         return None
-    return {file: [name for name in tensors if where[name] == file] for file in sorted(files)}
+    return {file: [name for name in tensors if file_of_tensor[name] == file] for file in sorted(files)}
 
 
 def _copy_companions(
@@ -513,14 +536,14 @@ def _checkpoint_of_run(folder: Path) -> Path:
     return folder
 
 
-def _dtypes(source: Source, model: ModelShape, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def _converted_dtypes(source: Source, model: ModelShape, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the dtype of each converted tensor: `dtype`, or with None the source's.
 
     Tensors that are float32 in every model stay float32.
     """
-    fixed = dict.fromkeys(float32_tensors(model), torch.float32) if dtype else {}
-    return {name: dtype or source.dtypes[name] for name in hf_tensors(model)} | fixed
+    float32_dtypes = dict.fromkeys(float32_tensors(model), torch.float32) if dtype else {}
+    return {name: dtype or source.dtypes[name] for name in hf_tensors(model)} | float32_dtypes
 
 
-def _num_bytes(model: ModelShape, dtypes: Mapping[str, torch.dtype]) -> int:
+def _count_weight_bytes(model: ModelShape, dtypes: Mapping[str, torch.dtype]) -> int:
     return sum(prod(shape) * dtypes[name].itemsize for name, shape in hf_tensors(model).items())

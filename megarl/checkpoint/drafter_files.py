@@ -34,7 +34,7 @@ from megarl.types import DataError
 def target_token_ids(folder: str, shape: DrafterShape) -> Tensor:
     """Return the policy's id of each token that the drafter proposes: int64 [drafted tokens]. Raises DataError."""
     token_ids = torch.arange(shape.vocab_size)
-    offsets = _unchanged_tensors(folder).get(OFFSETS)
+    offsets = _vocabulary_maps(folder).get(OFFSETS)
     return token_ids if offsets is None else token_ids + offsets
 
 
@@ -61,8 +61,10 @@ def drafter_layouts(shape: DrafterShape, parallel: ParallelConfig) -> list[Layou
     Storages are named like Megatron's parameters in the stage's last chunk.
     """
     storage = chunk_prefix(parallel.vpp - 1, parallel.vpp) + PARAMETERS
-    pieces = tuple(dense_piece(name, size, storage + name, 0) for name, size in shape.tensors.items())
-    return [pieces if parallel.coordinates(rank).pp == parallel.pp - 1 else () for rank in range(parallel.world_size)]
+    whole_tensors = tuple(dense_piece(name, size, storage + name, 0) for name, size in shape.tensors.items())
+    return [
+        whole_tensors if parallel.coordinates(rank).pp == parallel.pp - 1 else () for rank in range(parallel.world_size)
+    ]
 
 
 def export_drafter(
@@ -82,11 +84,11 @@ def export_drafter(
     both vocabularies are copied from the drafter's original folder `source`. Files store tensors as `dtype`. The folder
     is replaced atomically. Raises OSError if the disk is full.
     """
-    maps = _unchanged_tensors(source)
+    maps = _vocabulary_maps(source)
     files = _files_of_weights(shape, dtype, maps)
 
     def write_others(partial: Path) -> None:
-        _write_others(partial, source, files, maps, dtype)
+        _write_config_and_maps(partial, source, files, maps, dtype)
 
     write_folder(folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)
 
@@ -100,12 +102,12 @@ def convert_drafter(checkpoint: Path, folder: Path, source: str, policy: ModelSh
     shape, reader = read_drafter_shape(source, policy), CheckpointReader(checkpoint, policy)
     tensors = {name: reader.read_further(PARAMETERS + name, size) for name, size in shape.tensors.items()}
     [dtype] = {tensor.dtype for tensor in tensors.values()}
-    maps = _unchanged_tensors(source)
+    maps = _vocabulary_maps(source)
     files = _files_of_weights(shape, dtype, maps)
     with new_folder(folder) as manifest:
         for file, forms in files.items():
             save_file({name: tensors[name] for name in forms}, manifest.folder / file)
-        _write_others(manifest.folder, source, files, maps, dtype)
+        _write_config_and_maps(manifest.folder, source, files, maps, dtype)
 
 
 def _files_of_weights(
@@ -116,7 +118,7 @@ def _files_of_weights(
     return pack_files(forms, SHARD_BYTES, num_more=bool(maps))
 
 
-def _write_others(
+def _write_config_and_maps(
     folder: Path,
     source: str,
     files: Mapping[str, Mapping[str, Form]],
@@ -127,17 +129,19 @@ def _write_others(
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # No plan moves the maps, which are int64 and bool. They have a separate file.
-    last = f"model-{len(files) + 1:05}-of-{len(files) + 1:05}.safetensors"
+    maps_file = f"model-{len(files) + 1:05}-of-{len(files) + 1:05}.safetensors"
     if maps:
-        save_file(dict(maps), folder / last)
-    all_files = {**files, **({last: maps} if maps else {})}
+        save_file(dict(maps), folder / maps_file)
+    all_files = {**files, **({maps_file: maps} if maps else {})}
     if len(all_files) > 1:
-        num_bytes = sum(prod(size) * kind.itemsize for forms in files.values() for size, kind in forms.values())
+        num_bytes = sum(
+            prod(size) * tensor_dtype.itemsize for tensors in files.values() for size, tensor_dtype in tensors.values()
+        )
         total_bytes = num_bytes + sum(tensor.nbytes for tensor in maps.values())
         (folder / INDEX).write_text(index_text(all_files, total_bytes), encoding="utf-8")
 
 
-def _unchanged_tensors(folder: str) -> dict[str, Tensor]:
+def _vocabulary_maps(folder: str) -> dict[str, Tensor]:
     """Return the vocabulary maps in a drafter's files, by published names; empty: it has the whole vocabulary."""
     stored = MappedFolder(folder)
     names = {published_name(name): name for name in stored.names}

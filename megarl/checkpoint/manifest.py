@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 # Files are copied in blocks of 4 MiB: large enough for full disk speed, without a whole file in memory.
 _BLOCK_BYTES = 1 << 22
 # Far below the usual limit of 1024 open files of a process.
-_MOST_OPEN = 256
+_MAX_OPEN_FILES = 256
 
 
 class ManifestWriter:
@@ -35,29 +35,29 @@ class ManifestWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sizes: dict[str, int] = {}
-        self._hashes: dict[str, Any] = {}
+        self._hash_of_file: dict[str, Any] = {}
         self._hasher = ThreadPoolExecutor(1)
-        self._open: dict[str, IO[bytes]] = {}
+        self._open_files: dict[str, IO[bytes]] = {}
 
     def append(self, name: str, data: bytes | memoryview) -> int:
         """Append data to a file; create it if missing. Returns the data's offset in bytes."""
         start = self.sizes.setdefault(name, 0)
         # Hashing uses the CPU and writing waits for the disk: run both at once. sha256 releases the GIL.
-        hashed = self._hasher.submit(self._hashes.setdefault(name, hashlib.sha256()).update, data)
+        hash_update = self._hasher.submit(self._hash_of_file.setdefault(name, hashlib.sha256()).update, data)
         self._file(name).write(data)
-        hashed.result()
+        hash_update.result()
         self.sizes[name] = start + len(data)
         return start
 
     def _file(self, name: str) -> IO[bytes]:
         """Return the open file `name`. Opening a file for each write would be many times slower."""
-        if name not in self._open:
+        if name not in self._open_files:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if len(self._open) == _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[name] = path.open("ab")
-        return self._open[name]
+            if len(self._open_files) == _MAX_OPEN_FILES:
+                self._open_files.pop(next(iter(self._open_files))).close()
+            self._open_files[name] = path.open("ab")
+        return self._open_files[name]
 
     def stream(self, name: str) -> IO[bytes]:
         return cast(IO[bytes], _Stream(self, name))
@@ -72,7 +72,9 @@ class ManifestWriter:
     @property
     def files(self) -> dict[str, dict[str, Any]]:
         """Size and sha256 of each file written so far."""
-        return {name: {"size": size, "sha256": self._hashes[name].hexdigest()} for name, size in self.sizes.items()}
+        return {
+            name: {"size": size, "sha256": self._hash_of_file[name].hexdigest()} for name, size in self.sizes.items()
+        }
 
     def close(self, layout: Mapping[str, Any]) -> None:
         """Write the manifest: name, size and sha256 of each file in the folder."""
@@ -82,8 +84,8 @@ class ManifestWriter:
     def release(self, *, durable: bool = False) -> None:
         """Close all files; with `durable` after fsync."""
         self._hasher.shutdown()
-        while self._open:
-            with self._open.popitem()[1] as file:
+        while self._open_files:
+            with self._open_files.popitem()[1] as file:
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())

@@ -20,10 +20,10 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)])
     # A table of both numbers of a byte: the bits need no separation.
-    byte = torch.arange(256)
-    pairs = torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=-1)
-    values = pairs[blocks.int()].flatten(-2)
+    byte_values = torch.arange(256)
+    numbers_of_byte = torch.stack([numbers[byte_values & 15], numbers[byte_values >> 4]], dim=-1)
+    values = numbers_of_byte[blocks.int()].flatten(-2)
     exponents = scales.int().unsqueeze(-1)
     # As an exponent, 255 would make small numbers finite: 0.5 * 2^128.
-    scaled = torch.ldexp(values, exponents - _SCALE_BIAS).masked_fill(exponents == _NAN, torch.nan)
-    return scaled.bfloat16().flatten(-2)
+    weights = torch.ldexp(values, exponents - _SCALE_BIAS).masked_fill(exponents == _NAN, torch.nan)
+    return weights.bfloat16().flatten(-2)

@@ -27,7 +27,7 @@ _SMALLEST = 1e-7
 
 def is_redundant(name: str, model: ModelShape) -> bool:
     """Return whether a tensor repeats other tensors or numbers that follow from config.json."""
-    return name.endswith(_FREQUENCIES) or name in _originals(model)
+    return name.endswith(_FREQUENCIES) or name in _original_names(model)
 
 
 def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path]) -> Iterator[str]:
@@ -35,30 +35,30 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
     names = [name for name in files if is_redundant(name, model)]
     if not names:
         return
-    originals = _originals(model)
-    involved = {files[name] for name in (*names, *originals.values()) if name in files}
-    places = {name: place for path in sorted(involved) for name, place in places_in(path)}
+    originals = _original_names(model)
+    compared_files = {files[name] for name in (*names, *originals.values()) if name in files}
+    tensors = {name: place for path in sorted(compared_files) for name, place in places_in(path)}
     # An override may have changed the rotary embeddings of `model`.
     folder_shape = read_model_shape(folder) if (folder / "config.json").exists() else model
     for name in names:
         if name.endswith(_FREQUENCIES):
-            if not _has_frequencies_of(places[name], folder_shape):
+            if not _has_frequencies_of(tensors[name], folder_shape):
                 yield (
                     f"{files[name]}: {name} differs from the rotary frequencies that config.json gives "
                     f"(rope_theta {folder_shape.rotary.theta:g}, rope_type {folder_shape.rotary.scaling}). "
                     "Correct config.json, or remove the tensor."
                 )
-        elif originals[name] in places and not _are_equal(places[name], places[originals[name]]):
-            yield f"{files[name]}: {name} differs from {originals[name]}, {_reason(name, model)}"
+        elif originals[name] in tensors and not _are_equal(tensors[name], tensors[originals[name]]):
+            yield f"{files[name]}: {name} differs from {originals[name]}, {_explain_difference(name, model)}"
 
 
-def _originals(model: ModelShape) -> dict[str, str]:
+def _original_names(model: ModelShape) -> dict[str, str]:
     """Return the tensors that must equal another tensor, as {name: the other tensor's name}."""
     tied = {HEAD: checkpoint_name(EMBEDDING, model)} if model.tie_word_embeddings else {}
     return {**tied, **list_draft_copies(model)}
 
 
-def _reason(name: str, model: ModelShape) -> str:
+def _explain_difference(name: str, model: ModelShape) -> str:
     if name == HEAD:
         return (
             "but config.json has tie_word_embeddings true, which uses the embedding as head. Set it to false if the "

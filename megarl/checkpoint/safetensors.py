@@ -98,11 +98,13 @@ class FolderReader:
         """Yield (part of the layout, this folder's pieces for it). A part has few experts, so few are dequantised at a
         time.
         """
-        by_file: dict[str, list[Piece]] = {}
+        pieces_by_expert: dict[str, list[Piece]] = {}
         for piece in layout:
-            (stored,) = self.pieces[piece.box.name]
-            by_file.setdefault(stored.storage if stored.storage in self._experts else "", []).append(piece)
-        for group_pieces in by_file.values():
+            (source_piece,) = self.pieces[piece.box.name]
+            pieces_by_expert.setdefault(
+                source_piece.storage if source_piece.storage in self._experts else "", []
+            ).append(piece)
+        for group_pieces in pieces_by_expert.values():
             names = sorted({piece.box.name for piece in group_pieces})
             yield tuple(group_pieces), tuple(piece for name in names for piece in self.pieces[name])
 
@@ -220,11 +222,11 @@ def export(
     unchanged_tensors, copies = kept_and_copies(source, model)
     tensors |= {name: tensors[original] for name, original in copies.items()}
     dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
-    forms = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
-    files = pack_files(forms, shard_bytes, num_more=bool(unchanged_tensors))
+    shapes_and_dtypes = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
+    files = pack_files(shapes_and_dtypes, shard_bytes, num_more=bool(unchanged_tensors))
     all_files = {**files, **kept_file(len(files), unchanged_tensors)}
-    fixed = dict.fromkeys(float32_tensors(model), torch.float32)
-    checksums = compute_checksums(layouts, rank, parameters, defaultdict(lambda: dtype, fixed))
+    float32_dtypes = dict.fromkeys(float32_tensors(model), torch.float32)
+    checksums = compute_checksums(layouts, rank, parameters, defaultdict(lambda: dtype, float32_dtypes))
 
     def write_others(partial: Path) -> None:
         for name, path in companions(source).items():
@@ -242,10 +244,10 @@ def export(
                 file.writelines(file_content(unchanged_tensors))
         (partial / CHECKSUMS).write_text(checksums_text(checksums), encoding="utf-8")
         if len(all_files) > 1:
-            size = total_bytes(unchanged_tensors) + sum(
+            model_bytes = total_bytes(unchanged_tensors) + sum(
                 prod(shape) * dtypes[name].itemsize for name, shape in tensors.items()
             )
-            (partial / INDEX).write_text(index_text(all_files, size), encoding="utf-8")
+            (partial / INDEX).write_text(index_text(all_files, model_bytes), encoding="utf-8")
 
     write_folder(
         folder,
@@ -292,17 +294,17 @@ def write_folder(
     # Rank 0 must make the folder before any rank creates its files.
     _barrier()
     destinations: dict[str, Tensor] = {}
-    written: list[list[Piece]] = [[] for _ in layouts]
-    for (file, tensors), writer in zip(files.items(), cycle(range(len(layouts))), strict=False):
-        filled: dict[str, int] = {}
-        for name, (shape, kind) in tensors.items():
-            storage = _storage(file, kind)
-            piece = dense_piece((copies or {}).get(name, name), shape, storage, filled.get(storage, 0))
-            written[writer] += unpack_layout((piece,), model) if model else (piece,)
-            filled[storage] = filled.get(storage, 0) + prod(shape)
-        if writer == rank:
+    written_pieces: list[list[Piece]] = [[] for _ in layouts]
+    for (file, tensors), writing_rank in zip(files.items(), cycle(range(len(layouts))), strict=False):
+        num_elements: dict[str, int] = {}
+        for name, (shape, tensor_dtype) in tensors.items():
+            storage = _storage(file, tensor_dtype)
+            piece = dense_piece((copies or {}).get(name, name), shape, storage, num_elements.get(storage, 0))
+            written_pieces[writing_rank] += unpack_layout((piece,), model) if model else (piece,)
+            num_elements[storage] = num_elements.get(storage, 0) + prod(shape)
+        if writing_rank == rank:
             destinations |= _create(partial / file, tensors)
-    plan = make_plan(layouts, list(map(tuple, written)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+    plan = make_plan(layouts, list(map(tuple, written_pieces)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
     Transport(plan.for_rank(rank), parameters, destinations, dtype=dtype).reshard()
     # All files must be complete before the rename, and the rename must be done before any rank returns.
     _barrier()
@@ -324,20 +326,20 @@ def pack_files(tensors: Mapping[str, Form], shard_bytes: int, *, num_more: int =
     File names contain the number of all files, including `num_more` further files.
     """
     shards: list[dict[str, Form]] = [{}]
-    filled = 0
+    shard_size = 0
     for name, form in tensors.items():
-        size = prod(form[0]) * form[1].itemsize
-        if shards[-1] and filled + size > shard_bytes:
+        tensor_bytes = prod(form[0]) * form[1].itemsize
+        if shards[-1] and shard_size + tensor_bytes > shard_bytes:
             shards.append({})
-            filled = 0
+            shard_size = 0
         shards[-1][name] = form
-        filled += size
+        shard_size += tensor_bytes
     # The safetensors library writes this order too. It aligns every tensor.
     shards = [dict(sorted(shard.items(), key=lambda item: -item[1][1].itemsize)) for shard in shards]
-    count = len(shards) + num_more
-    if count == 1:
+    num_files = len(shards) + num_more
+    if num_files == 1:
         return {SINGLE: shards[0]}
-    return {_file_name(number, count): shard for number, shard in enumerate(shards, 1)}
+    return {_file_name(number, num_files): shard for number, shard in enumerate(shards, 1)}
 
 
 def _file_name(number: int, count: int) -> str:
@@ -371,11 +373,11 @@ def _create(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
         # which kills the process.
         os.posix_fallocate(file.fileno(), 0, len(header) + sum(prod(s) * kind.itemsize for s, kind in tensors.values()))
         mapped = mmap.mmap(file.fileno(), 0)
-    storages, start = {}, len(header)
+    storages, byte_offset = {}, len(header)
     for dtype, group in groupby(tensors.values(), key=itemgetter(1)):
         numel = sum(prod(shape) for shape, _ in group)
-        storages[_storage(path.name, dtype)] = torch.frombuffer(mapped, dtype=dtype, offset=start, count=numel)
-        start += numel * dtype.itemsize
+        storages[_storage(path.name, dtype)] = torch.frombuffer(mapped, dtype=dtype, offset=byte_offset, count=numel)
+        byte_offset += numel * dtype.itemsize
     return storages
 
 
@@ -392,20 +394,20 @@ def changed_config(
     """
     content = path.read_bytes()
     fields = loads(content, max_values_of(path.name))
-    changed = apply_override(completed_config(fields, path.parent), override or {})
+    new_fields = apply_override(completed_config(fields, path.parent), override or {})
     # Quantised weights were dequantised on reading.
-    changed.pop("quantization_config", None)
+    new_fields.pop("quantization_config", None)
     if dtype is not None:
         # A vision-language model's text model has the field again. Tensors of the tower are copied unchanged.
-        changed = _with_dtype(changed, dtype)
-        if "text_config" in changed:
-            changed["text_config"] = _with_dtype(changed["text_config"], dtype)
+        new_fields = _with_dtype(new_fields, dtype)
+        if "text_config" in new_fields:
+            new_fields["text_config"] = _with_dtype(new_fields["text_config"], dtype)
     if model and model.has_value_head:
-        changed |= value_head_fields(path.parent, model)
+        new_fields |= value_head_fields(path.parent, model)
     # Keep an unchanged file's bytes, so that its hash stays that of the source.
-    if changed == fields:
+    if new_fields == fields:
         return content
-    return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(new_fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _with_dtype(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
         path = Path(folder) / file
         for name, (code, shape) in read_safetensors_header(path, expected).items():
             files.setdefault(name, path)
+            # Numbers or scales in MXFP4: they are joined below.
             if name in quantised:
                 if name in parts:
                     text = f"{path}: {name} is also in {parts[name]}. Remove one of the files."
@@ -97,19 +98,7 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
             elif shape != shapes[name]:
                 faults.append(Fault("shape", f"{path}: {name} is {shape}; config.json says {shapes[name]}."))
             stored[name] = Stored(path, code)
-    for name in sorted({part.removesuffix(BLOCKS).removesuffix(SCALES) for part in parts}):
-        blocks, scales = parts.get(name + BLOCKS), parts.get(name + SCALES)
-        if name in stored:
-            faults.append(
-                Fault("doubled", f"{stored[name].path}: {name} is here, and again as MXFP4. Remove one form.")
-            )
-        if blocks and scales:
-            stored[name] = Stored(blocks, MXFP4, scales)
-            continue
-        present, absent = (BLOCKS, SCALES) if blocks else (SCALES, BLOCKS)
-        text = f"{name}{present} is here but {name}{absent} is missing: MXFP4 weights need both"
-        faults.append(Fault("missing", f"{parts[name + present]}: {text}. Copy or download the model again."))
-        stored[name] = Stored(parts[name + present], MXFP4)
+    faults += _join_quantised(parts, stored)
     faults += [
         Fault("missing", f"{folder}: tensor {name} is missing. Copy or download the model again.")
         for name in shapes
@@ -117,6 +106,25 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
     ]
     faults += [Fault("redundant", text) for text in redundant_faults(Path(folder), model, files)]
     return stored, faults
+
+
+def _join_quantised(parts: Mapping[str, Path], stored: dict[str, Stored]) -> Iterator[Fault]:
+    """Add each tensor stored as MXFP4 to `stored`. Yield faults of tensors with one half, or also in another form.
+
+    `parts` has the file of each tensor of numbers (BLOCKS) or scales (SCALES), by name.
+    """
+    for name in sorted({part.removesuffix(BLOCKS).removesuffix(SCALES) for part in parts}):
+        blocks, scales = parts.get(name + BLOCKS), parts.get(name + SCALES)
+        if name in stored:
+            text = f"{stored[name].path}: {name} is here, and again as MXFP4. Remove one form."
+            yield Fault("doubled", text)
+        if blocks and scales:
+            stored[name] = Stored(blocks, MXFP4, scales)
+            continue
+        present, absent = (BLOCKS, SCALES) if blocks else (SCALES, BLOCKS)
+        text = f"{name}{present} is here but {name}{absent} is missing: MXFP4 weights need both"
+        yield Fault("missing", f"{parts[name + present]}: {text}. Copy or download the model again.")
+        stored[name] = Stored(parts[name + present], MXFP4)
 
 
 def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) -> dict[str, tuple[int, ...]]:

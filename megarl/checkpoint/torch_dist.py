@@ -85,11 +85,13 @@ class Parameter:
     def keys(self) -> tuple[str, ...]:
         """The key with Transformer Engine's layers, and the key with Megatron's local layers if it differs."""
         parameter, variant = self.rule.parameter, self.rule.transformer_engine
-        fused = parameter if self.rule.is_expert or variant is None else variant.parameter
+        fused_name = parameter if self.rule.is_expert or variant is None else variant.parameter
         # Megatron-Core 0.16.1: except with latent attention, the local spec saves norms under the names of Transformer
         # Engine's fused layers. It does so even with the norm before a router, which is never fused.
-        local = parameter if self.is_latent else fused.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        return tuple(dict.fromkeys(map(self._key, (fused, local))))
+        local_name = (
+            parameter if self.is_latent else fused_name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        )
+        return tuple(dict.fromkeys(map(self._key, (fused_name, local_name))))
 
     def _key(self, name: str) -> str:
         layer = f"{self.layer}." if self.layer_in_key else ""
@@ -99,7 +101,12 @@ class Parameter:
     def shape(self, padded_vocab: int) -> tuple[int, ...]:
         """Return the shape of the whole parameter, not split over tensor-parallel ranks."""
         shape, dim = list(self.rule.tensors[0][1]), self.rule.dim or 0
-        shape[dim] = padded_vocab if self.rule.padded else sum(s.stop - s.start for b in self.rule.blocks for s in b)
+        if self.rule.padded:
+            shape[dim] = padded_vocab
+        else:
+            # A fused parameter, such as query, key and value, has one segment per fused tensor.
+            segments = (segment for block in self.rule.blocks for segment in block)
+            shape[dim] = sum(segment.stop - segment.start for segment in segments)
         return tuple(shape)
 
     def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
@@ -107,18 +114,18 @@ class Parameter:
         dim = self.rule.dim or 0
         strides = contiguous_strides(box.shape)
         names = {"layer": self.layer, "expert": self.expert}
-        position = 0
+        segment_start = 0
         for segment in (segment for block in self.rule.blocks for segment in block):
-            low = max(box.start[dim], position)
-            high = min(box.stop[dim], position + segment.stop - segment.start)
+            low = max(box.start[dim], segment_start)
+            high = min(box.stop[dim], segment_start + segment.stop - segment.start)
             if low < high:
                 # Shift from the parameter's coordinates to the Hugging Face tensor's, along the split dimension.
-                shift = segment.start - position
+                shift = segment.start - segment_start
                 start = (*box.start[:dim], low + shift, *box.start[dim + 1 :])
                 stop = (*box.stop[:dim], high + shift, *box.stop[dim + 1 :])
-                hf_box = Box(segment.tensor.format(**names), start, stop)
-                yield Piece(hf_box, storage, (low - box.start[dim]) * strides[dim], strides)
-            position += segment.stop - segment.start
+                tensor_box = Box(segment.tensor.format(**names), start, stop)
+                yield Piece(tensor_box, storage, (low - box.start[dim]) * strides[dim], strides)
+            segment_start += segment.stop - segment.start
 
 
 def parameters(model: ModelShape) -> Iterator[Parameter]:
@@ -126,26 +133,33 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
     rules = [rule for rule in list_rules(model) if rule.place != "last_of_several_stages"]
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "first_stage")
     layer_in_key = any(rule.layers is not None for rule in rules)
-    layers = () if layer_in_key else (model.num_layers,)
+    layer_dimension = () if layer_in_key else (model.num_layers,)
     is_latent = isinstance(model.attention, Latent)
     for layer in range(model.num_layers):
         for rule in (rule for rule in rules if rule.place == "every_layer" and rule.has_layer(layer)):
-            experts = (model.num_experts,) if rule.is_expert else ()
+            expert_dimension = (model.num_experts,) if rule.is_expert else ()
             for expert in range(model.num_experts) if rule.is_expert else (-1,):
-                leading = (*(() if layer_in_key else (layer,)), *((expert,) if rule.is_expert else ()))
+                leading_indices = (*(() if layer_in_key else (layer,)), *((expert,) if rule.is_expert else ()))
                 for part, block_key in _blocks(rule):
                     yield Parameter(
-                        part, leading, (*layers, *experts), layer, expert, block_key, layer_in_key, is_latent
+                        part,
+                        leading_indices,
+                        (*layer_dimension, *expert_dimension),
+                        layer,
+                        expert,
+                        block_key,
+                        layer_in_key,
+                        is_latent,
                     )
     for rule in (rule for rule in rules if rule.place == "last_stage"):
         if not rule.parameter.startswith(DRAFT_LAYERS):
             yield Parameter(rule, (), ())
             continue
         # Megatron-Core 0.16.1 writes the number of such a layer into its keys.
-        [number] = rule.layers or (-1,)
+        [layer_number] = rule.layers or (-1,)
         for expert in range(model.num_experts) if rule.is_expert else (-1,):
-            leading, shape = ((expert,), (model.num_experts,)) if rule.is_expert else ((), ())
-            yield Parameter(rule, leading, shape, number, expert, is_latent=is_latent)
+            leading_indices, leading_shape = ((expert,), (model.num_experts,)) if rule.is_expert else ((), ())
+            yield Parameter(rule, leading_indices, leading_shape, layer_number, expert, is_latent=is_latent)
 
 
 def _blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
@@ -164,24 +178,24 @@ def split(
     `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model. Raises
     DataError if tensors fused into one parameter have different dtypes.
     """
-    padded = padded_vocab_size(model.vocab_size, parallel.tp)
-    layouts = MegatronLayouts(model, parallel, padded)
-    stored_as: dict[tuple[str, ...], torch.dtype] = {}
+    padded_vocab = padded_vocab_size(model.vocab_size, parallel.tp)
+    layouts = MegatronLayouts(model, parallel, padded_vocab)
+    dtype_of_keys: dict[tuple[str, ...], torch.dtype] = {}
     for parameter in parameters(model):
-        rule, shape = parameter.rule, parameter.shape(padded)
+        rule, shape = parameter.rule, parameter.shape(padded_vocab)
         for piece in parameter.pieces(Box("", (0,) * len(shape), shape), ""):
             name = piece.box.name
-            dtype = stored_as.setdefault(parameter.keys, dtypes[name])
+            dtype = dtype_of_keys.setdefault(parameter.keys, dtypes[name])
             if dtypes[name] != dtype:
                 raise DataError(
                     f"{name} has dtype {dtypes[name]}, but other parts of the Megatron tensor {parameter.keys[0]} "
                     f"have {dtype}; give all the same dtype with --dtype."
                 )
-        dtype = stored_as[parameter.keys]
-        where = layouts.chunk(parameter.layer) if rule.place == "every_layer" else layouts.chunks_of(rule)[0]
+        dtype = dtype_of_keys[parameter.keys]
+        chunk = layouts.chunk(parameter.layer) if rule.place == "every_layer" else layouts.chunks_of(rule)[0]
         # Expert parallelism gives each rank an equal, contiguous range of experts.
-        ep = parameter.expert * parallel.ep // model.num_experts if rule.is_expert else 0
-        for part, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
+        ep_rank = parameter.expert * parallel.ep // model.num_experts if rule.is_expert else 0
+        for tp_rank, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
             ones = (1,) * len(parameter.leading)
             yield StoredShard(
                 parameter.keys,
@@ -189,22 +203,27 @@ def split(
                 (*parameter.leading, *box.start),
                 (*ones, *box.shape),
                 dtype,
-                layouts.ranks[rule.is_expert, where.stage, ep, part][0],
+                layouts.ranks[rule.is_expert, chunk.stage, ep_rank, tp_rank][0],
                 tuple(parameter.pieces(box, "slab")),
             )
 
 
-def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
-    """Yield (tensor-parallel rank, part) for equal parts of each fused block. A part has at most `limit` elements."""
-    dim, base = rule.dim or 0, 0
+def _boxes(
+    rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, max_elements: int
+) -> Iterator[tuple[int, Box]]:
+    """Yield (tensor-parallel rank, part) for equal parts of each fused block.
+
+    A part has at most `max_elements` elements.
+    """
+    dim, block_start = rule.dim or 0, 0
     for length in layouts.cut(rule):
         for rank in range(layouts.splits(rule)):
             start, stop = [0] * len(shape), list(shape)
-            start[dim], stop[dim] = base, base + length
-            rows = max(1, limit // prod(stop[i] - start[i] for i in range(1, len(shape))))
+            start[dim], stop[dim] = block_start, block_start + length
+            rows = max(1, max_elements // prod(stop[i] - start[i] for i in range(1, len(shape))))
             for low in range(start[0], stop[0], rows):
                 yield rank, Box("", (low, *start[1:]), (min(low + rows, stop[0]), *stop[1:]))
-            base += length
+            block_start += length
 
 
 def extra_states(model: ModelShape) -> Iterator[str]:
@@ -216,8 +235,8 @@ def extra_states(model: ModelShape) -> Iterator[str]:
         # and look for it when loading.
         if kind == "weight" and re.search(r"\.linear_\w+$|\.(in|out)_proj$", module):
             # Without a leading dimension, Megatron-Core counts one object.
-            leading = (parameter.leading, parameter.leading_shape) if parameter.leading else ((0,), (1,))
-            index_text, shape_text = (".".join(map(str, numbers)) for numbers in leading)
+            indices_and_shape = (parameter.leading, parameter.leading_shape) if parameter.leading else ((0,), (1,))
+            index_text, shape_text = (".".join(map(str, numbers)) for numbers in indices_and_shape)
             yield f"{module}._extra_state/shard_{index_text}_{shape_text}"
 
 

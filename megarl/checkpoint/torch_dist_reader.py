@@ -111,10 +111,11 @@ class CheckpointReader:
             raise DataError(f"{self.folder / METADATA}: {key} is {stored.shape}, but must be {shape}. {_AGAIN}")
         # Values that no part has stay NaN.
         tensor = torch.full(shape, torch.nan, dtype=stored.dtype)
-        for offset, size, place in stored.chunks.get((), ()):
+        for offset, part_shape, part_place in stored.chunks.get((), ()):
             name = f"{key} {offset}"
-            self._chunks[name] = (place, size, stored.dtype)
-            tensor[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] = self.storage(name).view(size)
+            self._chunks[name] = (part_place, part_shape, stored.dtype)
+            part = tuple(slice(start, start + length) for start, length in zip(offset, part_shape, strict=True))
+            tensor[part] = self.storage(name).view(part_shape)
         if not torch.isfinite(tensor).all():
             raise DataError(f"{self.folder}: {key} is not complete, or has values that are not finite. {_AGAIN}")
         return tensor
@@ -127,17 +128,17 @@ class CheckpointReader:
 
     def _add(self, parameter: Parameter, stored: _Metadata) -> None:
         key, leading = stored.find(parameter)
-        tensor, depth = stored.tensor(key, len(leading)), len(leading)
-        expected = parameter.shape(tensor.shape[depth] if parameter.rule.padded else 0)
-        if tensor.shape[depth:] != expected or (
-            parameter.rule.padded and expected[0] < parameter.rule.tensors[0][1][0]
+        tensor, num_leading = stored.tensor(key, len(leading)), len(leading)
+        parameter_shape = parameter.shape(tensor.shape[num_leading] if parameter.rule.padded else 0)
+        if tensor.shape[num_leading:] != parameter_shape or (
+            parameter.rule.padded and parameter_shape[0] < parameter.rule.tensors[0][1][0]
         ):
             raise DataError(f"{self.folder / METADATA}: {key} is {tensor.shape}, which does not fit config.json.")
         # Missing chunks are found at the end, by the number of elements covered.
         for offset, shape, place in tensor.chunks.get(leading, ()):
             name = f"{key} {leading}{offset}"
             box = Box("", offset, tuple(a + n for a, n in zip(offset, shape, strict=True)))
-            self._chunks[name] = (place, (*(1,) * depth, *shape), tensor.dtype)
+            self._chunks[name] = (place, (*(1,) * num_leading, *shape), tensor.dtype)
             for piece in parameter.pieces(box, name):
                 self.pieces[piece.box.name].append(piece)
                 self.dtypes[piece.box.name] = tensor.dtype

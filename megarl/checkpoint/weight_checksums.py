@@ -48,21 +48,21 @@ def compute_checksums(
     `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. `dtypes` are
     the types of the stored tensors, by name.
     """
-    owners: dict[Box, int] = {}
-    for holder, layout in enumerate(layouts):
+    rank_of_box: dict[Box, int] = {}
+    for box_rank, layout in enumerate(layouts):
         for piece in layout:
             # Data-parallel replicas have the same box. It counts once.
-            owners.setdefault(piece.box, holder)
-    places = {name: place for place, name in enumerate(sorted({box.name for box in owners}))}
-    total = torch.zeros(len(places), dtype=torch.int64, device=device_of([*parameters.values()]))
+            rank_of_box.setdefault(piece.box, box_rank)
+    index_of_name = {name: index for index, name in enumerate(sorted({box.name for box in rank_of_box}))}
+    checksums = torch.zeros(len(index_of_name), dtype=torch.int64, device=device_of([*parameters.values()]))
     for piece in layouts[rank]:
-        if owners[piece.box] == rank:
+        if rank_of_box[piece.box] == rank:
             name = piece.box.name
-            total[places[name]] += piece_checksum(piece, parameters[piece.storage], dtypes[name])
+            checksums[index_of_name[name]] += piece_checksum(piece, parameters[piece.storage], dtypes[name])
     if dist.is_initialized() and len(layouts) > 1:
         # Sums of int64 wrap around, as sums of checksums must.
-        dist.all_reduce(total)
-    return {name: value & MASK for name, value in zip(places, total.tolist(), strict=True)}
+        dist.all_reduce(checksums)
+    return {name: value & MASK for name, value in zip(index_of_name, checksums.tolist(), strict=True)}
 
 
 def checksums_text(tensors: Mapping[str, int]) -> str:

@@ -25,14 +25,14 @@ def weights_identity(folder: str | Path) -> str:
     It does not depend on the files that hold the tensors. Raises DataError for missing or broken files.
     """
     folder = Path(folder)
-    places = {
+    file_and_shape = {
         name: (file, shape)
         for file, tensors in weight_files(folder).items()
         for name, (_, shape) in read_safetensors_header(folder / file, tensors).items()
     }
     digest = hashlib.sha256()
-    for name in _sampled_names(places):
-        file, shape = places[name]
+    for name in _sampled_names(file_and_shape):
+        file, shape = file_and_shape[name]
         digest.update(f"{name} {shape}".encode())
         with safe_open(folder / file, "pt") as stored:
             values = (
