@@ -121,12 +121,12 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
     sizes = sizes.to(torch.float64)
     failures = sizes - _sums(passes, group, sizes)
-    fail_rates = _binomials(failures, k) / _binomials(sizes, k)
-    mean, deviation = 1 - fail_rates, (fail_rates * (1 - fail_rates)).sqrt()
-    rates_with_failure = 1 - _binomials(failures - 1, k - 1) / _binomials(sizes - 1, k - 1)
-    differences = torch.where(passes > 0, 1.0, rates_with_failure[group]) - mean[group]
+    rate_of_failing_sets = _binomials(failures, k) / _binomials(sizes, k)
+    mean, deviation = 1 - rate_of_failing_sets, (rate_of_failing_sets * (1 - rate_of_failing_sets)).sqrt()
+    pass_rate_with_failed_sample = 1 - _binomials(failures - 1, k - 1) / _binomials(sizes - 1, k - 1)
+    differences_from_mean = torch.where(passes > 0, 1.0, pass_rate_with_failed_sample[group]) - mean[group]
     has_advantage = (deviation > 0) & (sizes >= k)
-    advantages = differences / deviation.clamp(min=1e-12)[group]
+    advantages = differences_from_mean / deviation.clamp(min=1e-12)[group]
     return torch.where(has_advantage[group], advantages, 0.0).to(rewards.dtype)
 
 
@@ -139,23 +139,23 @@ def gae(
     is zero. Tokens with `mask` (bool [tokens]) False, like prompts and tool results, get zeros and are skipped: the
     tokens before and after them are neighbours. Source: arXiv 1506.02438, eqs. 11 and 16.
     """
-    trained = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)
-    sequence = sequence_of_tokens(cu_seqlens, len(rewards))[trained]
+    trained_tokens = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)
+    sequence = sequence_of_tokens(cu_seqlens, len(rewards))[trained_tokens]
     counts = torch.bincount(sequence, minlength=len(cu_seqlens) - 1)
-    place = torch.arange(len(trained), device=trained.device) - (counts.cumsum(0) - counts)[sequence]
-    longest = int(counts.max()) if len(trained) else 0
+    position = torch.arange(len(trained_tokens), device=trained_tokens.device) - (counts.cumsum(0) - counts)[sequence]
+    max_length = int(counts.max()) if len(trained_tokens) else 0
     # Time runs along dimension 0, so that one loop over time steps serves all sequences at once.
-    grid = rewards.new_zeros(2, longest + 1, len(counts))
-    grid[:, place, sequence] = torch.stack([rewards, values])[:, trained]
-    reward, value = grid
-    deltas = reward[:-1] + gamma * value[1:] - value[:-1]
-    advantage = torch.zeros_like(value)
-    for t in range(longest - 1, -1, -1):
-        advantage[t] = deltas[t] + gamma * gae_lambda * advantage[t + 1]
+    padded = rewards.new_zeros(2, max_length + 1, len(counts))
+    padded[:, position, sequence] = torch.stack([rewards, values])[:, trained_tokens]
+    padded_rewards, padded_values = padded
+    deltas = padded_rewards[:-1] + gamma * padded_values[1:] - padded_values[:-1]
+    padded_advantages = torch.zeros_like(padded_values)
+    for t in range(max_length - 1, -1, -1):
+        padded_advantages[t] = deltas[t] + gamma * gae_lambda * padded_advantages[t + 1]
     # Columns hold zeros beyond the end of a shorter sequence, so nothing flows back from there.
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    advantages[trained] = advantage[place, sequence]
-    returns[trained] = advantages[trained] + values[trained]
+    advantages[trained_tokens] = padded_advantages[position, sequence]
+    returns[trained_tokens] = advantages[trained_tokens] + values[trained_tokens]
     return advantages, returns
 
 
@@ -181,17 +181,18 @@ def token_rewards(scores: Tensor, turn_rewards: Tensor, turns: Tensor, cu_seqlen
     token.
     """
     rewards = torch.zeros(len(mask), dtype=scores.dtype, device=scores.device)
-    carried = torch.zeros_like(scores)
+    reward_of_later_turns = torch.zeros_like(scores)
+    # From the last turn to the first, so that a turn without trained tokens can pass its reward on.
     for turn in range(turn_rewards.shape[1] - 1, -1, -1):
-        of_turn = turn_rewards[:, turn] + carried
-        if not of_turn.any():
-            carried = torch.zeros_like(scores)
+        turn_reward = turn_rewards[:, turn] + reward_of_later_turns
+        if not turn_reward.any():
+            reward_of_later_turns = torch.zeros_like(scores)
             continue
-        is_of_turn = mask & (turns == turn)
-        has_tokens = sequence_sums(is_of_turn.to(scores.dtype), cu_seqlens, is_of_turn) > 0
-        rewards += place_at_last_tokens(of_turn, cu_seqlens, is_of_turn)
-        carried = torch.where(has_tokens, 0.0, of_turn)
-    return rewards + place_at_last_tokens(scores - turn_rewards.sum(1) + carried, cu_seqlens, mask)
+        turn_mask = mask & (turns == turn)
+        has_tokens = sequence_sums(turn_mask.to(scores.dtype), cu_seqlens, turn_mask) > 0
+        rewards += place_at_last_tokens(turn_reward, cu_seqlens, turn_mask)
+        reward_of_later_turns = torch.where(has_tokens, 0.0, turn_reward)
+    return rewards + place_at_last_tokens(scores - turn_rewards.sum(1) + reward_of_later_turns, cu_seqlens, mask)
 
 
 def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
@@ -253,8 +254,9 @@ def _deviation(centered: Tensor) -> Tensor:
 
 def _binomials(n: Tensor, k: int) -> Tensor:
     """Return the binomial coefficients of `n` [groups] over `k`, zero where n < k."""
-    above = torch.arange(k, dtype=n.dtype, device=n.device)
-    return ((n[:, None] - above).clamp(min=0) / (above + 1)).prod(1)
+    # n over k is the product of (n - i) / (i + 1) for i from 0 to k - 1.
+    terms = torch.arange(k, dtype=n.dtype, device=n.device)
+    return ((n[:, None] - terms).clamp(min=0) / (terms + 1)).prod(1)
 
 
 ADVANTAGES = {
@@ -283,8 +285,8 @@ def turn_returns(rewards: Tensor, discount: float) -> Tensor:
     A sample with fewer turns has zeros after its last turn.
     """
     returns = torch.zeros_like(rewards)
-    following = rewards.new_zeros(len(rewards))
+    next_return = rewards.new_zeros(len(rewards))
     for turn in reversed(range(rewards.shape[1])):
-        following = rewards[:, turn] + discount * following
-        returns[:, turn] = following
+        next_return = rewards[:, turn] + discount * next_return
+        returns[:, turn] = next_return
     return returns

@@ -31,11 +31,11 @@ def highest_covariance_mask(parts: Tensor, mask: Tensor, draws: Tensor, *, share
     """
     if not mask.any():
         return mask
-    count = _num_tokens(mask, share)
-    lowest = torch.topk(parts[mask], count).values[-1]
+    count = _count_chosen(mask, share)
+    threshold = torch.topk(parts[mask], count).values[-1]
     # Many tokens have log-prob 0 and the same advantage. A threshold alone would take all of them.
-    is_above, is_lowest = mask & (parts > lowest), mask & (parts == lowest)
-    return is_above | _smallest(draws, is_lowest, count - int(is_above.sum()))
+    is_above, is_at_threshold = mask & (parts > threshold), mask & (parts == threshold)
+    return is_above | _choose_smallest_draws(draws, is_at_threshold, count - int(is_above.sum()))
 
 
 def drawn_covariance_mask(
@@ -47,18 +47,18 @@ def drawn_covariance_mask(
     is the result of `covariances`. The tokens with the smallest `draws` [tokens] are chosen.
     """
     is_candidate = mask & (parts > low) & (parts < high)
-    count = min(_num_tokens(mask, share), int(is_candidate.sum()))
-    return _smallest(draws, is_candidate, count)
+    count = min(_count_chosen(mask, share), int(is_candidate.sum()))
+    return _choose_smallest_draws(draws, is_candidate, count)
 
 
-def _smallest(draws: Tensor, is_candidate: Tensor, count: int) -> Tensor:
+def _choose_smallest_draws(draws: Tensor, is_candidate: Tensor, count: int) -> Tensor:
     """Return bool [tokens]: the `count` candidates with the smallest draws. All draws differ."""
     if not count:
         return torch.zeros_like(is_candidate)
-    last = torch.topk(draws[is_candidate], count, largest=False).values[-1]
-    return is_candidate & (draws <= last)
+    largest_chosen_draw = torch.topk(draws[is_candidate], count, largest=False).values[-1]
+    return is_candidate & (draws <= largest_chosen_draw)
 
 
-def _num_tokens(mask: Tensor, share: float) -> int:
+def _count_chosen(mask: Tensor, share: float) -> int:
     """Return `share` times the number of masked tokens, rounded down, but at least 1 (as in verl)."""
     return max(1, int(share * int(mask.sum())))

@@ -61,52 +61,57 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
     _check_k(num_attempts, k)
     if k == 1:
         return sum(is_correct) / num_attempts
-    wrong = [answer for answer, right in zip(answers, is_correct, strict=True) if not right]
-    counts = Counter(answer for answer in wrong if answer is not None)
-    num_silent = len(wrong) - counts.total()
-    votes = (sum(is_correct), tuple(sorted(counts.values())), num_silent, k)
+    wrong_answers = [answer for answer, is_right in zip(answers, is_correct, strict=True) if not is_right]
+    wrong_counts = Counter(answer for answer in wrong_answers if answer is not None)
+    num_silent = len(wrong_answers) - wrong_counts.total()
+    vote_counts = (sum(is_correct), tuple(sorted(wrong_counts.values())), num_silent, k)
     if not any(is_correct):
         return 0.0
-    return _majority(*votes) if num_attempts <= MAX_EXACT else _majority_of_draws(*votes, problem)
+    return _majority(*vote_counts) if num_attempts <= MAX_EXACT else _majority_of_draws(*vote_counts, problem)
 
 
 @lru_cache(maxsize=1 << 14)
-def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
+def _majority_of_draws(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
     """Estimate `_majority` from random subsets of the attempts."""
     generator = np.random.default_rng(seed)
-    drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
-    votes = drawn[:, :-1]
+    drawn_counts = generator.multivariate_hypergeometric([num_correct, *wrong_counts, num_silent], k, size=NUM_DRAWN)
+    votes = drawn_counts[:, :-1]
     most_votes = votes.max(axis=1)
-    num_first = (votes == most_votes[:, None]).sum(axis=1)
-    return float(((votes[:, 0] == most_votes) & (most_votes > 0)).astype(np.float64).dot(1.0 / num_first) / NUM_DRAWN)
+    num_tied = (votes == most_votes[:, None]).sum(axis=1)
+    # Column 0 has the votes of the correct answer. Among tied answers, each is chosen with equal probability.
+    is_correct_first = (votes[:, 0] == most_votes) & (most_votes > 0)
+    return float(is_correct_first.astype(np.float64).dot(1.0 / num_tied) / NUM_DRAWN)
 
 
 @lru_cache(maxsize=1 << 14)
-def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
+def _majority(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int) -> float:
     """Return majority@k exactly. The counts are of correct attempts, of each wrong answer (ascending), and of no
     answer.
     """
-    won = 0.0
+    weighted_wins = 0.0
     for votes in range(1, min(num_correct, k) + 1):
         # ways[t, d]: the ways to draw d other attempts such that t wrong answers have equally many votes and none has
         # more.
         num_others = k - votes
         ways = np.zeros((num_others // votes + 1, num_others + 1))
         # Answers with too few attempts to reach `votes` can be drawn without any condition.
-        rest = num_silent + sum(size for size in wrong if size < votes)
-        ways[0, : rest + 1] = [float(comb(rest, drawn)) for drawn in range(min(rest, num_others) + 1)]
-        for size in wrong[bisect_left(wrong, votes) :]:
-            fewer = ways.copy()
-            for drawn in range(1, min(votes - 1, num_others) + 1):
-                fewer[:, drawn:] += comb(size, drawn) * ways[:, : num_others + 1 - drawn]
+        num_unrestricted = num_silent + sum(answer_count for answer_count in wrong_counts if answer_count < votes)
+        ways[0, : num_unrestricted + 1] = [
+            float(comb(num_unrestricted, num_drawn)) for num_drawn in range(min(num_unrestricted, num_others) + 1)
+        ]
+        for answer_count in wrong_counts[bisect_left(wrong_counts, votes) :]:
+            ways_with_answer = ways.copy()
+            for num_drawn in range(1, min(votes - 1, num_others) + 1):
+                ways_with_answer[:, num_drawn:] += comb(answer_count, num_drawn) * ways[:, : num_others + 1 - num_drawn]
             if votes <= num_others:
-                fewer[1:, votes:] += comb(size, votes) * ways[:-1, : num_others + 1 - votes]
-            ways = fewer
-        chances = ways[:, num_others] / np.arange(1, len(ways) + 1)
-        won += comb(num_correct, votes) * float(chances.sum())
-    share = won / comb(num_correct + sum(wrong) + num_silent, k)
+                ways_with_answer[1:, votes:] += comb(answer_count, votes) * ways[:-1, : num_others + 1 - votes]
+            ways = ways_with_answer
+        # If t wrong answers tie with the correct one, it is chosen with probability 1 / (t + 1).
+        win_weights = ways[:, num_others] / np.arange(1, len(ways) + 1)
+        weighted_wins += comb(num_correct, votes) * float(win_weights.sum())
+    win_share = weighted_wins / comb(num_correct + sum(wrong_counts) + num_silent, k)
     # Sums of large counts are rounded, but a certain result must be exactly 0 or 1.
-    return float(round(share)) if abs(share - round(share)) < _ROUNDING else share
+    return float(round(win_share)) if abs(win_share - round(win_share)) < _ROUNDING else win_share
 
 
 def _check_k(num_attempts: int, k: int) -> None:
@@ -157,19 +162,25 @@ def paired_difference(differences: Sequence[float]) -> Measure:
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
         return Measure(mean, *_bootstrap(array), "bootstrap")
     # One half added to each of four counts adds 2 to the total, and 1 to the sum of gained and lost.
-    gained, lost, count = int((array > 0).sum()), int((array < 0).sum()), len(array) + 2
-    centre = (gained - lost) / count
-    half = Z95 * sqrt(gained + lost + 1 - (gained - lost) ** 2 / count) / count
-    return Measure(mean, max(-1.0, centre - half), min(1.0, centre + half), "agresti_min")
+    num_gained, num_lost, count_plus_two = int((array > 0).sum()), int((array < 0).sum()), len(array) + 2
+    centre = (num_gained - num_lost) / count_plus_two
+    half_width = Z95 * sqrt(num_gained + num_lost + 1 - (num_gained - num_lost) ** 2 / count_plus_two) / count_plus_two
+    return Measure(mean, max(-1.0, centre - half_width), min(1.0, centre + half_width), "agresti_min")
 
 
 def _bootstrap(array: NDArray[np.float64]) -> tuple[float, float]:
     """Return the 95 % percentile interval of the mean, by bootstrap with a fixed seed."""
     generator = np.random.default_rng(0)
-    rows = max(1, _DRAWN_AT_ONCE // len(array))
-    parts = [min(rows, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, rows)]
+    # Resample in parts, to bound the memory of the random indices.
+    resamples_per_part = max(1, _DRAWN_AT_ONCE // len(array))
+    part_sizes = [
+        min(resamples_per_part, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, resamples_per_part)
+    ]
     means = np.concatenate(
-        [array[generator.integers(len(array), size=(count, len(array)))].mean(axis=1) for count in parts]
+        [
+            array[generator.integers(len(array), size=(num_resamples, len(array)))].mean(axis=1)
+            for num_resamples in part_sizes
+        ]
     )
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
@@ -177,7 +188,7 @@ def _bootstrap(array: NDArray[np.float64]) -> tuple[float, float]:
 
 def wilson(num_correct: float, count: int) -> tuple[float, float]:
     """Return Wilson's 95 % score interval of the rate `num_correct` / `count`."""
-    rate, spread = num_correct / count, Z95**2 / count
-    centre = (rate + spread / 2) / (1 + spread)
-    half = Z95 / (1 + spread) * sqrt(rate * (1 - rate) / count + spread / (4 * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    rate, variance_term = num_correct / count, Z95**2 / count
+    centre = (rate + variance_term / 2) / (1 + variance_term)
+    half_width = Z95 / (1 + variance_term) * sqrt(rate * (1 - rate) / count + variance_term / (4 * count))
+    return max(0.0, centre - half_width), min(1.0, centre + half_width)

@@ -76,7 +76,9 @@ def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, 
     """Return 1 if the product of the sequence's ratios is between `low` and `high`, else 0, for each token:
     [tokens].
     """
-    return _within(broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
+    return _is_within(
+        broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high
+    )
 
 
 def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -94,7 +96,9 @@ def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *,
 
     The bounds are close to 1. Source: geometric sequence masking (Liu et al. 2025; 0.99 and 1.001 there).
     """
-    return _within(broadcast_to_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
+    return _is_within(
+        broadcast_to_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high
+    )
 
 
 def is_of_single_tokens(name: str) -> bool:
@@ -166,20 +170,22 @@ def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
     perplexity divided by the engine's. `correlation` is the correlation of the log-probs.
     """
     covariance = means["product"] - means["trainer"] * means["rollout"]
-    spread = (means["trainer_squared"] - means["trainer"] ** 2) * (means["rollout_squared"] - means["rollout"] ** 2)
-    difference = torch.tensor(means["rollout"] - means["trainer"], dtype=torch.float64)
+    variance_product = (means["trainer_squared"] - means["trainer"] ** 2) * (
+        means["rollout_squared"] - means["rollout"] ** 2
+    )
+    mean_log_ratio = torch.tensor(means["rollout"] - means["trainer"], dtype=torch.float64)
     return {
         "mean": means["mean"],
         "k1": means["k1"],
         "k3": means["k3"],
         "ess": means["ratio"] ** 2 / means["ratio_squared"],
         "chi2": means["ratio_squared"] - 1,
-        "perplexity_ratio": difference.exp().item(),
-        "correlation": covariance / max(spread, 1e-12) ** 0.5,
+        "perplexity_ratio": mean_log_ratio.exp().item(),
+        "correlation": covariance / max(variance_product, 1e-12) ** 0.5,
     }
 
 
-def _within(log_values: Tensor, low: float, high: float) -> Tensor:
+def _is_within(log_values: Tensor, low: float, high: float) -> Tensor:
     values = log_values.exp()
     return ((values >= low) & (values <= high)).to(log_values.dtype)
 

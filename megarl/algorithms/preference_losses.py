@@ -92,9 +92,10 @@ def kto(
     prompts. Source: arXiv 2402.01306, eqs. 7 and 8.
     """
     rewards = beta * (policy - reference)
-    side = torch.where(desirable, rewards - beta * kl, beta * kl - rewards)
+    # How much better than `kl` the policy treats the answer: more likely if desirable, less likely if not.
+    gain = torch.where(desirable, rewards - beta * kl, beta * kl - rewards)
     weights = torch.where(desirable, desirable_weight, undesirable_weight).to(policy.dtype)
-    return weights * (1 - torch.sigmoid(side)), rewards.detach()
+    return weights * (1 - torch.sigmoid(gain)), rewards.detach()
 
 
 def _log_ratios(policy: Tensor, reference: Tensor, lengths: Tensor, normalize_by_length: bool) -> Tensor:

@@ -39,15 +39,15 @@ def token_weights(
     lengths = cu_seqlens.diff()
     sequence = sequence_of_tokens(cu_seqlens.to(mask.device), len(mask))
     # float64 counts are exact for any number of tokens; only the final weights are rounded to float32.
-    trained = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device)
-    trained = trained.index_add(0, sequence, mask.to(torch.float64))
-    num_sequences = (trained > 0).sum()
+    num_trained = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device)
+    num_trained = num_trained.index_add(0, sequence, mask.to(torch.float64))
+    num_sequences = (num_trained > 0).sum()
     if count_masked_sequences or mode == "sample_level":
         num_sequences = torch.tensor(len(lengths), device=mask.device)
     if mode == "token_mean":
-        divisors = trained.sum().expand_as(mask)
+        divisors = num_trained.sum().expand_as(mask)
     elif mode in ("sequence_mean_token_mean", "sample_level"):
-        divisors = num_sequences * trained[sequence]
+        divisors = num_sequences * num_trained[sequence]
     elif mode == "sequence_mean_token_sum":
         divisors = num_sequences.expand_as(mask)
     else:

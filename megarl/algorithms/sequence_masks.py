@@ -33,8 +33,8 @@ def is_off_policy(
     over its trained tokens, is above `limit`, in nats. The policy no longer writes such texts, and learning from them
     is unstable. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    left_by = sequence_means((old_logprobs - policy_logprobs).detach(), cu_seqlens, mask)
-    return (advantages < 0) & (broadcast_to_tokens(left_by, cu_seqlens, len(mask)) > limit)
+    mean_log_ratio = sequence_means((old_logprobs - policy_logprobs).detach(), cu_seqlens, mask)
+    return (advantages < 0) & (broadcast_to_tokens(mean_log_ratio, cu_seqlens, len(mask)) > limit)
 
 
 def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float) -> Callable[..., LossAndMetrics]:
@@ -54,8 +54,8 @@ def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float)
     ) -> LossAndMetrics:
         # Computed before the loss, because a user's loss may write into its arguments.
         is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
-        further = (cu_seqlens, mask) if is_of_sequences else ()
-        result = policy_loss(policy_logprobs, old_logprobs, advantages, *further, **settings)
+        sequence_arguments = (cu_seqlens, mask) if is_of_sequences else ()
+        result = policy_loss(policy_logprobs, old_logprobs, advantages, *sequence_arguments, **settings)
         loss, metrics = checked_policy_loss(result, policy_logprobs)
         if _FRACTION in metrics:
             raise ResultError(f"the function returned a metric {_FRACTION!r}, which this filter measures; rename it")

@@ -24,10 +24,11 @@ def broadcast_to_tokens(sequence_values: Tensor, cu_seqlens: Tensor, num_tokens:
 def place_at_last_tokens(sequence_values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
     """Put each sequence's value at its last masked token, and zero elsewhere: [sequences] to [tokens]."""
     sequence = sequence_of_tokens(cu_seqlens, len(mask))
-    after = sequence_sums(mask.to(sequence_values.dtype), cu_seqlens, mask)[sequence]
-    count = mask.cumsum(0)
-    before = torch.where(cu_seqlens[:-1] > 0, count[cu_seqlens[:-1] - 1], 0)[sequence]
-    return torch.where(mask & (count - before == after), sequence_values[sequence], 0.0)
+    # A token is its sequence's last masked one if it completes the sequence's number of masked tokens.
+    num_masked = sequence_sums(mask.to(sequence_values.dtype), cu_seqlens, mask)[sequence]
+    masked_so_far = mask.cumsum(0)
+    masked_before = torch.where(cu_seqlens[:-1] > 0, masked_so_far[cu_seqlens[:-1] - 1], 0)[sequence]
+    return torch.where(mask & (masked_so_far - masked_before == num_masked), sequence_values[sequence], 0.0)
 
 
 def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:

@@ -45,10 +45,10 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
     `policy_logprobs` is float [tokens]. Raises ResultError for a result of another type or shape.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise ResultError(f"the function returned {_description(result)}; {POLICY_LOSS_RESULT}")
+        raise ResultError(f"the function returned {_describe(result)}; {POLICY_LOSS_RESULT}")
     loss, metrics = result
     shape = tuple(policy_logprobs.shape)
-    if fault := _shape_problem(loss, shape):
+    if fault := _find_shape_fault(loss, shape):
         raise ResultError(f"the function returned {fault} as loss, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
     for name, value in metrics.items():
         if name in TRAINING_METRICS:
@@ -56,7 +56,7 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
                 f"the function returned a metric {name!r}, but train/{name} is measured by the trainer; give the "
                 f"function's another name, for example 'own_{name}'"
             )
-        if fault := _shape_problem(value, shape):
+        if fault := _find_shape_fault(value, shape):
             raise ResultError(
                 f"the function returned {fault} as metric {name!r}, for {shape[0]} tokens; {POLICY_LOSS_RESULT}"
             )
@@ -80,7 +80,7 @@ def checked_advantages(result: object, rewards: Tensor) -> Tensor:
 
     `rewards` is float [samples]. Raises ResultError for a result of another type or shape.
     """
-    if fault := _shape_problem(result, tuple(rewards.shape)):
+    if fault := _find_shape_fault(result, tuple(rewards.shape)):
         raise ResultError(f"the function returned {fault}, for {len(rewards)} samples; {ADVANTAGE_RESULT}")
     assert isinstance(result, Tensor)
     return result.to(rewards.dtype)
@@ -119,6 +119,7 @@ def advantage_fault(
 def _try_policy_loss(
     policy_loss: Callable[..., Any], settings: Mapping[str, Any], needed_metrics: Mapping[str, str]
 ) -> None:
+    # Toy sequences: the first token of each, as in a run, is not trained.
     cu_seqlens = torch.tensor([0, *_LENGTHS]).cumsum(0)
     mask = torch.ones(sum(_LENGTHS), dtype=torch.bool)
     mask[cu_seqlens[:-1]] = False
@@ -130,13 +131,14 @@ def _try_policy_loss(
     # Half of the tokens have the ratio 1, like all tokens in a step's first update.
     old_logprobs = leaf.detach() + 0.3 * (torch.arange(len(mask)) % 2)
     advantages = torch.linspace(-1.0, 1.0, len(mask))
-    further = (cu_seqlens, mask) if is_sequence_loss(policy_loss) else ()
-    result = _call(policy_loss, (policy_logprobs, old_logprobs, advantages, *further), settings)
+    sequence_arguments = (cu_seqlens, mask) if is_sequence_loss(policy_loss) else ()
+    result = _call(policy_loss, (policy_logprobs, old_logprobs, advantages, *sequence_arguments), settings)
     loss, metrics = checked_policy_loss(result, policy_logprobs)
     refuse_missing_metrics(metrics, needed_metrics)
     for name, values in {"loss": loss, **metrics}.items():
         if not values[mask].isfinite().all():
             raise ResultError(f"the function returned values that are not finite as {name}: {values.detach().tolist()}")
+    # The gradient must exist and be finite.
     slopes = None
     if loss.requires_grad:
         [slopes] = torch.autograd.grad(loss[mask].sum(), leaf, allow_unused=True)
@@ -150,12 +152,12 @@ def _try_policy_loss(
 
 def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], samples_per_group: int) -> None:
     num_samples = _NUM_GROUPS * samples_per_group
-    sample = torch.arange(num_samples)
-    groups = sample // samples_per_group
+    sample_index = torch.arange(num_samples)
+    groups = sample_index // samples_per_group
     # A run passes float64: a function with float32 buffers of its own must fail here.
-    rewards = torch.where(groups == 0, (sample % 2).double(), 1.0)
-    measured = supported_kwargs(advantage, {"lengths": 5 + sample, "passes": rewards > 0})
-    result = _call(advantage, (rewards, groups), {**measured, **settings})
+    rewards = torch.where(groups == 0, (sample_index % 2).double(), 1.0)
+    optional_arguments = supported_kwargs(advantage, {"lengths": 5 + sample_index, "passes": rewards > 0})
+    result = _call(advantage, (rewards, groups), {**optional_arguments, **settings})
     advantages = checked_advantages(result, rewards)
     if not advantages.isfinite().all():
         raise ResultError(
@@ -172,20 +174,20 @@ def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings:
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         place = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
         names = [*signature(function).parameters][: len(arguments)]
-        shapes = ", ".join(f"{name} {_description(tensor)}" for name, tensor in zip(names, arguments, strict=False))
+        shapes = ", ".join(f"{name} {_describe(tensor)}" for name, tensor in zip(names, arguments, strict=False))
         raise ResultError(
             f"the function raised {type(error).__name__}: {error}{place} when it was called with toy tensors: {shapes}"
         ) from error
 
 
-def _shape_problem(value: object, shape: tuple[int, ...]) -> str | None:
+def _find_shape_fault(value: object, shape: tuple[int, ...]) -> str | None:
     is_fit = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape
-    return None if is_fit else _description(value)
+    return None if is_fit else _describe(value)
 
 
-def _description(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):
-        return f"a tuple of {len(value)} ({', '.join(map(_description, value))})"
+        return f"a tuple of {len(value)} ({', '.join(map(_describe, value))})"
     return f"{value!r:.100}" if value is None else f"{type(value).__name__} {value!r:.100}"

@@ -22,8 +22,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     loss = (values - returns).square() / 2
     if clip is None:
         return loss, {"clipped": torch.zeros_like(loss)}
-    clamped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
-    return torch.maximum(loss, clamped), {"clipped": (clamped > loss).float()}
+    clipped_loss = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
+    return torch.maximum(loss, clipped_loss), {"clipped": (clipped_loss > loss).float()}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -32,5 +32,5 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     Both are float [tokens].
     """
     # 1e-12 avoids a division by zero for constant returns.
-    unforeseen = (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)
-    return 1 - float(unforeseen)
+    unexplained_share = (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)
+    return 1 - float(unexplained_share)
