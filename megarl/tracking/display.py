@@ -145,10 +145,10 @@ class Display:
         self._first_logged = self._first_logged or (step, now)
         self._step, self._last_logged = step, now
         # SFT and preference runs have no reward, so show their loss.
-        followed = row.get("reward/mean", row.get("train/loss", math.nan))
+        tracked_value = row.get("reward/mean", row.get("train/loss", math.nan))
         # One NaN would make all later scales NaN.
-        if math.isfinite(followed):
-            self._recent_values.append(followed)
+        if math.isfinite(tracked_value):
+            self._recent_values.append(tracked_value)
         if evaluation_follows or self._has_line(step, row):
             max_characters = min(LINE_CHARACTERS, self.console.width) if self.is_live else LINE_CHARACTERS
             for line in self._table.lines(step, row, self._seconds_left(now), max_characters=max_characters):
@@ -161,12 +161,12 @@ class Display:
         rows = [("done", f"{self._steps_text(closing.resumed_step)} in {timedelta(seconds=seconds)}")]
         if closing.model is not None:
             rows.append(("model", closing.model))
-        for metric, (first, last) in closing.heldout.items():
+        for metric, (first_value, last_value) in closing.heldout.items():
             _, set_name, measure, *_ = metric.split("/")
-            rows.append((measure, f"{set_name} {first:.4g} -> {last:.4g}"))
-        if shares := _shares(closing.phase_seconds):
+            rows.append((measure, f"{set_name} {first_value:.4g} -> {last_value:.4g}"))
+        if shares := _describe_phase_shares(closing.phase_seconds):
             rows.append(("time", shares))
-        rows += [("" if number else "next", command) for number, command in enumerate(closing.next_commands)]
+        rows += [("" if index else "next", command) for index, command in enumerate(closing.next_commands)]
         for label, text in rows:
             self._print(Text.assemble((f"{label:<10}", "bold"), text))
 
@@ -211,20 +211,20 @@ class Display:
             self.info(f"about {MOST_LINES} of {self._steps} steps have a line here; metrics.jsonl has all")
         assert self._first_logged is not None
         # Always print the first two steps and the last one: they show that the run works, and how it ends.
-        is_end = step in (self._first_logged[0], self._first_logged[0] + 1, self._steps)
+        is_first_or_last = step in (self._first_logged[0], self._first_logged[0] + 1, self._steps)
         has_evaluation = any(name.startswith("val/") for name in row)
-        return is_end or has_evaluation or step % math.ceil(self._steps / MOST_LINES) == 0
+        return is_first_or_last or has_evaluation or step % math.ceil(self._steps / MOST_LINES) == 0
 
     def _seconds_left(self, now: float) -> float | None:
         """Estimate the seconds left from the mean time of all steps after the first: the first compiles kernels."""
         if self._steps is None or self._first_logged is None or self._step is None:
             return None
-        first, began = self._first_logged
+        first_step, first_logged_at = self._first_logged
         # A single logged step gives no estimate.
-        if self._step <= first:
+        if self._step <= first_step:
             return None
-        pace = (self._last_logged - began) / (self._step - first)
-        return max(0.0, pace * (self._steps - self._step) - (now - self._last_logged))
+        seconds_per_step = (self._last_logged - first_logged_at) / (self._step - first_step)
+        return max(0.0, seconds_per_step * (self._steps - self._step) - (now - self._last_logged))
 
     def _sparkline(self) -> str:
         # Copy, because another thread may append.
@@ -238,12 +238,12 @@ def prints_blocks(console: rich.console.Console) -> bool:
 def sparkline(values: Sequence[float], *, with_blocks: bool) -> str:
     """Return finite values as a graph of one character each: block characters, or ASCII."""
     blocks = _BLOCKS if with_blocks else _BLOCKS_ASCII
-    least, largest = min(values), max(values)
-    scale = (len(blocks) - 1) / (largest - least) if largest > least else 0.0
-    return "".join(blocks[round((value - least) * scale)] for value in values)
+    smallest, largest = min(values), max(values)
+    scale = (len(blocks) - 1) / (largest - smallest) if largest > smallest else 0.0
+    return "".join(blocks[round((value - smallest) * scale)] for value in values)
 
 
-def _shares(phase_seconds: Mapping[str, float]) -> str:
+def _describe_phase_shares(phase_seconds: Mapping[str, float]) -> str:
     total = sum(phase_seconds.values())
     order = sorted(phase_seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {seconds:.1f} s ({seconds / total:.0%})" for name, seconds in order if seconds >= 0.05)

@@ -56,8 +56,8 @@ class DrawEvents:
 
     def remove(self, kind: str, source: str, index: int) -> None:
         """Remove the newest event of a prompt, because its step will be repeated."""
-        place = len(self.pending) - 1 - self.pending[::-1].index((kind, source, index))
-        del self.pending[place]
+        position = len(self.pending) - 1 - self.pending[::-1].index((kind, source, index))
+        del self.pending[position]
 
     def as_json(self) -> dict[str, Any]:
         return {"num_written": self.num_written, "pending": self.pending}
@@ -67,7 +67,7 @@ class DrawEvents:
         """Return the events in the result of `as_json`. Raises LookupError, TypeError or ValueError for other
         values.
         """
-        return cls(int(values["num_written"]), [_event(value) for value in values["pending"]])
+        return cls(int(values["num_written"]), [_parse_event(value) for value in values["pending"]])
 
     def write(self, file: Path, step: int, sizes: Mapping[str, int], num_open: int, too_long: int) -> None:
         """Append the pending events to the ledger, as the line of a step. Raises OSError.
@@ -157,66 +157,101 @@ def account(run: Path) -> Account:
 
     Raises DataError for a missing or damaged ledger, StorageError for an unreadable one.
     """
-    epochs: dict[tuple[str, int], Epoch] = {}
-    streams: dict[str, int] = {}
-    in_flight: dict[tuple[str, int], deque[Epoch]] = defaultdict(deque)
-    faults: list[str] = []
-    skipped: Counter[str] = Counter()
-    last: _Line | None = None
-    expected = 0
-    for line in _lines(run / LEDGER):
-        if line.first != expected:
-            faults.append(f"step {line.step}: its line begins with event {line.first}; {expected} events were before")
-        expected = line.first + len(line.events)
-        last = line
+    ledger = _LedgerCheck()
+    for line in _read_lines(run / LEDGER):
+        ledger.add_line(line)
+    return ledger.finish(run / LEDGER)
+
+
+class _LedgerCheck:
+    """Follows each prompt through the lines of a ledger, and collects the errors in `faults`."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self._epochs: dict[tuple[str, int], Epoch] = {}
+        """Epochs by source and number."""
+        self._num_drawn: dict[str, int] = {}
+        """Number of prompts that each source's stream has drawn or skipped."""
+        self._skipped: Counter[str] = Counter()
+        """Number of prompts of each source that were skipped since its last draw."""
+        self._in_flight: dict[tuple[str, int], deque[Epoch]] = defaultdict(deque)
+        """Epochs of the draws without an ending, by source and prompt."""
+        self._last_line: _Line | None = None
+        self._num_events = 0
+
+    def add_line(self, line: _Line) -> None:
+        if line.first != self._num_events:
+            self.faults.append(
+                f"step {line.step}: its line begins with event {line.first}; {self._num_events} events were before"
+            )
+        self._num_events = line.first + len(line.events)
+        self._last_line = line
         for event in line.events:
-            kind, source = event[0], event[1]
-            if kind == "skipped":
-                skipped[source] += event[2]
-            elif len(event) == 4:
-                number, index, size = event[2], event[3], line.sizes[source]
-                first = streams.get(source, 0) + skipped[source]
-                if number != first:
-                    faults.append(f"step {line.step}: {source} drew prompt {number} of its stream instead of {first}")
-                passed, stop = number - skipped.pop(source, 0), number
-                while passed < stop:
-                    end = min(stop, (passed // size + 1) * size)
-                    _epoch(epochs, source, passed, size).skipped += end - passed
-                    passed = end
-                epoch = _epoch(epochs, source, number, size)
-                epoch.draws[index] += 1
-                epoch.is_complete = (number + 1) % size == 0
-                streams[source] = number + 1
-                in_flight[source, index].append(epoch)
-            elif waiting := in_flight[source, event[2]]:
-                waiting.popleft().endings[kind] += 1
-            else:
-                faults.append(f"step {line.step}: prompt {event[2]} of {source} was {kind} more often than drawn")
-    if last is None:
-        raise DataError(f"{run / LEDGER}: the ledger is empty, because no step is complete. Wait for the first step.")
-    drawn_epochs = list(epochs.values())
-    for epoch in drawn_epochs:
-        later = epochs.get((epoch.source, epoch.number + 1))
-        epoch.is_complete = epoch.is_complete or later is not None
-        place = f"epoch {epoch.number} of {epoch.source}"
-        if epoch.missing:
-            faults.append(f"{place}: {epoch.missing} prompts were never drawn")
-        if epoch.repeated_prompts:
-            faults.append(f"{place}: drawn more than once: {', '.join(map(str, epoch.repeated_prompts[:8]))}")
-    num_open = sum(epoch.num_open for epoch in drawn_epochs)
-    if num_open != last.num_open:
-        faults.append(f"{num_open} prompts have no ending, but {last.num_open} groups are in flight or waiting")
-    return Account(drawn_epochs, last.num_open, last.too_long, last.step, faults)
+            self._add_event(line, event)
+
+    def _add_event(self, line: _Line, event: Event) -> None:
+        kind, source, number, *rest = event
+        if kind == "skipped":
+            self._skipped[source] += number
+        elif rest:
+            (index,) = rest
+            self._add_draw(line, source, number, index)
+        elif epochs_in_flight := self._in_flight[source, number]:
+            epochs_in_flight.popleft().endings[kind] += 1
+        else:
+            self.faults.append(f"step {line.step}: prompt {number} of {source} was {kind} more often than drawn")
+
+    def _add_draw(self, line: _Line, source: str, number: int, index: int) -> None:
+        """Add the draw of prompt `index`, at position `number` of the source's stream, after the skipped ones."""
+        size = line.sizes[source]
+        expected_number = self._num_drawn.get(source, 0) + self._skipped[source]
+        if number != expected_number:
+            self.faults.append(
+                f"step {line.step}: {source} drew prompt {number} of its stream instead of {expected_number}"
+            )
+        # Skipped prompts count in their own epochs: a curriculum may skip beyond the end of one.
+        position = number - self._skipped.pop(source, 0)
+        while position < number:
+            end = min(number, (position // size + 1) * size)
+            _find_epoch(self._epochs, source, position, size).skipped += end - position
+            position = end
+        epoch = _find_epoch(self._epochs, source, number, size)
+        epoch.draws[index] += 1
+        epoch.is_complete = (number + 1) % size == 0
+        self._num_drawn[source] = number + 1
+        self._in_flight[source, index].append(epoch)
+
+    def finish(self, ledger: Path) -> Account:
+        """Return the account of all added lines. Raises DataError if there were none."""
+        last_line = self._last_line
+        if last_line is None:
+            raise DataError(f"{ledger}: the ledger is empty, because no step is complete. Wait for the first step.")
+        epochs = list(self._epochs.values())
+        for epoch in epochs:
+            # An epoch is complete, too, if the next one has begun.
+            epoch.is_complete = epoch.is_complete or (epoch.source, epoch.number + 1) in self._epochs
+            place = f"epoch {epoch.number} of {epoch.source}"
+            if epoch.missing:
+                self.faults.append(f"{place}: {epoch.missing} prompts were never drawn")
+            if epoch.repeated_prompts:
+                prompts = ", ".join(map(str, epoch.repeated_prompts[:8]))
+                self.faults.append(f"{place}: drawn more than once: {prompts}")
+        num_open = sum(epoch.num_open for epoch in epochs)
+        if num_open != last_line.num_open:
+            self.faults.append(
+                f"{num_open} prompts have no ending, but {last_line.num_open} groups are in flight or waiting"
+            )
+        return Account(epochs, last_line.num_open, last_line.too_long, last_line.step, self.faults)
 
 
-def _epoch(epochs: dict[tuple[str, int], Epoch], source: str, number: int, size: int) -> Epoch:
+def _find_epoch(epochs: dict[tuple[str, int], Epoch], source: str, number: int, size: int) -> Epoch:
     key = source, number // size
     if key not in epochs:
         epochs[key] = Epoch(source, number // size, size)
     return epochs[key]
 
 
-def _lines(file: Path) -> Iterator[_Line]:
+def _read_lines(file: Path) -> Iterator[_Line]:
     """Yield the lines of a ledger, without an incomplete last line."""
     with storage_faults_named(file):
         if not file.is_file():
@@ -236,31 +271,31 @@ def _lines(file: Path) -> Iterator[_Line]:
 def _parse_line(line: bytes) -> _Line | None:
     try:
         values = loads(line, None)
-        sizes = {str(name): _count(size) for name, size in values["sizes"].items()}
-        events = [_event(value) for value in values["events"]]
+        sizes = {str(name): _parse_count(size) for name, size in values["sizes"].items()}
+        events = [_parse_event(value) for value in values["events"]]
         if not all(event[1] in sizes and sizes[event[1]] > 0 for event in events):
             return None
-        counts = [_count(values[name]) for name in ("step", "first", "open", "too_long")]
-        return _Line(counts[0], counts[1], sizes, counts[2], counts[3], events)
+        step, first, num_open, too_long = (_parse_count(values[name]) for name in ("step", "first", "open", "too_long"))
+        return _Line(step, first, sizes, num_open, too_long, events)
     except (ValueError, TypeError, LookupError, AttributeError):
         return None
 
 
-def _event(value: Sequence[Any]) -> Event:
+def _parse_event(value: Sequence[Any]) -> Event:
     kind, source, *numbers = value
     is_valid = kind == "skipped" or kind == "drawn" or kind in ENDINGS
     if not is_valid or not isinstance(source, str) or len(numbers) != (2 if kind == "drawn" else 1):
         raise ValueError("not an event of a ledger")
-    if kind == "skipped" and _count(numbers[0]) > _MAX_SKIPPED:
+    if kind == "skipped" and _parse_count(numbers[0]) > _MAX_SKIPPED:
         raise ValueError("more prompts skipped than one draw can skip")
-    return (kind, source, *map(_count, numbers))  # pyright: ignore[reportReturnType]
+    return (kind, source, *map(_parse_count, numbers))  # pyright: ignore[reportReturnType]
 
 
-_MOST = 1 << 53
+_MAX_COUNT = 1 << 53
 """Largest accepted integer: JSON readers of all languages read it exactly."""
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MOST:
+def _parse_count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise ValueError(f"{value!r:.40} is not a count")
     return value

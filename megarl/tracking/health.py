@@ -80,36 +80,42 @@ class Rule(NamedTuple):
         )
 
 
-def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
+def _make_check_of_all(
+    metric: str, is_bad: Callable[[float, HealthConfig], bool]
+) -> Callable[[Series, HealthConfig], Any]:
     """Return a check that fails if the last `window` values of a metric are all bad."""
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
-        last = _values(series, metric)[-health.window :]
-        if len(last) < health.window or not all(holds(value, health) for value in last):
+        last_values = _values_of(series, metric)[-health.window :]
+        if len(last_values) < health.window or not all(is_bad(value, health) for value in last_values):
             return None
-        return Evidence(metric, last[-1], f"and was as bad for {health.window} steps")
+        return Evidence(metric, last_values[-1], f"and was as bad for {health.window} steps")
 
     return check
 
 
-def _rises(
-    metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
+def _make_check_of_rise(
+    metric: str, factor: Callable[[HealthConfig], float], lowest: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
     """Return a check that compares the median of a metric's last `window` values with the median of the first.
 
-    It fails if the ratio is at least `factor`, and the last median at least `least`.
+    It fails if the ratio is at least `factor`, and the last median at least `lowest`.
     """
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
         # A step without a gradient has norm 0. As a first step, it would make any later norm a rise.
-        values = [value for value in _values(series, metric) if value > 0]
+        values = [value for value in _values_of(series, metric) if value > 0]
         if len(values) < 2 * health.window:
             return None
         # Medians, because single steps may be outliers.
-        before, now = median(values[: health.window]), median(values[-health.window :])
-        if now < least(health) or now < factor(health) * before:
+        first_median, last_median = median(values[: health.window]), median(values[-health.window :])
+        if last_median < lowest(health) or last_median < factor(health) * first_median:
             return None
-        return Evidence(metric, now, f"(median of {health.window} steps), {now / before:.3g} times the first steps'")
+        return Evidence(
+            metric,
+            last_median,
+            f"(median of {health.window} steps), {last_median / first_median:.3g} times the first steps'",
+        )
 
     return check
 
@@ -124,19 +130,21 @@ def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
         newest = after[-_EVALUATIONS:]
         if len(newest) < _EVALUATIONS or any(value > best - health.validation_drop for _, value in newest):
             continue
-        until = [value for step, value in rewards if step <= best_step][-health.window :]
+        rewards_until_best = [value for step, value in rewards if step <= best_step][-health.window :]
         # If the best evaluation came before the first step, compare with the first rewards.
-        before = until or [value for _, value in rewards[: health.window]]
-        now = [value for _, value in rewards[-health.window :]]
+        rewards_before = rewards_until_best or [value for _, value in rewards[: health.window]]
+        rewards_now = [value for _, value in rewards[-health.window :]]
         # A falling accuracy alone may mean overfitting or a bad learning rate. With a rising reward it is reward
         # hacking.
-        if before and fmean(now) >= fmean(before) + health.reward_rise:
-            compared = f"after {best:.3g} at step {best_step}, while reward/mean rose from {fmean(before):.3g} to "
-            return Evidence(metric, newest[-1][1], f"{compared}{fmean(now):.3g}")
+        if rewards_before and fmean(rewards_now) >= fmean(rewards_before) + health.reward_rise:
+            compared = (
+                f"after {best:.3g} at step {best_step}, while reward/mean rose from {fmean(rewards_before):.3g} to "
+            )
+            return Evidence(metric, newest[-1][1], f"{compared}{fmean(rewards_now):.3g}")
     return None
 
 
-def _values(series: Series, metric: str) -> list[float]:
+def _values_of(series: Series, metric: str) -> list[float]:
     return [value for _, value in series.get(metric, ())]
 
 
@@ -144,7 +152,7 @@ RULES = (
     Rule(
         "no_gradient",
         ("reward/zero_variance_groups",),
-        _always("reward/zero_variance_groups", lambda value, health: value >= 1.0),
+        _make_check_of_all("reward/zero_variance_groups", lambda value, health: value >= 1.0),
         "all attempts of every group have the same reward, so no group has a gradient",
         "problems of another difficulty, more train.samples_per_prompt, or a reward that grades answers more finely; "
         "look at answers with `megarl samples`",
@@ -152,7 +160,7 @@ RULES = (
     Rule(
         "constant_reward",
         ("reward/std",),
-        _always("reward/std", lambda value, health: value == 0.0),
+        _make_check_of_all("reward/std", lambda value, health: value == 0.0),
         "all rewards of a step are equal",
         "check the reward function and data.answer_field on a few answers (`megarl samples`), or warm the model up "
         "with sft if no answer is right",
@@ -160,7 +168,7 @@ RULES = (
     Rule(
         "entropy_collapsed",
         ("train/entropy",),
-        _always("train/entropy", lambda value, health: value < health.entropy_low),
+        _make_check_of_all("train/entropy", lambda value, health: value < health.entropy_low),
         "the policy has become nearly deterministic: all attempts are alike",
         "a lower optimizer.learning_rate, algorithm.clip_high=0.28, algorithm.entropy_coefficient, or a higher "
         "rollout.sampling.temperature",
@@ -168,21 +176,23 @@ RULES = (
     Rule(
         "entropy_exploding",
         ("train/entropy",),
-        _rises("train/entropy", lambda health: health.entropy_rise, lambda health: health.entropy_high),
+        _make_check_of_rise("train/entropy", lambda health: health.entropy_rise, lambda health: health.entropy_high),
         "the policy samples nearly random tokens",
         "a lower optimizer.learning_rate, no algorithm.entropy_coefficient, or algorithm.kl_coefficient above 0",
     ),
     Rule(
         "grad_norm_rising",
         ("train/grad_norm",),
-        _rises("train/grad_norm", lambda health: health.grad_norm_rise, lambda health: 0.0),
+        _make_check_of_rise("train/grad_norm", lambda health: health.grad_norm_rise, lambda health: 0.0),
         "training is about to diverge",
         "a lower optimizer.learning_rate, a longer optimizer.warmup_steps, or a smaller optimizer.clip_grad_norm",
     ),
     Rule(
         "mismatch_rising",
         ("logprob_gap/mean",),
-        _rises("logprob_gap/mean", lambda health: health.logprob_gap_rise, lambda health: health.logprob_gap_high),
+        _make_check_of_rise(
+            "logprob_gap/mean", lambda health: health.logprob_gap_rise, lambda health: health.logprob_gap_high
+        ),
         "trainer and engine disagree more and more about the sampled tokens",
         "algorithm.importance_sampling=tis, model.dtype=float32, a lower optimizer.learning_rate, or "
         "train.max_logprob_gap",
@@ -190,14 +200,14 @@ RULES = (
     Rule(
         "lost_in_merge",
         ("lora/lost_in_merge",),
-        _always("lora/lost_in_merge", lambda value, health: value > health.lost_in_merge),
+        _make_check_of_all("lora/lost_in_merge", lambda value, health: value > health.lost_in_merge),
         "rounding the merged weights hides the adapters' update from the engine, so samples are not the policy's",
         "lora.sync=adapter if the engine can take it, a higher optimizer.learning_rate, or model.dtype=float32",
     ),
     Rule(
         "truncated",
         ("rollout/truncated",),
-        _always("rollout/truncated", lambda value, health: value >= health.truncated),
+        _make_check_of_all("rollout/truncated", lambda value, health: value >= health.truncated),
         "nearly all attempts are cut off at the length limit",
         "a larger rollout.sampling.max_new_tokens, algorithm.overlong_buffer, or a system prompt that asks for short "
         "answers",
@@ -205,7 +215,7 @@ RULES = (
     Rule(
         "no_end_of_sequence",
         ("rollout/ended/done",),
-        _always("rollout/ended/done", lambda value, health: value == 0.0),
+        _make_check_of_all("rollout/ended/done", lambda value, health: value == 0.0),
         "no attempt ended by itself",
         "check the chat template and the model's eos_token_id, or give rollout.sampling.stop; a base model needs sft "
         "first",
@@ -235,11 +245,11 @@ class Health:
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[BrokenRule]:
         """Add a step's metrics. Return the rules that broke for the first time."""
-        watched = {metric for rule in RULES for metric in rule.metrics}
+        watched_metrics = {metric for rule in RULES for metric in rule.metrics}
         for name, value in metrics.items():
-            if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):
+            if (name in watched_metrics or is_accuracy(name)) and value is not None and math.isfinite(value):
                 self._series[name].append((step, value))
-        broken: list[BrokenRule] = []
+        broken_rules: list[BrokenRule] = []
         for rule in RULES:
             # Check a rule only if this step has its metrics.
             if not rule.is_due_after(metrics) or not self.takes(rule.name):
@@ -248,8 +258,10 @@ class Health:
                 # Warn once per run, because a broken rule stays broken in most later steps.
                 self.warned.add(rule.name)
                 metric, value, compared = evidence
-                broken.append(BrokenRule(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
-        return broken
+                broken_rules.append(
+                    BrokenRule(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy)
+                )
+        return broken_rules
 
     def takes(self, rule: str) -> bool:
         return rule not in self.warned and rule not in self.config.off

@@ -58,25 +58,25 @@ def find(name: str) -> Row | None:
     In mixtures and evaluations, the name follows a prefix `environment/SOURCE/` or `val/SET/`.
     """
     matching = [row for row in rows() if row.pattern.fullmatch(name)]
-    best = min(matching, key=_generality, default=None)
-    group, _, rest = name.partition("/")
-    _, _, rest = rest.partition("/")
-    if rest and group == "environment" and (best is None or "OWN" in best.name):
+    most_specific = min(matching, key=_generality, default=None)
+    group, _, name_in_group = name.partition("/")
+    _, _, name_in_group = name_in_group.partition("/")
+    if name_in_group and group == "environment" and (most_specific is None or "OWN" in most_specific.name):
         # Metrics of a source are logged without their usual prefix, so try each prefix.
-        candidates = (find(prefix + rest) for prefix in ("", "rollout/", "environment/"))
-        return next((row for row in candidates if row is not None and "OWN" not in row.name), best)
-    if best is None and group == "val" and rest.startswith("reward/"):
-        return find(rest)
-    return best
+        candidates = (find(prefix + name_in_group) for prefix in ("", "rollout/", "environment/"))
+        return next((row for row in candidates if row is not None and "OWN" not in row.name), most_specific)
+    if most_specific is None and group == "val" and name_in_group.startswith("reward/"):
+        return find(name_in_group)
+    return most_specific
 
 
 def metrics_markdown(table: Sequence[Row]) -> str:
     """Return a Markdown page with a table for each group of metrics (the first part of a name)."""
-    parts = [HEAD]
-    for group, members in groupby(table, key=lambda row: row.name.partition("/")[0]):
-        lines = [f"| `{row.name}` | {_cell(row.unit)} | {_cell(row.meaning)} |" for row in members]
-        parts.append("\n".join([f"## {group}\n", "| metric | unit | meaning |", "|---|---|---|", *lines, ""]))
-    return "\n".join(parts)
+    sections = [HEAD]
+    for group, group_rows in groupby(table, key=lambda row: row.name.partition("/")[0]):
+        lines = [f"| `{row.name}` | {_cell(row.unit)} | {_cell(row.meaning)} |" for row in group_rows]
+        sections.append("\n".join([f"## {group}\n", "| metric | unit | meaning |", "|---|---|---|", *lines, ""]))
+    return "\n".join(sections)
 
 
 def _cell(text: str) -> str:
@@ -122,8 +122,8 @@ def _text_of(node: ast.expr) -> str:
 
 def describe_row(row: MetricRow) -> Iterator[tuple[str, str, str]]:
     """Yield name, unit and full meaning of each metric of a declared row: `turns/{mean,max}` has two."""
-    stem, _, members = row.name.partition("{")
+    name_start, _, statistics = row.name.partition("{")
     condition = f"with {row.condition}: " if row.condition else ""
-    for member in members.removesuffix("}").split(","):
-        ends = [text for text in (row.over, metric_rows.STATISTICS.get(member)) if text]
-        yield stem + member, row.unit, condition + ", ".join((row.meaning, *ends))
+    for statistic in statistics.removesuffix("}").split(","):
+        additions = [text for text in (row.over, metric_rows.STATISTICS.get(statistic)) if text]
+        yield name_start + statistic, row.unit, condition + ", ".join((row.meaning, *additions))

@@ -38,8 +38,8 @@ _BY_SOURCE = {
 def current_name(name: str) -> str:
     """Return the current name of a logged metric, with or without a source's prefix."""
     # Cached, because a reader of a run asks for the same names at each step.
-    group, _, rest = name.partition("/")
-    source, _, metric = rest.partition("/")
+    group, _, source_and_metric = name.partition("/")
+    source, _, metric = source_and_metric.partition("/")
     if group == "environment" and metric in _BY_SOURCE:
         return f"environment/{source}/{_BY_SOURCE[metric]}"
     return RENAMED.get(name, name)
@@ -53,16 +53,16 @@ def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     current: dict[str, Any] = {}
     for name, value in metrics.items():
-        new = current_name(name)
-        if new in current:
-            earlier = current[new]
-            current[new] = None if None in (earlier, value) else earlier + value
+        new_name = current_name(name)
+        if new_name in current:
+            value_before = current[new_name]
+            current[new_name] = None if None in (value_before, value) else value_before + value
         else:
-            current[new] = value
+            current[new_name] = value
     return current
 
 
 def renamed_error(name: str) -> str | None:
     """Return the error for an old name, with the current one. None: the name is current."""
-    new = current_name(name)
-    return None if new == name else f"{name} is an old name; write {new}"
+    new_name = current_name(name)
+    return None if new_name == name else f"{name} is an old name; write {new_name}"

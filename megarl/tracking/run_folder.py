@@ -108,15 +108,16 @@ class RunFolder:
         self._is_restart = restart
         self._attempt: dict[str, Any] = {}
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
+        # Lock before reading: the earlier run's state must not change any more.
         with storage_faults_named(self.path):
-            self._lock = self._acquire(recipe.name, on_wait)
+            self._lock = self._lock_folder(recipe.name, on_wait)
         try:
             self.earlier = RunRecord.read(self.path)
             if not resume and not restart:
                 self.earlier.refuse_new_start()
             if resume:
                 self.earlier.refuse_newer_version()
-            self._counted = self.earlier.status if resume else {}
+            self._status_to_count = self.earlier.status if resume else {}
         # Unlock after any error, so that the same process can try again.
         except BaseException:
             self.close()
@@ -143,13 +144,13 @@ class RunFolder:
                 self._move_aside()
             self.samples_folder.mkdir(exist_ok=True)
             self.tokens_folder.mkdir(exist_ok=True)
-            self.logs_folder = _new_attempt(self.path / "logs")
+            self.logs_folder = _create_attempt_folder(self.path / "logs")
             replace_text(self.logs_folder / "config.yaml", self._recipe_text)
             # A resumed start replaces config.yaml only after its first step. If it fails because of a wrong recipe, the
             # file is still the old one.
             if step is None or not (self.path / "config.yaml").exists():
                 self._write_config()
-            unreadable = self._forget_after(step)
+            num_unreadable = self._remove_after(step)
             self.resumed_line = self._logged_step(step or 0)
             if unlogged is not None and self.resumed_line is None:
                 self.resumed_line = StepLine(step or 0, numbers_of(unlogged), evaluation_follows=True)
@@ -159,21 +160,21 @@ class RunFolder:
             if step is not None and (findings := _findings(self.earlier.status)):
                 self._status["health"] = findings
             # A start must not use faulty nodes, even without a checkpoint.
-            if self._counted and (nodes := self.earlier.bad_nodes):
+            if self._status_to_count and (nodes := self.earlier.bad_nodes):
                 self._status["bad_nodes"] = list(nodes)
             self._has_begun = True
             self.set_status()
             # With train.epochs the number of steps depends on the data, so the recipe's text lacks it.
             self._attempt = {"started": _now(), "resumed_step": self.resumed_step, "steps": self._steps}
             self.describe({"machine": machine(), "versions": versions()})
-        return unreadable
+        return num_unreadable
 
     def end_attempt(self, error: BaseException) -> None:
         """Record in attempt.json that an error ended this start. The same process may then `begin` another one."""
         self._attempt |= {"ended": _now(), **self._status, "cause": f"{type(error).__name__}: {error}"}
         self.describe({})
         self.earlier = RunRecord.read(self.path)
-        self._counted = self.earlier.status
+        self._status_to_count = self.earlier.status
         self._is_restart = False
 
     def use_recipe(self, recipe: Recipe) -> None:
@@ -195,8 +196,8 @@ class RunFolder:
         Raises RunFolderLockedError, and writes nothing, if another process has taken over the folder.
         """
         self._lock.check()
-        new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
-        self._status |= {field: value for field, value in new.items() if value is not None}
+        arguments = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
+        self._status |= {field: value for field, value in arguments.items() if value is not None}
         if not self._is_config_current and self._status["step"] > self.resumed_step:
             self._write_config()
         text = json.dumps(self._status)
@@ -277,9 +278,9 @@ class RunFolder:
         if step:
             self._status["resumed_step"] = step
         # A newer checkpoint than at the last resume means progress, so count from zero again.
-        if not self._counted or step > whole_number(self._counted.get("resumed_step")):
+        if not self._status_to_count or step > whole_number(self._status_to_count.get("resumed_step")):
             return
-        restarts = whole_number(self._counted.get("restarts"))
+        restarts = whole_number(self._status_to_count.get("restarts"))
         if most_restarts is not None and restarts >= most_restarts:
             raise MegarlError(
                 f"{self.path}: resumed {restarts} times from step {step} without completing a further step; logs/ has "
@@ -298,23 +299,23 @@ class RunFolder:
         for path in moved:
             path.rename(target / path.name)
 
-    def _forget_after(self, step: int | None) -> int:
+    def _remove_after(self, step: int | None) -> int:
         """Remove metrics, samples and records of steps after `step`. Return the number of unreadable metric lines."""
-        last = -1 if step is None else step
-        steps = _forget_lines(self.metrics_file, last)
-        unreadable = steps.count(None)
-        _forget_lines(self.versions_file, last)
-        _forget_lines(self.draws_file, last)
+        last_step = -1 if step is None else step
+        steps = _forget_lines(self.metrics_file, last_step)
+        num_unreadable = steps.count(None)
+        _forget_lines(self.versions_file, last_step)
+        _forget_lines(self.draws_file, last_step)
         for path in (*self.samples_folder.glob("step_*.jsonl"), *self.tokens_folder.glob("step_*.jsonl")):
-            if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
+            if (match := re.fullmatch(r"step_(\d+)", path.stem)) and int(match[1]) > last_step:
                 path.unlink()
         for path in (self.path / RECORDS).glob("step_*"):
-            if (number := re.fullmatch(r"step_(\d+)", path.name)) and int(number[1]) > last:
+            if (match := re.fullmatch(r"step_(\d+)", path.name)) and int(match[1]) > last_step:
                 shutil.rmtree(path)
         if step is None:
             # A resumed run keeps its event files. TensorBoard itself ignores their later steps (`purge_step`).
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
-        return unreadable
+        return num_unreadable
 
     def _write_config(self) -> None:
         replace_text(self.path / "config.yaml", self._recipe_text)
@@ -329,22 +330,22 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Record how the run ended. If the folder or its disk caused the error, raise a StorageError instead."""
         # A StorageError has its own exit code.
-        broken = None if error is None else storage_error(self.path, error)
+        storage_fault = None if error is None else storage_error(self.path, error)
         try:
             # After a takeover, the status belongs to the other process.
             if self._has_begun and not isinstance(error, RunFolderLockedError):
-                self._set_end(broken or error)
+                self._set_end(storage_fault or error)
         except (OSError, StorageError) as failure:
             try:
                 self._overwrite_status()
             except OSError:
-                broken = broken or storage_error(self.path, failure)
-                if broken is None:
+                storage_fault = storage_fault or storage_error(self.path, failure)
+                if storage_fault is None:
                     raise failure from None
         finally:
             self.close()
-        if broken is not None and broken is not error:
-            raise broken from error
+        if storage_fault is not None and storage_fault is not error:
+            raise storage_fault from error
 
     def _set_end(self, error: BaseException | None) -> None:
         """Write success, or the error that ended the run, to status.json."""
@@ -357,8 +358,8 @@ class RunFolder:
             rank = getattr(error, "rank", None)
             if isinstance(error, FaultyNodeError) and error.nodes:
                 self._status["bad_nodes"] = list(dict.fromkeys([*self.bad_nodes, *error.nodes]))
-            ends: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
-            state = ends.get(type(error), "failed")
+            state_by_error: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
+            state = state_by_error.get(type(error), "failed")
             self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
         self._attempt |= {"ended": _now(), **self._status}
         # status.json has the same facts, so a full disk changes nothing here.
@@ -371,17 +372,17 @@ class RunFolder:
         A full disk has no space for a new file. The write is not atomic, so a reader may briefly see invalid JSON.
         """
         with (self.path / "status.json").open("r+b", buffering=0) as file:
-            room = os.fstat(file.fileno()).st_size
+            max_bytes = os.fstat(file.fileno()).st_size
             content = json.dumps(self._status).encode() + b"\n"
             # JSON escapes lengthen the text, so check the length again after each cut.
-            while len(content) > room and self._status["cause"]:
-                self._status["cause"] = self._status["cause"][: room - len(content)]
+            while len(content) > max_bytes and self._status["cause"]:
+                self._status["cause"] = self._status["cause"][: max_bytes - len(content)]
                 content = json.dumps(self._status).encode() + b"\n"
             file.write(content)
             file.truncate()
             os.fsync(file.fileno())
 
-    def _acquire(self, name: str, on_wait: Callable[[str], None]) -> FolderLock:
+    def _lock_folder(self, name: str, on_wait: Callable[[str], None]) -> FolderLock:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             return FolderLock(self.path, name, on_wait)
@@ -411,7 +412,7 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _new_attempt(logs: Path) -> Path:
+def _create_attempt_folder(logs: Path) -> Path:
     logs.mkdir(exist_ok=True)
     folder = logs / f"attempt_{1 + max((number for number, _ in attempt_folders(logs)), default=0)}"
     folder.mkdir()
@@ -424,15 +425,15 @@ def _new_attempt(logs: Path) -> Path:
 def _find_free_path(path: Path) -> Path:
     """Return the path, or the first free path with a number appended."""
     number = 1
-    free = path
-    while free.exists():
+    free_path = path
+    while free_path.exists():
         number += 1
-        free = path.with_name(f"{path.name}_{number}")
-    return free
+        free_path = path.with_name(f"{path.name}_{number}")
+    return free_path
 
 
-def _forget_lines(file: Path, last: int) -> list[float | None]:
-    """Remove unreadable lines, and lines of steps after `last`, from a JSON Lines file.
+def _forget_lines(file: Path, last_step: int) -> list[float | None]:
+    """Remove unreadable lines, and lines of steps after `last_step`, from a JSON Lines file.
 
     Returns the steps of all lines; None: unreadable. A missing file has no lines.
     """
@@ -441,7 +442,7 @@ def _forget_lines(file: Path, last: int) -> list[float | None]:
     # A kill may leave half a line at the end. It is expected, so do not count it.
     *lines, cut_short = file.read_bytes().split(b"\n")
     steps = [_step(line) for line in lines]
-    retained = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last]
+    retained = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
     if len(retained) < len(lines) or cut_short:
         replace_bytes(file, b"".join(line + b"\n" for line in retained))
     return steps

@@ -42,9 +42,9 @@ _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 
-_MARKS = ("config.yaml", "status.json", "metrics.jsonl")
+_MARKING_FILES = ("config.yaml", "status.json", "metrics.jsonl")
 """A run folder has at least one of these files."""
-_MOST_NOTICES = 50
+_MAX_NOTICES = 50
 """Maximum number of warnings read per start."""
 
 
@@ -65,7 +65,7 @@ class StartRecord:
     @classmethod
     def read(cls, number: int, folder: Path) -> Self:
         try:
-            notices = tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MOST_NOTICES))
+            notices = tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MAX_NOTICES))
         except OSError:
             notices = ()
         return cls(
@@ -98,7 +98,7 @@ class RunRecord:
         home = path / "checkpoints"
         with storage_faults_named(path):
             content = read_or_none(path / "status.json")
-            folders = _folders(home)
+            folders = _list_folders(home)
         return cls(
             path,
             parsed_object(content, MEDIUM),
@@ -239,7 +239,7 @@ class RunRecord:
         """Raise DataError if a newer megarl wrote the run folder last: this version may not know all fields and
         files.
         """
-        _refuse_newer(self.path, _written_by(self.path))
+        _refuse_newer(self.path, _read_writer_version(self.path))
 
     def checkpoint(self, step: int) -> Path:
         """Return the checkpoint of a step. Raises ConfigError, naming the steps with a checkpoint."""
@@ -282,7 +282,7 @@ def refuse_other_schema(checkpoint: Path) -> None:
     # The first schema has no number.
     schema = driver.get("schema", 1)
     if schema != SCHEMA:
-        _refuse_newer(checkpoint, _written_by(checkpoint.parents[1]))
+        _refuse_newer(checkpoint, _read_writer_version(checkpoint.parents[1]))
         raise DataError(
             f"{checkpoint}: the checkpoint has schema {schema}, but this version of megarl reads schema {SCHEMA}. "
             "Continue with the version that wrote it, or start over with --restart, which moves the old run to "
@@ -321,17 +321,17 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
 
 def refuse_other_folders(path: Path) -> None:
     """Raise ConfigError unless the path is a run folder. The message names run folders inside it."""
-    if any((path / name).is_file() for name in _MARKS):
+    if any((path / name).is_file() for name in _MARKING_FILES):
         return
     if not path.exists():
         raise ConfigError(f"{path}: there is no such folder; give the folder of a run, such as runs/NAME")
     if not path.is_dir():
         raise ConfigError(f"{path}: this is a file; give the folder of a run, such as runs/NAME")
     with storage_faults_named(path):
-        inside = [name for name in names_in(path) if any((path / name / mark).is_file() for mark in _MARKS)]
-    contents = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
+        run_names = [name for name in names_in(path) if any((path / name / mark).is_file() for mark in _MARKING_FILES)]
+    hint = f"; it holds the runs {', '.join(run_names[:8])}" if run_names else ""
     raise ConfigError(
-        f"{path}: this is not a run folder, because it has none of {', '.join(_MARKS)}{contents}. Give runs/NAME"
+        f"{path}: this is not a run folder, because it has none of {', '.join(_MARKING_FILES)}{hint}. Give runs/NAME"
     )
 
 
@@ -344,34 +344,34 @@ def _read_rows(path: Path) -> tuple[list[tuple[int, dict[str, float]]], list[str
     """Return the steps in metrics.jsonl, and notes about unreadable lines."""
     notes: list[str] = []
     lines: list[StepLine] = []
-    unreadable = 0
+    num_unreadable = 0
     try:
         with path.open("rb") as file:
             for content in filter(bytes.strip, file):
                 if line := StepLine.read(content, SMALL):
                     lines.append(line)
                 elif content.endswith(b"\n") or parsed_value(content) is not None:
-                    unreadable += 1
+                    num_unreadable += 1
                 else:
                     # A running or killed process may leave half a line at the end.
                     notes.append("The last line of metrics.jsonl is cut short; it is left out.")
     except FileNotFoundError:
         notes.append("metrics.jsonl is not there yet: no step was logged.")
         return [], notes
-    if unreadable:
-        notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
+    if num_unreadable:
+        notes.append(f"{num_unreadable} lines of metrics.jsonl cannot be read; they are left out.")
     # A step occurs twice if it was trained again. The last one counts.
     return sorted({step.step: dict(step.metrics) for step in join_steps(lines)}.items()), notes
 
 
-def _written_by(run: Path) -> str | None:
+def _read_writer_version(run: Path) -> str | None:
     """Return the version of megarl at a run's newest start. None: unknown."""
     with storage_faults_named(run):
-        newest = [folder for _, folder in attempt_folders(run / "logs")][-1:]
-        content = read_or_none(newest[0] / "attempt.json") if newest else None
+        newest_starts = [folder for _, folder in attempt_folders(run / "logs")][-1:]
+        content = read_or_none(newest_starts[0] / "attempt.json") if newest_starts else None
     versions = parsed_object(content, MEDIUM).get("versions")
-    written_by = versions.get("megarl") if isinstance(versions, Mapping) else None
-    return written_by if isinstance(written_by, str) else None
+    writer_version = versions.get("megarl") if isinstance(versions, Mapping) else None
+    return writer_version if isinstance(writer_version, str) else None
 
 
 def _refuse_newer(place: Path, writer_version: str | None) -> None:
@@ -396,7 +396,7 @@ def whole_number(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def _folders(home: Path) -> list[Path]:
+def _list_folders(home: Path) -> list[Path]:
     """Return the folders inside a folder. Raises OSError if it is unreadable: Path.glob would return nothing."""
     try:
         with os.scandir(home) as entries:

@@ -26,13 +26,13 @@ class Spike(NamedTuple):
     limits: UpdateLimits
 
     def __str__(self) -> str:
-        parts = [("gradient norm", self.grad_norm, self.limits.grad_norm), ("loss", self.loss, self.limits.loss)]
-        over = [
+        measures = [("gradient norm", self.grad_norm, self.limits.grad_norm), ("loss", self.loss, self.limits.loss)]
+        exceeded = [
             f"{name} {value:.4g} (limit {limit:.4g})"
-            for name, value, limit in parts
+            for name, value, limit in measures
             if value is not None and limit is not None and value > limit
         ]
-        return " and ".join(over)
+        return " and ".join(exceeded)
 
 
 def is_memory(saved: Any) -> bool:
@@ -56,7 +56,7 @@ class SpikeDetector:
 
     def __init__(self, *, factor: float, loss_factor: float | None, window: int) -> None:
         self._factor, self._loss_factor = factor, loss_factor
-        self._least = -(-window // 2)
+        self._min_updates = -(-window // 2)
         self._norms: deque[float] = deque(maxlen=window)
         self._losses: deque[float] = deque(maxlen=window)
         self.rollbacks = 0
@@ -66,9 +66,9 @@ class SpikeDetector:
 
     def limits(self) -> UpdateLimits:
         grad_norm = loss = None
-        if len(self._norms) >= self._least:
+        if len(self._norms) >= self._min_updates:
             grad_norm = self._factor * median(self._norms)
-        if self._loss_factor is not None and len(self._losses) >= self._least:
+        if self._loss_factor is not None and len(self._losses) >= self._min_updates:
             loss = self._loss_factor * median(self._losses)
         return UpdateLimits(grad_norm, loss)
 
@@ -78,13 +78,13 @@ class SpikeDetector:
 
     def observe(self, grad_norm: float, loss: float | None, *, is_spike: bool) -> None:
         """Add an update. `is_spike`: the ranks dropped it."""
-        compared = loss if self._loss_factor is not None else None
+        compared_loss = loss if self._loss_factor is not None else None
         if is_spike:
-            self.spikes.append(Spike(grad_norm, compared, self.limits()))
+            self.spikes.append(Spike(grad_norm, compared_loss, self.limits()))
         if math.isfinite(grad_norm) and grad_norm > 0:
             self._norms.append(grad_norm)
-        if compared is not None and math.isfinite(compared) and compared > 0:
-            self._losses.append(compared)
+        if compared_loss is not None and math.isfinite(compared_loss) and compared_loss > 0:
+            self._losses.append(compared_loss)
 
     def begin_step(self) -> None:
         self.spikes = []

@@ -58,37 +58,39 @@ class StepTable:
         their own lines, because their names may be long. Columns beyond `max_characters` are left out. A step with only
         results has no line of numbers. A second call for a step prints only results.
         """
-        head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
+        line_start = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # If the number of steps is unknown, leave space for six digits.
-        head = head.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
+        line_start = line_start.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
         values = _values(row)
         results = [f"{name}={short_number(row[name])}" for name in heldout_metrics([row])]
         if step == self._last_step:
-            return _wrap(results, " " * (len(head) + 2), max_characters)
+            return _wrap(results, " " * (len(line_start) + 2), max_characters)
         if results and not values:
-            return _wrap(results, f"{head}  ", max_characters)
+            return _wrap(results, f"{line_start}  ", max_characters)
         self._last_step = step
-        columns = self._columns(values, max_characters - len(head))
-        texts = {label: short_number(value) for label, value in values.items()}
-        texts |= {"s/step": _seconds(row["time/step_seconds"]), "left": left_text(seconds_left)}
+        columns = self._columns(values, max_characters - len(line_start))
+        text_by_label = {label: short_number(value) for label, value in values.items()}
+        text_by_label |= {"s/step": _seconds(row["time/step_seconds"]), "left": left_text(seconds_left)}
         lines = []
         if self._lines_left == 0:
-            lines.append(" " * len(head) + "".join(f" {label:>{width}}" for label, width in columns.items()))
+            lines.append(" " * len(line_start) + "".join(f" {label:>{width}}" for label, width in columns.items()))
             self._lines_left = LINES_PER_HEADER
         self._lines_left -= 1
-        lines.append(head + "".join(f" {texts.get(label, '-'):>{width}}" for label, width in columns.items()))
-        return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), max_characters)
+        lines.append(
+            line_start + "".join(f" {text_by_label.get(label, '-'):>{width}}" for label, width in columns.items())
+        )
+        return [line.rstrip() for line in lines] + _wrap(results, " " * (len(line_start) + 2), max_characters)
 
-    def _columns(self, values: Mapping[str, float], room: int) -> dict[str, int]:
-        """Return labels and widths of the columns that fit into `room` characters. A new column needs a new header."""
+    def _columns(self, values: Mapping[str, float], max_characters: int) -> dict[str, int]:
+        """Return labels and widths of the columns that fit into `max_characters`. A new column needs a new header."""
         labels = tuple(column.label for column in _COLUMNS if column.label in self._labels or column.label in values)
         if labels != self._labels:
             self._labels, self._lines_left = labels, 0
         widths = {column.label: column.width for column in _COLUMNS if column.label in labels}
-        ends = {"s/step": _SECONDS_WIDTH, "left": _LEFT_WIDTH}
-        while widths and sum(width + 1 for width in (*widths.values(), *ends.values())) > room:
+        time_columns = {"s/step": _SECONDS_WIDTH, "left": _LEFT_WIDTH}
+        while widths and sum(width + 1 for width in (*widths.values(), *time_columns.values())) > max_characters:
             widths.popitem()
-        return widths | ends
+        return widths | time_columns
 
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
@@ -101,13 +103,13 @@ def _values(row: Mapping[str, float]) -> dict[str, float]:
     return values
 
 
-def _wrap(words: list[str], begin: str, max_characters: int) -> list[str]:
-    """Return lines of whole words after `begin`. Further lines are indented by its width."""
+def _wrap(words: list[str], line_start: str, max_characters: int) -> list[str]:
+    """Return lines of whole words after `line_start`. Further lines are indented by its width."""
     return textwrap.wrap(
         " ".join(words),
         max_characters,
-        initial_indent=begin,
-        subsequent_indent=" " * len(begin),
+        initial_indent=line_start,
+        subsequent_indent=" " * len(line_start),
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -122,7 +122,7 @@ class Tracker:
         faults.reach("log")
         # metrics.jsonl first, so that it is complete even if a tracker fails.
         append_whole(self._folder.metrics_file, json_line(line.as_json()))
-        self._to_trackers(lambda tracker: tracker.log(line.step, line.metrics))
+        self._call_trackers(lambda tracker: tracker.log(line.step, line.metrics))
         self._last_step, self._line = line.step, line
         self._display.step(line.step, line.metrics, evaluation_follows=line.evaluation_follows)
 
@@ -133,9 +133,9 @@ class Tracker:
         """
         path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
         # Convert once for the file and all trackers.
-        plain = [_plain(record) for record in records]
-        append_whole(path, b"".join(map(_line, plain)))
-        self._to_trackers(lambda tracker: tracker.samples(step, plain))
+        json_records = [_plain(record) for record in records]
+        append_whole(path, b"".join(map(_line, json_records)))
+        self._call_trackers(lambda tracker: tracker.samples(step, json_records))
 
     def token_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append samples written token by token to tokens/step_NNNNNN.jsonl. Trackers do not receive them."""
@@ -145,10 +145,10 @@ class Tracker:
     def flush(self) -> None:
         """Write all logged steps durably to disk (fsync)."""
         sync(self._folder.metrics_file)
-        self._to_trackers(lambda tracker: tracker.sync())
+        self._call_trackers(lambda tracker: tracker.sync())
 
     def close(self) -> None:
-        self._to_trackers(lambda tracker: tracker.close())
+        self._call_trackers(lambda tracker: tracker.close())
         self._trackers = {}
 
     def attach(self, name: str, tracker: RunTracker) -> None:
@@ -159,9 +159,9 @@ class Tracker:
             with disk_full_named(self._folder.path):
                 self._trackers[name] = start(name, self._folder.path, self._folder.resumed_step)
         except OSError as error:
-            self._give_up(name, error)
+            self._report_dropped(name, error)
 
-    def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
+    def _call_trackers(self, action: Callable[[RunTracker], object]) -> None:
         """Call every tracker. Drop a failing tracker with a warning, and continue.
 
         Raises DiskFullError, because nothing else can be written either.
@@ -175,7 +175,7 @@ class Tracker:
                 raise
             except Exception as error:
                 del self._trackers[name]
-                self._give_up(name, error)
+                self._report_dropped(name, error)
 
     def info(self, text: str) -> None:
         self._display.info(text)
@@ -191,9 +191,9 @@ class Tracker:
         """Report a broken health rule on the console, in status.json, and to trackers with an `unhealthy` method."""
         self.notice(finding.text)
         self._folder.add_finding(finding.as_json())
-        self._to_trackers(lambda tracker: _write_finding(tracker, finding))
+        self._call_trackers(lambda tracker: _write_finding(tracker, finding))
 
-    def _give_up(self, name: str, error: Exception) -> None:
+    def _report_dropped(self, name: str, error: Exception) -> None:
         self.notice(
             f"tracker {name} failed ({type(error).__name__}: {error}). The run continues without it; "
             f"{self._folder.metrics_file} has the same numbers"

@@ -57,11 +57,11 @@ def summaries(recipe: Recipe) -> list[Any]:
     columns = [summary_v2.HParam(name, _Column(_column_type(annotation))) for name, annotation in fields.items()]
     metrics = [summary_v2.Metric(tag) for tag in _metrics(recipe)]
     values = {name: value_at(recipe, name) for name in fields if unmet(recipe, name) is None}
-    written = {name: _scalar(recipe, name, value) for name, value in values.items() if value is not None}
+    accepted_values = {name: _scalar(recipe, name, value) for name, value in values.items() if value is not None}
     run = str(Path(recipe.runs_folder, recipe.name))
     return [
         summary_v2.hparams_config_pb(columns, metrics, time_created_secs=time.time()),
-        summary_v2.hparams_pb(written, trial_id=run),
+        summary_v2.hparams_pb(accepted_values, trial_id=run),
     ]
 
 
@@ -86,12 +86,12 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any
 def _metrics(recipe: Recipe) -> list[str]:
     """Return the metrics by which the HPARAMS tab compares runs."""
     sets = dict.fromkeys(name for source in recipe.sources for name in source.recipe.data.validation)
-    of_loop = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
+    loop_metrics = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
     if recipe.loop == "distillation":
-        of_loop.insert(0, "distillation/reverse_kl" if recipe.has_advantages else "distillation/divergence")
+        loop_metrics.insert(0, "distillation/reverse_kl" if recipe.has_advantages else "distillation/divergence")
     # Without verdicts, a set has only a mean reward.
     measures = ("accuracy", "reward/mean") if recipe.has_engine else ("accuracy",)
-    return [*(f"val/{name}/{measure}" for name in sets for measure in measures), *of_loop]
+    return [*(f"val/{name}/{measure}" for name in sets for measure in measures), *loop_metrics]
 
 
 def _column_type(annotation: Any) -> type:
