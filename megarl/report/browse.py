@@ -25,7 +25,7 @@ TRAINING = "train"
 
 _EVALUATION = -1
 """Step number of an evaluation's answers: they have no step."""
-_MOST_FOUND = 200
+_MAX_MATCHES = 200
 """Maximum number of samples returned by a search over all steps."""
 
 HELP = (
@@ -86,8 +86,8 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
             records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
         selected += records
         # A search over a long run may read gigabytes. A single step is always read completely.
-        if len(selected) >= _MOST_FOUND and len(steps) > 1:
-            return selected[:_MOST_FOUND]
+        if len(selected) >= _MAX_MATCHES and len(steps) > 1:
+            return selected[:_MAX_MATCHES]
     return selected
 
 
@@ -95,7 +95,7 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
     """Return a sample as text: step and reward, prompt, completion or turns, right answer."""
     text = Text()
     # Not rich markup: brackets in a sample must not change the style.
-    text.append(_facts(record) + "\n", "bold")
+    text.append(_describe_facts(record) + "\n", "bold")
     for role, content in _sections(record):
         text.append(f"{make_visible(role)}\n", "cyan")
         text.append(make_visible(content).rstrip("\n") + "\n")
@@ -104,18 +104,18 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
     return text
 
 
-def _facts(record: Mapping[str, Any]) -> str:
+def _describe_facts(record: Mapping[str, Any]) -> str:
     is_right = record.get("answer_correct")
     reward = record.get("reward")
-    of_step = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
-    final = record.get("final_answer")
+    step_text = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
+    final_answer = record.get("final_answer")
     parts = [
-        f"{of_step}line {record['line']}",
+        f"{step_text}line {record['line']}",
         str(record.get("set", TRAINING)),
         str(record.get("source") or ""),
         "not scored" if reward is None else f"reward {reward:.4g}" if isinstance(reward, int | float) else "",
         ("right" if is_right else "wrong") if isinstance(is_right, bool) else "",
-        "" if final is None else f"final answer {_plain(final)}",
+        "" if final_answer is None else f"final answer {_plain(final_answer)}",
         f"{record['tokens']} tokens" if "tokens" in record else "",
         f"ended: {record['finish_reason']}" if record.get("finish_reason") else "",
         str(record.get("reward_failure") or ""),
@@ -165,10 +165,10 @@ def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
 def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
     """Raise ConfigError if a step has no samples, naming the nearest step with samples."""
     if step not in files:
-        near = min(files, key=lambda number: abs(number - step))
+        nearest_step = min(files, key=lambda number: abs(number - step))
         raise ConfigError(
-            f"--step {step}: {path} has no samples of this step; the nearest step with samples is {near}. There are "
-            f"{len(files)} such steps, from {min(files)} to {max(files)}"
+            f"--step {step}: {path} has no samples of this step; the nearest step with samples is {nearest_step}. "
+            f"There are {len(files)} such steps, from {min(files)} to {max(files)}"
         )
 
 
@@ -195,7 +195,7 @@ class _Browser:
         self._steps = sorted(files)
         self._selection = selection
         self._records = select(files, selection)
-        self._place = 0
+        self._position = 0
 
     def run(self, ask: Callable[[str], str]) -> None:
         self._console.print(HELP, style="dim")
@@ -208,26 +208,28 @@ class _Browser:
                 return
             if command in ("q", "quit", "exit"):
                 return
-            self._do(command)
+            self._execute(command)
 
-    def _do(self, command: str) -> None:
-        order: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
+    def _execute(self, command: str) -> None:
+        order_of_command: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
         if command in ("", "n", "p"):
             self._move(-1 if command == "p" else 1)
-        elif command in order:
-            self._choose(replace(self._selection, order=order[command]))
+        elif command in order_of_command:
+            self._show_selection(replace(self._selection, order=order_of_command[command]))
         elif command in ("<", ">"):
-            place = self._steps.index(self._step) + (1 if command == ">" else -1)
-            self._choose(replace(self._selection, step=self._steps[max(0, min(place, len(self._steps) - 1))], text=""))
+            position = self._steps.index(self._step) + (1 if command == ">" else -1)
+            self._show_selection(
+                replace(self._selection, step=self._steps[max(0, min(position, len(self._steps) - 1))], text="")
+            )
         # Take the nearest step, because samples may be written only every few steps.
         elif command.isdecimal():
-            near = min(self._steps, key=lambda step: abs(step - int(command)))
-            self._choose(replace(self._selection, step=near, text=""))
+            nearest_step = min(self._steps, key=lambda step: abs(step - int(command)))
+            self._show_selection(replace(self._selection, step=nearest_step, text=""))
         elif command.startswith("/"):
-            self._choose(replace(self._selection, step=None, text=command[1:].strip()))
+            self._show_selection(replace(self._selection, step=None, text=command[1:].strip()))
         elif command.startswith("set "):
             name = command.removeprefix("set ").strip()
-            self._choose(replace(self._selection, set=None if name == "all" else name))
+            self._show_selection(replace(self._selection, set=None if name == "all" else name))
         else:
             self._console.print(HELP, style="dim")
 
@@ -235,23 +237,23 @@ class _Browser:
     def _step(self) -> int:
         if self._selection.step is not None:
             return self._selection.step
-        return int(self._records[self._place]["step"]) if self._records else self._steps[-1]
+        return int(self._records[self._position]["step"]) if self._records else self._steps[-1]
 
-    def _move(self, by: int) -> None:
-        place = self._place + by
-        if not 0 <= place < len(self._records):
-            self._console.print("the first" if by < 0 else "the last", style="dim")
+    def _move(self, offset: int) -> None:
+        position = self._position + offset
+        if not 0 <= position < len(self._records):
+            self._console.print("the first" if offset < 0 else "the last", style="dim")
             return
-        self._place = place
+        self._position = position
         self._show()
 
-    def _choose(self, selection: Selection) -> None:
+    def _show_selection(self, selection: Selection) -> None:
         """Show the first sample of a new selection. If nothing matches, say so and keep the old selection."""
         records = select(self._files, selection)
         if not records:
             self._console.print("no sample matches; the previous selection stays", style="dim")
             return
-        self._selection, self._records, self._place = selection, records, 0
+        self._selection, self._records, self._position = selection, records, 0
         self._show()
 
     def _show(self) -> None:
@@ -259,8 +261,8 @@ class _Browser:
             self._console.print("no sample matches the selection", style="dim")
             return
         selection = self._selection
-        position = f"{self._place + 1} of {len(self._records)}" + (
+        position = f"{self._position + 1} of {len(self._records)}" + (
             "" if selection.order == "file" else f", {selection.order} first"
         )
         self._console.print(f"\n{position}", style="dim")
-        self._console.print(sample_text(self._records[self._place], selection.text))
+        self._console.print(sample_text(self._records[self._position], selection.text))

@@ -109,12 +109,12 @@ def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
     has_speed = any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row)
     # Step 0 is the evaluation before training.
     first_step = min((step for step, _ in rows if step > 0), default=0)
-    is_longer = any(step > first_step for step, _ in rows)
+    has_later_steps = any(step > first_step for step, _ in rows)
     derived_rows = []
     for step, row in rows:
         derived: dict[str, float] = {}
         tokens, seconds = row.get("train/tokens"), row.get("time/step_seconds")
-        if seconds is not None and (step > first_step or not is_longer):
+        if seconds is not None and (step > first_step or not has_later_steps):
             derived["derived/later_step_seconds"] = seconds
         if tokens and seconds and not has_speed:
             derived["derived/tokens_per_second"] = tokens / seconds
@@ -126,7 +126,7 @@ def metric_names(rows: Rows) -> list[str]:
     names: set[str] = set()
     for _, row in rows:
         names |= row.keys()
-    return sorted(names, key=lambda name: (_place(name), name))
+    return sorted(names, key=lambda name: (_group_order(name), name))
 
 
 def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
@@ -139,11 +139,11 @@ def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
             if chart.title in _QUIET and _is_always(runs, name, _QUIET[chart.title]):
                 continue
             # Only charts of several metrics need the metric's name in their title.
-            several = len(next(filter(None, matching))) > 1
+            is_one_of_several = len(next(filter(None, matching))) > 1
+            title = f"{chart.title}: {_shorten_name(name)}" if is_one_of_several else chart.title
             charts.append(
-                {"title": f"{chart.title}: {_short(name)}" if several else chart.title, "meaning": chart.meaning,
-                 "metric": name, "spread": chart.spread, "upper": chart.upper}
-            )  # fmt: skip
+                {"title": title, "meaning": chart.meaning, "metric": name, "spread": chart.spread, "upper": chart.upper}
+            )
     return charts
 
 
@@ -185,31 +185,34 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
     `final` has each metric's mean, deviation and number of runs at the last step.
     """
     by_step: dict[int, dict[str, list[float]]] = {}
-    last: list[dict[str, float]] = []
+    last_values: list[dict[str, float]] = []
     for rows in runs:
-        last.append({name: value for _, row in rows for name, value in row.items() if not math.isnan(value)})
+        last_values.append({name: value for _, row in rows for name, value in row.items() if not math.isnan(value)})
         for step, row in rows:
             for name, value in row.items():
                 if not math.isnan(value):
                     by_step.setdefault(step, {}).setdefault(name, []).append(value)
     steps = sorted(by_step)
     # Runs may have logged different steps, so a mean covers only the runs with the step.
-    means = [(step, {name: _moments(values)[0] for name, values in by_step[step].items()}) for step in steps]
+    means = [(step, {name: _mean_and_deviation(values)[0] for name, values in by_step[step].items()}) for step in steps]
     mean_series = series(means, most_points)
     bins = Bins.of(len(means), most_points)
     for name, curve in mean_series["of"].items():
         for bound, sign in (("low", -1), ("high", 1)):
             edges = [_band_edge(by_step[step].get(name), sign) for step in steps]
             curve[bound] = _curve(bins, edges, with_range=False)["y"]
-    finals = {name: [row[name] for row in last if name in row] for name in mean_series["of"]}
-    moments = {name: (*_moments(values), len(values)) for name, values in finals.items() if values}
+    final_values = {name: [row[name] for row in last_values if name in row] for name in mean_series["of"]}
+    final_moments = {
+        name: (*_mean_and_deviation(values), len(values)) for name, values in final_values.items() if values
+    }
     mean_series["final"] = {
-        name: [round_for_page(mean), round_for_page(spread), count] for name, (mean, spread, count) in moments.items()
+        name: [round_for_page(mean), round_for_page(spread), count]
+        for name, (mean, spread, count) in final_moments.items()
     }
     return mean_series
 
 
-def _moments(values: Sequence[float]) -> tuple[float, float]:
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     mean = sum(values) / len(values)
     squares = sum((value - mean) ** 2 for value in values)
     return mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else 0.0
@@ -218,7 +221,7 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 def _band_edge(values: Sequence[float] | None, sign: int) -> float:
     if not values:
         return math.nan
-    mean, spread = _moments(values)
+    mean, spread = _mean_and_deviation(values)
     return mean + sign * spread
 
 
@@ -244,27 +247,30 @@ def phase_times(rows: Rows) -> dict[str, Any]:
         for phase, name in phases.items()
         if not any(phase.startswith(f"{whole_phase}_") for whole_phase in phases)
     }
-    timed = [(step, row) for step, row in rows if "time/step_seconds" in row]
-    if not timed:
+    timed_rows = [(step, row) for step, row in rows if "time/step_seconds" in row]
+    if not timed_rows:
         return {"x": [], "of": {}, "total": {}}
+    # Seconds of each phase by step. Time outside of all phases becomes the phase `other`.
     columns: dict[str, list[float]] = {
-        phase: [_finite(row.get(name)) for _, row in timed] for phase, name in phases.items()
+        phase: [_finite(row.get(name)) for _, row in timed_rows] for phase, name in phases.items()
     }
-    step_seconds = [_finite(row["time/step_seconds"]) for _, row in timed]
-    phase_totals = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
+    step_seconds = [_finite(row["time/step_seconds"]) for _, row in timed_rows]
+    phase_totals = [sum(values[index] for values in columns.values()) for index in range(len(timed_rows))]
     # The phases' sum may slightly exceed the step's time, but a negative time cannot be drawn.
     columns["other"] = [
-        max(0.0, seconds - in_phases) for seconds, in_phases in zip(step_seconds, phase_totals, strict=True)
+        max(0.0, seconds - seconds_in_phases)
+        for seconds, seconds_in_phases in zip(step_seconds, phase_totals, strict=True)
     ]
-    total = {phase: sum(values) for phase, values in columns.items() if any(values)}
-    order = sorted(total, key=lambda phase: (phase == "other", -total[phase]))
-    bins = Bins.of(len(timed), _NUM_COLUMNS)
+    phase_seconds = {phase: sum(values) for phase, values in columns.items() if any(values)}
+    order = sorted(phase_seconds, key=lambda phase: (phase == "other", -phase_seconds[phase]))
+    # A column shows the mean over its steps, because a long run has more steps than pixels.
+    bins = Bins.of(len(timed_rows), _NUM_COLUMNS)
     return {
-        "x": [part[-1] for part in bins.parts([step for step, _ in timed])],
+        "x": [part[-1] for part in bins.parts([step for step, _ in timed_rows])],
         "of": {
             phase: [round_for_page(sum(part) / len(part)) for part in bins.parts(columns[phase])] for phase in order
         },
-        "total": {phase: round_for_page(total[phase]) for phase in order},
+        "total": {phase: round_for_page(phase_seconds[phase]) for phase in order},
         "per_column": max(len(part) for part in bins.parts(step_seconds)),
     }
 
@@ -332,12 +338,12 @@ def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
     return all(row.get(name, value) == value for rows in runs for _, row in rows)
 
 
-def _short(name: str) -> str:
+def _shorten_name(name: str) -> str:
     """Return the distinguishing part of a metric's name: SET in `val/SET/accuracy`."""
     parts = name.split("/")
     return "/".join(parts[1:-1]) if parts[0] == "val" else "/".join(parts[1:])
 
 
-def _place(name: str) -> int:
+def _group_order(name: str) -> int:
     group = name.split("/")[0]
     return GROUPS.index(group) if group in GROUPS else len(GROUPS)

@@ -20,20 +20,20 @@ _NUM_ANSWERS = 40
 
 def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:
     """Return the page's content as JSON values. The first evaluation is compared with each later one."""
-    first, *later = evaluations
+    first_evaluation, *later_evaluations = evaluations
     content = {
         "made": now_text(),
         "evaluations": [_evaluation(evaluation, label) for evaluation, label in zip(evaluations, labels, strict=True)],
         "comparisons": [
             {
                 "other": number,
-                "sets": [_set_difference(of_set) for of_set in differences(first, evaluation)],
-                "changed": changed_between(first.path / ANSWERS, evaluation.path / ANSWERS, _NUM_CHANGED),
+                "sets": [_set_difference(difference) for difference in differences(first_evaluation, evaluation)],
+                "changed": changed_between(first_evaluation.path / ANSWERS, evaluation.path / ANSWERS, _NUM_CHANGED),
             }
-            for number, evaluation in enumerate(later, 1)
+            for number, evaluation in enumerate(later_evaluations, 1)
         ],
     }
-    return content if later else {**content, "answers": _answers(first.path / ANSWERS)}
+    return content if later_evaluations else {**content, "answers": _answers(first_evaluation.path / ANSWERS)}
 
 
 def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
@@ -53,15 +53,15 @@ def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
     }
 
 
-def _set_difference(of_set: SetDifference) -> dict[str, Any]:
+def _set_difference(difference: SetDifference) -> dict[str, Any]:
     return {
-        "set": shortened_text(of_set.name, 120),
-        "measure": of_set.measure,
-        "problems": of_set.problems,
-        "left_out": of_set.left_out,
-        "gained": of_set.gained,
-        "lost": of_set.lost,
-        "difference": None if of_set.difference is None else _measure(of_set.difference),
+        "set": shortened_text(difference.name, 120),
+        "measure": difference.measure,
+        "problems": difference.problems,
+        "left_out": difference.left_out,
+        "gained": difference.gained,
+        "lost": difference.lost,
+        "difference": None if difference.difference is None else _measure(difference.difference),
     }
 
 
@@ -76,11 +76,11 @@ def _answers(path: Path) -> dict[str, Any]:
         # An answer without a verdict is neither right nor wrong.
         if verdict is None:
             continue
-        kind = answers["right" if verdict is True else "wrong"]
-        if len(kind) < _NUM_ANSWERS:
+        chosen_answers = answers["right" if verdict is True else "wrong"]
+        if len(chosen_answers) < _NUM_ANSWERS:
             # An evaluation has no steps. Drop the step passed to `read_records`.
-            kind.append({name: value for name, value in compact(record).items() if name != "step"})
+            chosen_answers.append({name: value for name, value in compact(record).items() if name != "step"})
         # Stop early: answer files may have gigabytes.
-        if all(len(of_kind) == _NUM_ANSWERS for of_kind in answers.values()):
+        if all(len(kind_answers) == _NUM_ANSWERS for kind_answers in answers.values()):
             break
     return answers

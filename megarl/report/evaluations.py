@@ -94,14 +94,15 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
             f"{path / ANSWERS}: the evaluation has no answers, because it ended before its first validation set was "
             "complete; run `megarl eval` again"
         )
+    # Measures in metrics.json replace those computed from the answers: they have more kinds, such as pass@k.
     measures = {name: _measures_of(problems) for name, problems in sets.items()}
     summary = object_or_empty(path / "metrics.json", MEDIUM)
     # metrics.json is written last. An interrupted evaluation has none.
     if not summary:
         notes.append(f"{path.name}: metrics.json is missing, so the evaluation ended early; sets may be missing.")
     try:
-        for name, of_set in summary.get("sets", {}).items():
-            measures[name] = {key: _measure(measure) for key, measure in of_set["measures"].items()}
+        for name, set_summary in summary.get("sets", {}).items():
+            measures[name] = {key: _measure(measure) for key, measure in set_summary["measures"].items()}
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         notes.append(f"{path.name}: metrics.json is damaged; measures are computed from the answers.")
     return RecordedEvaluation(
@@ -148,23 +149,23 @@ def refuse_mixed(paths: Sequence[Path]) -> None:
 
 def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
     # Pairs exclude the variance between problems, so the interval is narrower.
-    shared = [key for key in before if key in after and before[key].identity == after[key].identity]
+    shared_keys = [key for key in before if key in after and before[key].identity == after[key].identity]
     if is_judged(before) and is_judged(after):
         measure = "accuracy"
-        changes = [after[key].accuracy - before[key].accuracy for key in shared]
+        changes = [after[key].accuracy - before[key].accuracy for key in shared_keys]
     else:
         measure = "reward/mean"
-        scored = [key for key in shared if before[key].rewards and after[key].rewards]
-        changes = [fmean(after[key].rewards) - fmean(before[key].rewards) for key in scored]
-    mean_change = paired_difference if measure == "accuracy" else mean_score
+        scored_keys = [key for key in shared_keys if before[key].rewards and after[key].rewards]
+        changes = [fmean(after[key].rewards) - fmean(before[key].rewards) for key in scored_keys]
+    compute_mean = paired_difference if measure == "accuracy" else mean_score
     return SetDifference(
         name,
         measure,
-        problems=len(shared),
-        left_out=len(before.keys() | after.keys()) - len(shared),
+        problems=len(shared_keys),
+        left_out=len(before.keys() | after.keys()) - len(shared_keys),
         gained=sum(change > 0 for change in changes),
         lost=sum(change < 0 for change in changes),
-        difference=mean_change(changes) if changes else None,
+        difference=compute_mean(changes) if changes else None,
     )
 
 

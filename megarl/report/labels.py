@@ -21,11 +21,11 @@ class Named(Protocol):
 def distinct_labels(runs: Sequence[Named]) -> list[str]:
     """Return a unique label for each run: its name, after as many parent folders as needed."""
     labels = [run.name for run in runs]
-    depth = 1
+    num_parts = 1
     # More than six parts of a path are too long for a label. Then numbers make it unique.
-    while len(set(labels)) < len(labels) and depth < 6:
-        depth += 1
-        paths = [run.path.resolve().parts[-depth:] for run in runs]
+    while len(set(labels)) < len(labels) and num_parts < 6:
+        num_parts += 1
+        paths = [run.path.resolve().parts[-num_parts:] for run in runs]
         labels = [
             "/".join(parts) if labels.count(label) > 1 else label for parts, label in zip(paths, labels, strict=True)
         ]

@@ -83,16 +83,16 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
     rows = dict(run.rows)
-    row, before = rows.get(step, {}), rows.get(0, {}) if step else {}
+    row, row_before_training = rows.get(step, {}), rows.get(0, {}) if step else {}
     for name, value in row.items():
         if not math.isfinite(value):
             continue
         if f"{name}/low" in row and (match := _MEASURE.fullmatch(name)):
             set_name, measure = match.groups()
             interval = row[f"{name}/low"], row[f"{name}/high"]
-            yield Result(set_name, measure, value, interval, before.get(name))
+            yield Result(set_name, measure, value, interval, row_before_training.get(name))
         elif name.startswith("val/") and name.endswith("/loss"):
-            yield Result(name.split("/")[1], "loss", value, None, before.get(name))
+            yield Result(name.split("/")[1], "loss", value, None, row_before_training.get(name))
 
 
 def _results_of_evaluations(run: RunRecord, model: Path) -> Iterator[Result]:
@@ -100,9 +100,9 @@ def _results_of_evaluations(run: RunRecord, model: Path) -> Iterator[Result]:
 
     Broken evaluations, and evaluations of earlier weights in the same folder, are left out.
     """
-    exported = max((file.stat().st_mtime for file in model.glob("*.safetensors")), default=0.0)
+    exported_at = max((file.stat().st_mtime for file in model.glob("*.safetensors")), default=0.0)
     for folder in sorted((run.path / "evaluations").glob("*")):
-        if not is_evaluation(folder) or folder.stat().st_mtime < exported:
+        if not is_evaluation(folder) or folder.stat().st_mtime < exported_at:
             continue
         try:
             evaluation = read_evaluation(folder)
@@ -124,15 +124,15 @@ def _result_of(set_name: str, name: str, measure: Measure, config: Mapping[str, 
 def _metadata(run: RunRecord, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
     from huggingface_hub import ModelCardData
 
-    base, inherited = _base_model(run)
+    base_model, inherited = _base_model(run)
     sources = {field: hub_data_set(source) for field, source in _data_sources(run.config).items()}
-    trained_on = dict.fromkeys(
+    training_sets = dict.fromkeys(
         data_set for field, data_set in sources.items() if data_set and ".validation" not in field
     )
     tags = ("megarl", run.config.get("loop"), run.config.get("algorithm.preset"))
     return ModelCardData(
-        base_model=base,
-        datasets=list(trained_on) or None,
+        base_model=base_model,
+        datasets=list(training_sets) or None,
         library_name="transformers",
         pipeline_tag="text-classification" if _is_classifier(model) else "text-generation",
         tags=[str(tag).replace("_", "-") for tag in tags if tag],
@@ -151,16 +151,16 @@ def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
     inherited: dict[str, Any] = {}
     # The card may come with a downloaded folder, so expect any damage.
     try:
-        of_base = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
+        base_metadata = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
-        of_base = {}
-    inherited = {name: of_base[name] for name in _INHERITED if of_base.get(name)}
+        base_metadata = {}
+    inherited = {name: base_metadata[name] for name in _INHERITED if base_metadata.get(name)}
     if not Path(path).exists():
         return path if is_hub_name(path) and folder.is_dir() else None, inherited
     # An earlier run's model has no name on the Hub, so name its own base model.
-    earlier = of_base.get("base_model")
-    if "megarl" in (of_base.get("tags") or ()) and isinstance(earlier, str):
-        return earlier, inherited
+    base_of_earlier_run = base_metadata.get("base_model")
+    if "megarl" in (base_metadata.get("tags") or ()) and isinstance(base_of_earlier_run, str):
+        return base_of_earlier_run, inherited
     return _recognise_published(folder), inherited
 
 
@@ -185,12 +185,12 @@ def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResul
     from huggingface_hub import EvalResult
 
     name = result.set_name.partition("/")[0]
-    on_hub = next((data_set for field, data_set in sources.items() if data_set and field.endswith(f".{name}")), None)
+    hub_name = next((data_set for field, data_set in sources.items() if data_set and field.endswith(f".{name}")), None)
     text = f"{result.measure} (95 % interval {result.interval_text})" if result.interval else result.measure
     bounds = {} if result.interval is None else dict(zip(("low", "high"), result.interval, strict=True))
     return EvalResult(
         task_type="text-generation",
-        dataset_type=on_hub or "local",
+        dataset_type=hub_name or "local",
         # The metadata group results by type and configuration, not by name.
         dataset_config=", ".join(filter(None, (result.set_name, result.sampling))),
         dataset_name=result.set_name,

@@ -58,15 +58,15 @@ def write_report(
     for other folders, and for a mix of runs and evaluations. Raises StorageError.
     """
     # Count a folder named twice, perhaps by a link, only once.
-    different = list({path.resolve(): path for path in paths}.values())
-    target = out or (different[0] / "report.html" if len(different) == 1 else Path("report.html"))
-    refuse_mixed(different)
+    distinct_paths = list({path.resolve(): path for path in paths}.values())
+    target = out or (distinct_paths[0] / "report.html" if len(distinct_paths) == 1 else Path("report.html"))
+    refuse_mixed(distinct_paths)
     _refuse_other_files(target)
-    if is_evaluation(different[0]):
-        entries = [read_evaluation(path) for path in different]
+    if is_evaluation(distinct_paths[0]):
+        entries = [read_evaluation(path) for path in distinct_paths]
         content = render_evaluations(entries)
     else:
-        entries = [RunRecord.open(path) for path in different]
+        entries = [RunRecord.open(path) for path in distinct_paths]
         content = render(entries)
     with storage_faults_named(target):
         replace_bytes(target, content)
@@ -137,27 +137,29 @@ def _seeds(
 ) -> list[dict[str, Any]]:
     """Return the groups of runs that differ only in their seed: the runs' positions, and their mean curves."""
     groups: dict[str, list[int]] = {}
-    for place, run in enumerate(runs):
+    for position, run in enumerate(runs):
         # Runs without a readable recipe belong to no group.
         if "seed" in run.config:
-            shared = {name: value for name, value in run.config.items() if name not in (*_NOT_SAME, "seed")}
-            groups.setdefault(json.dumps(shared, sort_keys=True, default=str), []).append(place)
+            fields_without_seed = {
+                name: value for name, value in run.config.items() if name not in (*_NOT_SAME, "seed")
+            }
+            groups.setdefault(json.dumps(fields_without_seed, sort_keys=True, default=str), []).append(position)
     return [
         {
-            "label": _seeds_label({labels[place]: runs[place].config["seed"] for place in places}),
-            "runs": places,
-            "series": curves.over_seeds([all_rows[place] for place in places], points),
+            "label": _seeds_label({labels[position]: runs[position].config["seed"] for position in positions}),
+            "runs": positions,
+            "series": curves.over_seeds([all_rows[position] for position in positions], points),
         }
-        for places in groups.values()
-        if len({runs[place].config["seed"] for place in places}) > 1
+        for positions in groups.values()
+        if len({runs[position].config["seed"] for position in positions}) > 1
     ]
 
 
 def _seeds_label(seeds: Mapping[str, Any]) -> str:
     """Return the labels' common beginning and the seeds: `grpo, seeds 0, 1, 2`."""
-    columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
-    shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
-    return shortened_text(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
+    common_columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
+    common_start = "".join(letters[0] for letters in common_columns).rstrip("-_./ ")
+    return shortened_text(f"{common_start or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
 
 
 def config_differences(runs: Sequence[RunRecord] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
@@ -218,21 +220,21 @@ def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str
     }
 
 
-def _start(run: RunRecord, place: int) -> dict[str, Any]:
-    start = run.starts[place]
-    recorded = start.facts
+def _start(run: RunRecord, position: int) -> dict[str, Any]:
+    start = run.starts[position]
+    start_facts = start.facts
     environment = {
         shortened_text(str(name), 80): shortened_text(value if isinstance(value, str) else json.dumps(value), _VALUE)
         for section in ("machine", "versions")
-        if isinstance(recorded.get(section), Mapping)
-        for name, value in recorded[section].items()
+        if isinstance(start_facts.get(section), Mapping)
+        for name, value in start_facts[section].items()
     }
     facts = {
-        name: shortened_text(str(recorded[name]), 2000)
+        name: shortened_text(str(start_facts[name]), 2000)
         for name in ("started", "ended", "state", "cause", "exit_code", "rank", "step", "resumed_step", "command")
-        if recorded.get(name) is not None
+        if start_facts.get(name) is not None
     }
-    changes = _changes(run.starts[place - 1], start) if place else []
+    changes = _changes(run.starts[position - 1], start) if position else []
     return {
         "number": start.number, **facts, "environment": environment, "changes": changes,
         "stacks": [shortened_text(name, 120) for name in start.stacks],
@@ -240,7 +242,7 @@ def _start(run: RunRecord, place: int) -> dict[str, Any]:
             {"step": notice.get("step"), "text": shortened_text(str(notice.get("text", "")), _VALUE)}
             for notice in start.notices
         ],
-        "is_last": place == len(run.starts) - 1,
+        "is_last": position == len(run.starts) - 1,
     }  # fmt: skip
 
 

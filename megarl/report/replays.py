@@ -65,14 +65,14 @@ def replay_contents(run: Path) -> list[dict[str, Any]]:
 def _content(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts of one replay. Raises an error if the file has another structure."""
     samples = recorded["samples"][:_MOST_SAMPLES]
-    hidden = (
+    omission = (
         [] if samples == recorded["samples"] else [f"the first {_MOST_SAMPLES} of {len(recorded['samples'])} samples"]
     )
     columns = [shortened_text(str(name), 80) for name in (samples[0] if samples else {})]
     return {
         "title": f"Step {int(recorded['step'])}",
         "made": shortened_text(str(recorded["made"]), 80),
-        "lines": [shortened_text(str(line), _LINE) for line in recorded["lines"][:_MOST_LINES]] + hidden,
+        "lines": [shortened_text(str(line), _LINE) for line in recorded["lines"][:_MOST_LINES]] + omission,
         "changes": [shortened_text(str(change), _LINE) for change in recorded["changes"]],
         "metrics": [[shortened_text(str(name), 80), *map(_text, pair)] for name, pair in recorded["metrics"].items()],
         "columns": columns,

@@ -55,8 +55,8 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample's record for the page: shortened and visible. Missing fields are left out."""
     names = ("set", "source", "reward_failure", "finish_reason")
     texts = {name: shortened_text(str(record[name]), _MESSAGE) for name in names if record.get(name) is not None}
-    prompt_text = _TEXT_OF_PROMPT // max(1, min(len(as_list(record.get("prompt"))), 2 * _TURNS_OF_END))
-    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, max_characters=min(_MESSAGE, prompt_text))
+    max_prompt_characters = _TEXT_OF_PROMPT // max(1, min(len(as_list(record.get("prompt"))), 2 * _TURNS_OF_END))
+    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, max_characters=min(_MESSAGE, max_prompt_characters))
     numbers = {
         name: short_number(record[name])
         for name in ("step", "line", "reward", "tokens")
@@ -87,13 +87,13 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an attempt's turns with their numbers: all, or the first and last turns."""
-    numbered = [
+    numbered_turns = [
         (number, turn) for number, turn in enumerate(as_list(record.get("turns")), 1) if isinstance(turn, Mapping)
     ]
-    if len(numbered) > 2 * _TURNS_OF_END:
-        numbered = [*numbered[:_TURNS_OF_END], *numbered[-_TURNS_OF_END:]]
-    texts = sum(1 + min(len(as_list(turn.get("observation"))), 2 * _MESSAGES_OF_END) for _, turn in numbered)
-    max_characters = max(_LEAST_TEXT, _TEXT_OF_TURNS // max(1, texts))
+    if len(numbered_turns) > 2 * _TURNS_OF_END:
+        numbered_turns = [*numbered_turns[:_TURNS_OF_END], *numbered_turns[-_TURNS_OF_END:]]
+    num_texts = sum(1 + min(len(as_list(turn.get("observation"))), 2 * _MESSAGES_OF_END) for _, turn in numbered_turns)
+    max_characters = max(_LEAST_TEXT, _TEXT_OF_TURNS // max(1, num_texts))
     return [
         {
             "number": number,
@@ -103,7 +103,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
                 turn.get("observation"), ends=_MESSAGES_OF_END, max_characters=min(_MESSAGE, max_characters)
             ),
         }
-        for number, turn in numbered
+        for number, turn in numbered_turns
     ]
 
 
@@ -113,15 +113,15 @@ def _messages(value: Any, *, ends: int, max_characters: int) -> list[dict[str, s
     Of more than 2 * `ends` messages, a note with the number of omitted ones replaces the middle.
     """
     messages = as_list(value) if not isinstance(value, Mapping | str) else [value]
-    left_out = len(messages) - 2 * ends
-    if left_out <= 0:
+    num_omitted = len(messages) - 2 * ends
+    if num_omitted <= 0:
         return [_message(message, max_characters) for message in messages]
-    omitted = {"role": "", "text": f"[... {left_out} messages left out ...]"}
-    head, tail = messages[:ends], messages[-ends:]
+    omission = {"role": "", "text": f"[... {num_omitted} messages left out ...]"}
+    first_messages, last_messages = messages[:ends], messages[-ends:]
     return [
-        *(_message(message, max_characters) for message in head),
-        omitted,
-        *(_message(message, max_characters) for message in tail),
+        *(_message(message, max_characters) for message in first_messages),
+        omission,
+        *(_message(message, max_characters) for message in last_messages),
     ]
 
 

@@ -60,12 +60,16 @@ def summary(run: RunRecord) -> dict[str, Any]:
     best: list[dict[str, Any]] = []
     worst: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
-    read = _steps_to_read(files)
+    read_files = _steps_to_read(files)
     # Show texts of four steps only, to keep the page small. Numbers come from all steps read.
-    shown_steps = {step for step, _ in spread(read, 4)}
-    for step, path in read:
+    shown_steps = {step for step, _ in spread(read_files, 4)}
+    for step, path in read_files:
         numbers = []
-        high, low, of_turns = _Extreme(_NUM_EXTREME, sign=-1), _Extreme(_NUM_EXTREME, sign=1), _MultiTurnExtremes()
+        highest, lowest, multi_turn = (
+            _Extreme(_NUM_EXTREME, sign=-1),
+            _Extreme(_NUM_EXTREME, sign=1),
+            _MultiTurnExtremes(),
+        )
         for record in read_records(path, step):
             # Only records of validation sets have `set`. They are compared between evaluations.
             if "set" in record:
@@ -73,18 +77,18 @@ def summary(run: RunRecord) -> dict[str, Any]:
             else:
                 numbers.append(_numbers(record))
             if step in shown_steps:
-                of_turns.add(record)
+                multi_turn.add(record)
                 if "set" not in record:
-                    high.add(record)
-                    low.add(record)
+                    highest.add(record)
+                    lowest.add(record)
         by_step.append((step, numbers))
         # With few samples, a record may be both best and worst.
-        lines = {record["line"] for record in high.records}
-        best += high.records
-        worst += [record for record in low.records if record["line"] not in lines]
-        turns += of_turns.records
+        lines = {record["line"] for record in highest.records}
+        best += highest.records
+        worst += [record for record in lowest.records if record["line"] not in lines]
+        turns += multi_turn.records
     return {
-        "read": len(read),
+        "read": len(read_files),
         "there": len(files),
         "rewards": histograms(by_step, "reward"),
         "lengths": histograms(by_step, "tokens"),
@@ -160,11 +164,13 @@ class _Extreme:
         """Add a sample's record. A record without a reward is skipped."""
         if not is_finite_number(record.get("reward")):
             return
-        kind = (_problem(record), float(record["reward"]))
+        problem_and_reward = (_problem(record), float(record["reward"]))
         self._number += 1
         # Sort ties by the number of equal earlier records, to prefer other problems. The last number makes keys unique.
-        self._lowest.add((self._sign * kind[1], self._ties[kind], record["line"], self._number), record)
-        self._ties[kind] += 1
+        self._lowest.add(
+            (self._sign * problem_and_reward[1], self._ties[problem_and_reward], record["line"], self._number), record
+        )
+        self._ties[problem_and_reward] += 1
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -234,7 +240,7 @@ class _FirstAndLastEvaluation:
         elif self.last is not None and self.last.step != step:
             self.last = _EvaluatedProblem(step)
         if self.last is not None:
-            self.last.samples.append((record["line"], _reward(record), digest(_completions(record))))
+            self.last.samples.append((record["line"], _reward(record), digest(_completion_texts(record))))
 
 
 def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[str, Any]]:
@@ -246,12 +252,12 @@ def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[s
             # Without a verdict, right and wrong cannot be compared.
             if record.get("answer_correct") is None:
                 continue
-            scored = {**record, "reward": float(record["answer_correct"] is True)}
+            scored_record = {**record, "reward": float(record["answer_correct"] is True)}
             # If the data file changed, a problem's number may mean another problem. So compare the content too.
             identity = digest([record.get("prompt"), record.get("answer")]).hex()
-            problems.setdefault(f"{_problem(record)} {identity}", _FirstAndLastEvaluation()).add(scored)
-    in_both = {name: problem for name, problem in problems.items() if problem.first is not problem.last}
-    pairs = _select_changed(in_both, files, max_problems)
+            problems.setdefault(f"{_problem(record)} {identity}", _FirstAndLastEvaluation()).add(scored_record)
+    problems_in_both = {name: problem for name, problem in problems.items() if problem.first is not problem.last}
+    pairs = _select_changed(problems_in_both, files, max_problems)
     for pair in pairs:
         for side in ("before", "after"):
             pair[side].pop("step", None)
@@ -270,16 +276,17 @@ def _select_changed(
         and problem.last.step != problem.first.step
         and problem.last.completions != problem.first.completions
     ]
-    gained = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
-    lost = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
+    # The largest changes first, separately for problems that became better and worse.
+    improved = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
+    worsened = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
     unchanged = [pair for pair in pairs if pair[0] == 0]
     # Losses get up to half of the places, or gains would hide them.
-    half = max_problems // 2
-    selected = [*gained[: max_problems - min(half, len(lost))], *lost[:half]]
+    max_worsened = max_problems // 2
+    selected = [*improved[: max_problems - min(max_worsened, len(worsened))], *worsened[:max_worsened]]
     selected += unchanged[: max_problems - len(selected)]
-    counts = {"gained": len(gained), "lost": len(lost), "same": len(unchanged), "problems": len(problems)}
+    counts = {"gained": len(improved), "lost": len(worsened), "same": len(unchanged), "problems": len(problems)}
     # Read these texts again. Holding all texts in memory could take gigabytes.
-    records = _read_at(
+    records = _read_records_at(
         {place for _, *pair in selected for place in (pair[0].representative, pair[1].representative)}, files
     )
     return [
@@ -296,17 +303,19 @@ def _select_changed(
 
 def _compact_with_count(record: Mapping[str, Any], evaluated: _EvaluatedProblem) -> dict[str, Any]:
     count = len(evaluated.samples)
-    several = {"samples": count, "mean": short_number(evaluated.mean)} if count > 1 else {}
-    return {**compact(record), **several}
+    count_and_mean = {"samples": count, "mean": short_number(evaluated.mean)} if count > 1 else {}
+    return {**compact(record), **count_and_mean}
 
 
-def _read_at(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> dict[tuple[int, int], dict[str, Any]]:
-    lines: dict[int, set[int]] = {}
+def _read_records_at(
+    places: Iterable[tuple[int, int]], files: Mapping[int, Path]
+) -> dict[tuple[int, int], dict[str, Any]]:
+    lines_of_step: dict[int, set[int]] = {}
     for step, line in places:
-        lines.setdefault(step, set()).add(line)
+        lines_of_step.setdefault(step, set()).add(line)
     return {
         (step, record["line"]): record
-        for step, numbers in lines.items()
+        for step, numbers in lines_of_step.items()
         for record in read_records(files[step], step)
         if record["line"] in numbers
     }
@@ -345,7 +354,7 @@ def _problem(record: Mapping[str, Any]) -> str:
     return digest([record.get("set"), record.get("source"), index, prompt]).hex()
 
 
-def _completions(record: Mapping[str, Any]) -> Any:
+def _completion_texts(record: Mapping[str, Any]) -> Any:
     turns = [turn.get("completion") for turn in as_list(record.get("turns")) if isinstance(turn, Mapping)]
     return turns or record.get("completion")
 

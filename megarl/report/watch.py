@@ -55,12 +55,13 @@ def watch(
     Raises ConfigError if the folder is not a run, StorageError if `is_once` and its files are unreadable.
     """
     run = WatchedRun(path)
-    new = run.refresh()
+    new_steps = run.refresh()
     if is_once:
         if run.trouble:
             raise StorageError(run.trouble)
         console.print(dashboard(run, console))
         return 0
+    # A terminal: redraw the dashboard until the run ends.
     if console.is_terminal and not console.is_dumb_terminal:
         with Live(console=console, auto_refresh=False) as live:
             live.update(dashboard(run, console, most_lines=console.height - 1), refresh=True)
@@ -69,8 +70,9 @@ def watch(
                 run.refresh()
                 live.update(dashboard(run, console, most_lines=console.height - 1), refresh=True)
     else:
+        # Other output, such as a file: a line per step, and a line whenever the driver falls silent or continues.
         table = StepTable()
-        _print_steps(run, new, table, console)
+        _print_steps(run, new_steps, table, console)
         was_silent = False
         while not run.is_over:
             sleep(interval_seconds)
@@ -102,7 +104,7 @@ def dashboard(run: WatchedRun, console: Console, *, most_lines: int | None = Non
 
 def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
     """Yield the parts of the dashboard, the most important first."""
-    yield _head(run)
+    yield _heading(run)
     if run.steps:
         bar = Table.grid()
         # In a table, because rich's bar has no line end, and a text after it would be cut off.
@@ -124,7 +126,7 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
         yield _sample(sample)
 
 
-def _head(run: WatchedRun) -> Text:
+def _heading(run: WatchedRun) -> Text:
     words = [Text(printable(run.name), style="bold"), Text(run.state, style=_style(run)), Text(_step(run))]
     if (seconds := run.seconds_left) is not None:
         words.append(Text(f"{left_text(seconds)} left"))
@@ -146,9 +148,9 @@ def _style(run: WatchedRun) -> str:
 
 
 def _warnings(run: WatchedRun) -> list[str]:
-    newest = run.notices[-_NUM_WARNINGS:]
-    hidden = len(run.notices) - len(newest)
-    return [*([f"{hidden} earlier ones in logs/latest/notices.jsonl"] if hidden else []), *newest]
+    shown = run.notices[-_NUM_WARNINGS:]
+    num_hidden = len(run.notices) - len(shown)
+    return [*([f"{num_hidden} earlier ones in logs/latest/notices.jsonl"] if num_hidden else []), *shown]
 
 
 def _metrics(run: WatchedRun, console: Console) -> Table:
@@ -163,8 +165,8 @@ def _metrics(run: WatchedRun, console: Console) -> Table:
         values = [value for value in run.values(name, _GRAPH_STEPS) if math.isfinite(value)]
         if values:
             graph = sparkline(values, with_blocks=prints_blocks(console))
-            ends = short_number(min(values)), short_number(max(values))
-            table.add_row(Text(printable(name)), Text(short_number(values[-1]), style="bold"), graph, *ends)
+            range_texts = short_number(min(values)), short_number(max(values))
+            table.add_row(Text(printable(name)), Text(short_number(values[-1]), style="bold"), graph, *range_texts)
     return table
 
 
@@ -191,8 +193,8 @@ def _sample(sample: Mapping[str, Any]) -> Text:
     """Return a sample's last prompt message and its completion, or its first and last turn, shortened."""
     text = Text()
     prompt = sample.get("prompt")
-    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
-    content = last.get("content") if isinstance(last, Mapping) else last
+    last_message = prompt[-1] if isinstance(prompt, list) and prompt else prompt
+    content = last_message.get("content") if isinstance(last_message, Mapping) else last_message
     text.append(_short(content), style="dim")
     turns = sample.get("turns")
     if isinstance(turns, list) and turns:
@@ -211,9 +213,9 @@ def _short(value: Any) -> str:
     return " ".join(shortened_text(text, _SAMPLE_CHARACTERS).split())
 
 
-def _print_steps(run: WatchedRun, new: list[int], table: StepTable, console: Console) -> None:
+def _print_steps(run: WatchedRun, new_steps: list[int], table: StepTable, console: Console) -> None:
     table.steps = run.steps
-    for step in new:
+    for step in new_steps:
         if "time/step_seconds" in (row := run.rows.get(step, {})):
             for line in table.lines(step, row, run.seconds_left if step == run.step else None):
                 console.print(Text(line), soft_wrap=True)

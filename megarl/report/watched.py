@@ -63,14 +63,14 @@ class GrowingFile:
             return [], False
         # NFS may show a file's new size before its new bytes. Until then, they are read as zeros.
         text = text.partition(b"\0")[0]
-        complete, end, _ = text.rpartition(b"\n")
-        if not end:
+        complete_lines, line_end, _ = text.rpartition(b"\n")
+        if not line_end:
             return [], is_replaced
-        lines = complete.split(b"\n")
+        lines = complete_lines.split(b"\n")
         if start > self._offset:
             # Reading started within the first line.
             del lines[0]
-        self._offset = start + len(complete) + len(end)
+        self._offset = start + len(complete_lines) + len(line_end)
         return lines, is_replaced
 
 
@@ -145,12 +145,12 @@ class WatchedRun:
         if self.is_over or not self.steps:
             return None
         # A start's first step includes the start and one-time compilation.
-        timed = [row for row in self._newest(_PACE_STEPS) if "time/start_seconds" not in row]
-        seconds = [row["time/step_seconds"] for row in timed if row.get("time/step_seconds", 0.0) > 0]
+        timed_rows = [row for row in self._newest(_PACE_STEPS) if "time/start_seconds" not in row]
+        seconds = [row["time/step_seconds"] for row in timed_rows if row.get("time/step_seconds", 0.0) > 0]
         if not seconds:
             return None
-        waited = self.seconds_since_step if self._changed_seen else 0.0
-        return max(0.0, fmean(seconds) * (self.steps - self.step) - (waited or 0.0))
+        seconds_waited = self.seconds_since_step if self._changed_seen else 0.0
+        return max(0.0, fmean(seconds) * (self.steps - self.step) - (seconds_waited or 0.0))
 
     def values(self, metric: str, max_values: int) -> list[float]:
         values = [row[metric] for row in self.rows.values() if metric in row]
@@ -229,7 +229,7 @@ class WatchedRun:
         lines, is_replaced = self._metrics.read()
         if is_replaced:
             self.rows, self._line = {}, None
-        new: dict[int, None] = {}
+        new_steps: dict[int, None] = {}
         # An evaluated step has two lines.
         for line in filter(None, (StepLine.read(content, SMALL) for content in lines[-2 * _MOST_ROWS :])):
             if self._line is not None and self._line.is_continued_by(line):
@@ -237,13 +237,13 @@ class WatchedRun:
             self._line = line
             self.rows.pop(line.step, None)
             self.rows[line.step] = line.metrics
-            new[line.step] = None
+            new_steps[line.step] = None
         for step in list(self.rows)[:-_MOST_ROWS]:
             del self.rows[step]
-        if new:
+        if new_steps:
             self._changed_seen = was_read
             self._changed_at = time.time() if was_read else (self.path / "metrics.jsonl").stat().st_mtime
-        return list(new)
+        return list(new_steps)
 
     def _read_samples(self) -> None:
         # Listing many files is slow on a shared file system, so do it once per step.
