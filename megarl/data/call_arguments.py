@@ -26,10 +26,10 @@ def fit_call_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any
         return list(messages)
     if not _requires_text_arguments(tokenizer, str(tokenizer.chat_template)):
         return list(messages)
-    return [_with_text(message) if message.get("tool_calls") else message for message in messages]
+    return [_with_text_arguments(message) if message.get("tool_calls") else message for message in messages]
 
 
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]

@@ -157,7 +157,7 @@ def _text_start(tokenizer: Tokenizer) -> str:
     expected_tokens = tokens[: num_added + len(text_tokens)]
     # Some tokenizers begin a text with a space, but not after a special token.
     space = "" if tokenizer.encode(start + text, add_special_tokens=False) == expected_tokens else " "
-    return f"{{{{ {_jinja(start + space)} }}}}"
+    return f"{{{{ {_write_jinja_literal(start + space)} }}}}"
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
@@ -181,7 +181,7 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
                 "these, or remove the field"
             )
     settings = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_jinja_literal(value)} %}}{{%- endif %}}"
         for name, value in defaults.items()
     )
     # The last tag ends without a dash, so that white space at the template's beginning stays.
@@ -196,13 +196,14 @@ _RESERVED_VARIABLES = frozenset(
 """Template variables set by megarl or transformers, not by users."""
 
 
-def _jinja(value: Any) -> str:
+def _write_jinja_literal(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{', '.join(map(_jinja, value))}]"
+        return f"[{', '.join(map(_write_jinja_literal, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_jinja(name)}: {_jinja(item)}' for name, item in value.items())}}}"
+        fields = (f"{_write_jinja_literal(name)}: {_write_jinja_literal(item)}" for name, item in value.items())
+        return f"{{{', '.join(fields)}}}"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -230,7 +231,7 @@ def render(
             tokenize=False,
         )
     except Exception as error:  # a template is a program written by the model's author: it may raise anything
-        raise ValueError(f"the chat template refuses this conversation: {_reason(error)}") from error
+        raise ValueError(f"the chat template refuses this conversation: {_describe_template_error(error)}") from error
     assert isinstance(text, str)
     return text
 
@@ -275,14 +276,14 @@ def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
 
     Encodes prefixes of growing length, because encoding megabytes takes minutes.
     """
-    size = PREFIX_CHARACTERS * max_tokens
-    while size < len(text):
+    num_characters = PREFIX_CHARACTERS * max_tokens
+    while num_characters < len(text):
         with _panics_named(tokenizer):
-            length = len(tokenizer.encode(text[:size], add_special_tokens=False))
-        if length > max_tokens + BORDER_TOKENS:
+            token_count = len(tokenizer.encode(text[:num_characters], add_special_tokens=False))
+        if token_count > max_tokens + BORDER_TOKENS:
             return True
         # Doubling bounds the total work to twice that of one pass over the text.
-        size *= 2
+        num_characters *= 2
     return False
 
 
@@ -441,7 +442,7 @@ def _check_template(folder: str | Path, tokenizer: Tokenizer, digest: str) -> No
         )
 
 
-def _reason(error: Exception) -> str:
+def _describe_template_error(error: Exception) -> str:
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())

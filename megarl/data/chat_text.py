@@ -35,6 +35,7 @@ def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
         if isinstance(value, str):
             value = parse(value.encode(), MEDIUM)
     except ValueError as error:
+        # Broken JSON: an error if it is certainly a chat, otherwise plain text.
         if not _KNOWN_ROLE.search(text) or not _CONTENT.search(text) or _quotes_chat(text):
             return None
         if is_answer and beginning["key"] not in ("role", "from", *_CONTENT_KEYS):
@@ -43,6 +44,7 @@ def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
             raise ValueError("is a chat in Python's notation instead of JSON; write it with json.dumps") from None
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"begins like a chat in JSON, but is not valid JSON ({reason}); write it again") from None
+    # Valid JSON: a chat, a record or list around chats (an error), or plain text.
     messages = [value] if isinstance(value, Mapping) else value
     if _is_chat(messages) or _is_list_of_plain_messages(value):
         return messages

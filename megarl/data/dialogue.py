@@ -66,8 +66,12 @@ class Dialogue:
         """Return the text of a sampled turn [tokens] with special tokens, except its end token."""
         decoded = self.text_with_special_tokens(token_ids)
         special = special_tokens(self.tokenizer)
-        last = None if special is None else [*special.finditer(decoded)][-1:]
-        return decoded[: last[0].start()] if last and last[0].end() == len(decoded) else decoded
+        last_special_tokens = None if special is None else [*special.finditer(decoded)][-1:]
+        return (
+            decoded[: last_special_tokens[0].start()]
+            if last_special_tokens and last_special_tokens[0].end() == len(decoded)
+            else decoded
+        )
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Return the token ids [new_tokens] of `messages`, the answers to the turn at the end of `token_ids` [tokens].
@@ -161,7 +165,7 @@ class Dialogue:
         # Some templates refuse several calls in a turn, so a turn with one call is tried next.
         for turn in _turns_with_calls(answers):
             try:
-                alone = render(self.tokenizer, (_QUESTION, turn), generation_prompt=False, tools=tools)
+                text_without_messages = render(self.tokenizer, (_QUESTION, turn), generation_prompt=False, tools=tools)
                 text_with_messages = render(
                     self.tokenizer, (_QUESTION, turn, *messages), generation_prompt=True, tools=tools
                 )
@@ -174,11 +178,11 @@ class Dialogue:
             if _TURN in following:
                 raise ValueError("the chat template writes the calls of an assistant's turn more than once")
             # `_TURN` stands for the call's last argument, so `following` begins within the call: skip its rest.
-            return following[self._end_of_call(alone.partition(_TURN)[2], following) :]
+            return following[self._find_end_of_call(text_without_messages.partition(_TURN)[2], following) :]
         assert refusal is not None
         raise refusal
 
-    def _end_of_call(self, alone: str, following: str) -> int:
+    def _find_end_of_call(self, alone: str, following: str) -> int:
         """Return the index in `following` at which the turn's tool call ends.
 
         The placeholder before `following` is the call's last argument. The call ends before the end token of a turn
@@ -188,10 +192,10 @@ class Dialogue:
         special = special_tokens(self.tokenizer)
         if special is None:
             return len(alone)
-        if (end := special.search(self._after_turn((_QUESTION,), ()))) and end.group() in alone:
-            return following.index(end.group())
-        first = special.search(alone)
-        return first.start() if first else len(alone)
+        if (end_of_turn := special.search(self._after_turn((_QUESTION,), ()))) and end_of_turn.group() in alone:
+            return following.index(end_of_turn.group())
+        first_special = special.search(alone)
+        return first_special.start() if first_special else len(alone)
 
 
 def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
@@ -199,13 +203,13 @@ def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
 
     Some templates refuse several calls in a turn.
     """
-    for last in (len(answers), 1):
+    for num_calls in (len(answers), 1):
         calls = [
             {
                 "id": answer.get("tool_call_id", ""),
                 "type": "function",
                 "function": {"name": answer.get("name", "f"), "arguments": {"x": _TURN if is_last else "."}},
             }
-            for answer, is_last in zip(answers[:last], [*[False] * (last - 1), True], strict=True)
+            for answer, is_last in zip(answers[:num_calls], [*[False] * (num_calls - 1), True], strict=True)
         ]
         yield {"role": "assistant", "content": "", "tool_calls": calls}

@@ -61,17 +61,17 @@ class RecordFormat:
 
     def _select_usual_fields(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return the usual fields of each role that the user did not name, without fields that the user named."""
-        named = {name for names in user_names.values() for name in names}
+        named_fields = {name for names in user_names.values() for name in names}
         # An answer may also be the response (`output` of alpaca): no training reads both.
         named_in_prompt = {name for role, names in user_names.items() if role in _PROMPT_ROLES for name in names}
-        usual: dict[str, tuple[str, ...]] = {}
+        usual_fields: dict[str, tuple[str, ...]] = {}
         roles = [part.name for part in dataclass_fields(self) if part.name != "name"]
         for role in roles:
             if role in user_names:
                 continue
-            excluded_names = named if role in _PROMPT_ROLES else named_in_prompt
-            usual[role] = tuple(name for name in getattr(self, role) if name not in excluded_names)
-        return usual
+            excluded_names = named_fields if role in _PROMPT_ROLES else named_in_prompt
+            usual_fields[role] = tuple(name for name in getattr(self, role) if name not in excluded_names)
+        return usual_fields
 
 
 @cache
@@ -173,22 +173,27 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
     """Return why a record cannot be read: the missing roles, the names searched, and an override to paste."""
     user_names = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
-    tried = " and ".join(f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing)
+    searched_names = " and ".join(
+        f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing
+    )
+    # Say where the searched names come from.
     if all(role in user_names for role in missing):
-        why = "the names given in the recipe"
+        origin_of_names = "the names given in the recipe"
     elif names.format is not None:
-        why = f"the names of the format {format.name}, given in the recipe"
+        origin_of_names = f"the names of the format {format.name}, given in the recipe"
     elif format.name == recognise_format({}).name and "gt_answer" not in record:
-        why = f"the names of {format.name}, since the record fits none of {', '.join(FORMATS)}"
+        origin_of_names = f"the names of {format.name}, since the record fits none of {', '.join(FORMATS)}"
     else:
-        why = f"the names of {format.name}, recognised from the first record's fields"
-    named = {role: name for role, name in user_names.items() if role not in missing}
-    read_names = set(named.values()) | (set() if "prompt" in missing else set(format.prompt))
-    named |= _guess_fields({name: value for name, value in record.items() if name not in read_names}, missing)
-    remedy = names.remedy.replace("{}", "{" + ", ".join(f"{role}: {name}" for role, name in named.items()) + "}")
+        origin_of_names = f"the names of {format.name}, recognised from the first record's fields"
+    fields_by_role = {role: name for role, name in user_names.items() if role not in missing}
+    read_names = set(fields_by_role.values()) | (set() if "prompt" in missing else set(format.prompt))
+    fields_by_role |= _guess_fields({name: value for name, value in record.items() if name not in read_names}, missing)
+    remedy = names.remedy.replace(
+        "{}", "{" + ", ".join(f"{role}: {name}" for role, name in fields_by_role.items()) + "}"
+    )
     return (
-        f"no field for {' and '.join(missing)}; the record has {_first_names(record)}. Looked for {tried}, {why}. "
-        f"Add what is missing, or name yours: {remedy}"
+        f"no field for {' and '.join(missing)}; the record has {_first_names(record)}. Looked for {searched_names}, "
+        f"{origin_of_names}. Add what is missing, or name yours: {remedy}"
     )
 
 

@@ -168,6 +168,7 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"{place} is {shown(value)}; give an object with 'role' and 'content'")
+    # ShareGPT writes `from` and `value` for role and content.
     message = {name: item for name, item in value.items() if name in ("content", "value") or not _is_unsaid(name, item)}
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
@@ -180,6 +181,7 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
             message["content"] = message.pop("value")
     if is_empty(message.get("value")):
         message.pop("value", None)
+    # Other names of roles, and messages that are only tool calls.
     role = message.get("role")
     if role == _CALLS:
         _unify_calls(message, place)
@@ -189,6 +191,7 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
         raise ValueError(f"{place} has role {shown(role)}; use one of {', '.join(ROLES)}")
     if role == "system" and not is_first:
         raise ValueError(f"{place} is a system message; only the first message may be one")
+    # Calls, contents, reasoning and weight in one form each. An unknown key is an error, not dropped.
     try:
         message = {**with_standard_calls(message)}
     except ValueError as error:

@@ -90,15 +90,18 @@ class Mixture:
             name: self._shares[name] + (self._first_credits[name] if position.credit is None else position.credit)
             for name, position in current_positions.items()
         }
+        # Draw from the source with the largest credit, skipping problems outside the curriculum's band.
         name = max(credits, key=lambda name: credits[name])
         credits[name] -= 1
         stream, position = self._streams[name], current_positions[name]
-        number, passed = position.taken, position.passed
+        stream_number, num_skipped = position.taken, position.passed
         # Each source counts its own draws, so equal numbers need the source's name.
-        place = name.encode() if len(self._streams) > 1 else b""
-        while not stream.curriculum.draws(stream.place(number), position.rates, [self._seed, 2, number, *place]):
-            number, passed = number + 1, passed + 1
-            if number - position.taken > _MAX_SKIPPED:
+        source_bytes = name.encode() if len(self._streams) > 1 else b""
+        while not stream.curriculum.draws(
+            stream.place(stream_number), position.rates, [self._seed, 2, stream_number, *source_bytes]
+        ):
+            stream_number, num_skipped = stream_number + 1, num_skipped + 1
+            if stream_number - position.taken > _MAX_SKIPPED:
                 raise MegarlError(
                     f"data.curriculum: {_MAX_SKIPPED} consecutive problems of {name} were skipped, because their "
                     "solve rates are outside data.curriculum.band; widen the band, or raise data.curriculum.outside"
@@ -107,8 +110,8 @@ class Mixture:
             source: Position(current.taken, current.passed, credits[source], current.rates)
             for source, current in current_positions.items()
         }
-        new_positions[name] = Position(number + 1, passed, credits[name], position.rates)
-        return stream.problems[stream.place(number)], {**positions, **new_positions}
+        new_positions[name] = Position(stream_number + 1, num_skipped, credits[name], position.rates)
+        return stream.problems[stream.place(stream_number)], {**positions, **new_positions}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
         """Return the positions after a group of attempts at a problem. `solve_rate` is the group's solved share."""

@@ -68,15 +68,15 @@ def pack(
     set_costs = np.add.reduceat(costs(padded_lengths), starts)
     tokens = np.add.reduceat(padded_lengths, starts)
     if tokens.size and tokens.max() > max_tokens:
-        longest = int(tokens.argmax())
-        first, last = int(starts[longest]), int(starts[longest] + sizes[longest]) - 1
+        largest_set = int(tokens.argmax())
+        first, last = int(starts[largest_set]), int(starts[largest_set] + sizes[largest_set]) - 1
         subject = f"sequence {first} takes" if first == last else f"sequences {first} to {last} take"
         raise ValueError(
             f"{subject} {tokens.max()} tokens, but a microbatch holds at most {max_tokens}; raise "
             "trainer.max_tokens_per_microbatch"
         )
-    described = f"{len(lengths)} sequences{_order_key(together)}"
-    balanced = balance_sets(tokens, set_costs, max_tokens, num_ranks, rows_multiple, described)
+    description = f"{len(lengths)} sequences{_order_key(together)}"
+    balanced = balance_sets(tokens, set_costs, max_tokens, num_ranks, rows_multiple, description)
     return expand(balanced.rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
 
 
@@ -99,27 +99,28 @@ def balance_sets(
     `tokens` and `costs` are [sets]. `described` names the sequences in an error. Raises ValueError if `rows_multiple`
     is above 1 and there are fewer sets than microbatches.
     """
+    # Tight filling gives the fewest bins. Their number, rounded up, is that of all microbatches.
     # Stable, so equal lengths keep their order and the packing is the same on every platform.
     longest_first = np.argsort(-tokens, kind="stable").tolist()
-    tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
-    unit = num_ranks * rows_multiple
+    tight_bins = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
+    bins_step = num_ranks * rows_multiple
     # Rounded up: all ranks run the same number of microbatches.
-    num_bins = -(-max(1, len(tight)) // unit) * unit
+    num_bins = -(-max(1, len(tight_bins)) // bins_step) * bins_step
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
             f"{described} cannot fill {num_bins} microbatches: each of {num_ranks} "
             f"ranks needs a multiple of {rows_multiple}; use more sequences per minibatch"
         )
-    balanced = BalancedRows([], np.inf)
+    best_rows = BalancedRows([], np.inf)
     # Filling evenly may fail if the bins must be nearly full. Then only the tight filling below fits.
     if bins := _fill_evenly(longest_first, tokens.tolist(), costs.tolist(), max_tokens, num_bins):
-        balanced = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
+        best_rows = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
     # The left side is the time of all ranks, the right side their work; the rest is waiting.
-    if balanced.makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
+    if best_rows.makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
         bins = _fill_alike(longest_first, tokens.tolist(), max_tokens, num_bins)
-        second = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
-        balanced = min(balanced, second, key=lambda candidate: candidate.makespan)
-    return balanced
+        alternative_rows = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
+        best_rows = min(best_rows, alternative_rows, key=lambda candidate: candidate.makespan)
+    return best_rows
 
 
 def _order_key(together: int | NDArray[np.int64]) -> str:
@@ -135,16 +136,16 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
     A sequence longer than `max_tokens` gets its own bin.
     """
     bins: Bins = []
-    rooms: list[tuple[int, int]] = []
+    bins_by_free_tokens: list[tuple[int, int]] = []
     for item in order:
-        place = bisect_left(rooms, (tokens[item], 0))
-        if place < len(rooms):
-            free_tokens, bin = rooms.pop(place)
+        position = bisect_left(bins_by_free_tokens, (tokens[item], 0))
+        if position < len(bins_by_free_tokens):
+            free_tokens, bin = bins_by_free_tokens.pop(position)
         else:
             free_tokens, bin = max_tokens, len(bins)
             bins.append([])
         bins[bin].append(item)
-        insort(rooms, (free_tokens - tokens[item], bin))
+        insort(bins_by_free_tokens, (free_tokens - tokens[item], bin))
     return bins
 
 
@@ -194,8 +195,8 @@ def _balance_rows(
     """Group bins of similar cost into rows, and exchange sets between bins to balance the rows."""
     # An empty microbatch wastes its rank's time in the row, so it gets a sequence from the bin with the most.
     for bin in bins:
-        if not bin and len(donor := max(bins, key=len)) > 1:
-            bin.append(donor.pop())
+        if not bin and len(fullest_bin := max(bins, key=len)) > 1:
+            bin.append(fullest_bin.pop())
     bins = sorted(bins, key=lambda bin: -costs[bin].sum())
     # Add one empty item per bin after the sequences: exchanging a sequence for it moves the sequence.
     bin_of = np.arange(-len(tokens), len(bins))
@@ -234,6 +235,7 @@ def _exchange_one(
     num_bins, num_ranks = loads.size, loads.shape[1]
     costliest_bin = row * num_ranks + int(loads[row].argmax())
     max_load, mean_load = loads[row].max(), loads[row].mean()
+    # Candidates: items of the costliest bin, and of the rows with the most slack (time below their maximum).
     items = np.flatnonzero(bin_of[:-num_bins] == costliest_bin)
     slack = loads.max(axis=1, keepdims=True) - loads
     is_partner_row = np.zeros(len(loads), dtype=bool)
@@ -247,7 +249,7 @@ def _exchange_one(
     moved_cost = costs[items, None] - costs[partner_items]
     moved_tokens = tokens[items, None] - tokens[partner_items]
     # An exchange must relieve the costliest bin by 0.02 %: smaller ones cost time and gain nothing.
-    fits = (
+    is_useful = (
         (moved_cost > 2e-4 * max_load)
         & (moved_cost < slack.ravel()[partner_bins])
         & (moved_tokens <= free_tokens[partner_bins])
@@ -259,15 +261,20 @@ def _exchange_one(
     loads_after[:, is_same_row] = np.maximum(
         loads_after[:, is_same_row], loads.ravel()[partner_bins[is_same_row]] + moved_cost[:, is_same_row]
     )
-    loads_after[~fits] = np.inf
+    loads_after[~is_useful] = np.inf
     if not loads_after.size or not loads_after.min() < (1 - 2e-4) * max_load:
         return False
-    give, take = divmod(int(loads_after.argmin()), len(partner_items))
-    partner_bin, cost, size = int(partner_bins[take]), moved_cost[give, take], moved_tokens[give, take]
+    # Make the best exchange.
+    given_index, taken_index = divmod(int(loads_after.argmin()), len(partner_items))
+    partner_bin, cost_change, token_change = (
+        int(partner_bins[taken_index]),
+        moved_cost[given_index, taken_index],
+        moved_tokens[given_index, taken_index],
+    )
     for bin, sign in ((costliest_bin, -1), (partner_bin, 1)):
-        loads.flat[bin] += sign * cost
-        free_tokens[bin] -= sign * size
-    bin_of[items[give]] = partner_bin
-    if partner_items[take] < len(bin_of) - num_bins:
-        bin_of[partner_items[take]] = costliest_bin
+        loads.flat[bin] += sign * cost_change
+        free_tokens[bin] -= sign * token_change
+    bin_of[items[given_index]] = partner_bin
+    if partner_items[taken_index] < len(bin_of) - num_bins:
+        bin_of[partner_items[taken_index]] = costliest_bin
     return True

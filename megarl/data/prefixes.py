@@ -74,8 +74,8 @@ def common_prefix(tokens: NDArray[np.int64], other_tokens: NDArray[np.int64]) ->
     """Return the number of leading tokens that two sequences [tokens] share."""
     length = min(len(tokens), len(other_tokens))
     differs = tokens[:length] != other_tokens[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    first_difference = int(differs.argmax()) if length else 0
+    return first_difference if length and differs[first_difference] else length
 
 
 def shared_lengths(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -97,23 +97,24 @@ def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Prefi
     stored_of = np.empty(len(keys), np.int64)
     sources, parents, depths, starts = [], [], [], []
     path, num_stored = np.zeros(0, np.int64), 0
-    for sequence, common in zip(order.tolist(), shared.tolist(), strict=True):
-        first, end = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])
-        length = end - first
-        if common < length:
-            added = np.arange(num_stored, num_stored + length - common)
-            parent = added - 1
-            parent[0] = path[common - 1] if common else -1
-            if common < len(path) or not common:
+    for sequence, num_shared in zip(order.tolist(), shared.tolist(), strict=True):
+        start, end = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])
+        length = end - start
+        if num_shared < length:
+            new_tokens = np.arange(num_stored, num_stored + length - num_shared)
+            parent = new_tokens - 1
+            parent[0] = path[num_shared - 1] if num_shared else -1
+            if num_shared < len(path) or not num_shared:
                 # The path so far and the new tokens diverge here. Each continues in a new segment.
-                starts += [num_stored, *path[common : common + 1].tolist()]
-            sources.append(np.arange(first + common, end))
+                starts += [num_stored, *path[num_shared : num_shared + 1].tolist()]
+            sources.append(np.arange(start + num_shared, end))
             parents.append(parent)
-            depths.append(np.arange(common, length))
-            path = np.concatenate([path[:common], added])
-            num_stored += length - common
+            depths.append(np.arange(num_shared, length))
+            path = np.concatenate([path[:num_shared], new_tokens])
+            num_stored += length - num_shared
         # Only a sequence equal to the one before adds nothing: a mere prefix is sorted earlier.
-        stored_of[first:end] = path
+        stored_of[start:end] = path
+    # A segment is a run of tokens without a branch. It ends where the next one starts.
     segments = np.unique(np.array(starts, np.int64))
     ends = np.append(segments[1:], num_stored)[: len(segments)]
     depth = np.concatenate([*depths, np.zeros(0, np.int64)])
@@ -121,7 +122,7 @@ def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Prefi
         source=np.concatenate([*sources, np.zeros(0, np.int64)]),
         parent=np.concatenate([*parents, np.zeros(0, np.int64)]),
         depth=depth,
-        reach=np.repeat(_reach(depth[segments], num_stored, segments), ends - segments),
+        reach=np.repeat(_find_subtree_ends(depth[segments], num_stored, segments), ends - segments),
         stored_of=stored_of,
         starts=segments,
         ends=ends,
@@ -154,15 +155,15 @@ def chunk_sizes(sizes: NDArray[np.int64], owners: NDArray[np.int64]) -> NDArray[
     return chunks
 
 
-def _reach(depths: NDArray[np.int64], num_stored: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _find_subtree_ends(depths: NDArray[np.int64], num_stored: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the end of each segment's subtree [segments], from the depths of the segments' first tokens.
 
     A subtree ends at the next segment that does not begin deeper.
     """
-    reach = np.full(len(starts), num_stored, np.int64)
-    waiting: list[int] = []
+    subtree_ends = np.full(len(starts), num_stored, np.int64)
+    open_segments: list[int] = []
     for segment, depth in enumerate(depths.tolist()):
-        while waiting and depths[waiting[-1]] >= depth:
-            reach[waiting.pop()] = starts[segment]
-        waiting.append(segment)
-    return reach
+        while open_segments and depths[open_segments[-1]] >= depth:
+            subtree_ends[open_segments.pop()] = starts[segment]
+        open_segments.append(segment)
+    return subtree_ends

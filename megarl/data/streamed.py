@@ -48,7 +48,7 @@ class Streamed(Sequence[Made], Generic[Made]):
         self._paths: list[Path] = []
         self._format = None
 
-        def keep(index: int, record: Record) -> None:
+        def store_record(index: int, record: Record) -> None:
             make(index, record)
             self._format = record.format
             # Each path is stored once: records of a file follow each other.
@@ -60,7 +60,7 @@ class Streamed(Sequence[Made], Generic[Made]):
             self._numbers.append(index)
             self._file.write(json.dumps([place, dict(record.fields)], ensure_ascii=False).encode() + b"\n")
 
-        for _ in make_results(records, keep, on_long):
+        for _ in make_results(records, store_record, on_long):
             pass
 
     def __len__(self) -> int:

@@ -101,36 +101,39 @@ def survey(
     record above `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted. Raises DataError for a
     missing source.
     """
+    # Prompts of held-out sets, to find overlaps.
     prompts = {
         other_source: _places_by_prompt(other_source, other_names, system_prompt)
         for other_source, other_names in (other_sources or {}).items()
     }
     faults: dict[str, _RepeatedError] = {}
     on_fault = partial(_note_fault, faults)
+    # The first record shows the kind and the format of all.
     records = read_records(source, names, on_fault)
-    first = next(records, None)
-    if first is None:
+    first_record = next(records, None)
+    if first_record is None:
         return _with_faults(Survey(source, kind or "problems"), faults)
-    result = Survey(source, kind or kind_of(first.fields, first.format), first.format)
+    result = Survey(source, kind or kind_of(first_record.fields, first_record.format), first_record.format)
     result.num_overlaps = dict.fromkeys(prompts, 0)
     read_record = _RecordReader(result.kind, tokenizer, system_prompt, has_answers, max_tokens)
 
     def count_long(_: TooLongError) -> None:
         result.num_long += 1
 
+    # Read each record once, and compare its digest with those before.
     lengths: list[int] = []
     first_places: dict[bytes, str] = {}
     labels: set[bool] = set()
-    all_records = chain([first], records)
+    all_records = chain([first_record], records)
     for example in make_results(all_records, read_record, count_long if drops_long else None, on_fault):
         record = example.record
         result.num_records += 1
         labels.add(label_of(record))
         lengths.append(example.length)
         place = f"{record.unit} {record.line}"
-        if (earlier := first_places.setdefault(example.digest, place)) != place:
+        if (first_place := first_places.setdefault(example.digest, place)) != place:
             result.num_duplicates += 1
-            result.duplicates += [f"{place} (as {earlier})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
+            result.duplicates += [f"{place} (as {first_place})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
         for other_source, places in prompts.items():
             if example.prompt in places:
                 result.num_overlaps[other_source] += 1

@@ -222,10 +222,10 @@ def places_by_rank(ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     `ranks` [items] has each item's rank; the index is [items]. Ranks are padded to the fullest rank's number of items.
     """
     counts = np.bincount(ranks)
-    longest = int(counts.max())
+    items_per_rank = int(counts.max())
     places = np.empty_like(ranks)
-    places[np.argsort(ranks, kind="stable")] = ranges(np.arange(len(counts)) * longest, counts)
-    return places, longest
+    places[np.argsort(ranks, kind="stable")] = ranges(np.arange(len(counts)) * items_per_rank, counts)
+    return places, items_per_rank
 
 
 def borders(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -56,15 +56,16 @@ def pack_trees(
     sets = np.split(np.arange(len(lengths)), np.cumsum(sizes)[:-1])
     prefixes = _Prefixes(lengths, *lexicographic_order(keys, cu_seqlens), costs)
     total_cost = sum(prefixes.cost_of(members) for members in sets)
-    best: tuple[float, list[list[list[int]]]] | None = None
-    tried: set[int] = set()
-    for per_rank in _CLUSTERS_PER_RANK:
-        limit = total_cost / (per_rank * num_ranks * rows_multiple) if per_rank else np.inf
-        clusters = _clusters(sets, prefixes, max_tokens, limit)
+    best_packing: tuple[float, list[list[list[int]]]] | None = None
+    tried_counts: set[int] = set()
+    # Larger clusters share more, smaller ones balance better: try several sizes, and keep the fastest packing.
+    for clusters_per_rank in _CLUSTERS_PER_RANK:
+        max_cost = total_cost / (clusters_per_rank * num_ranks * rows_multiple) if clusters_per_rank else np.inf
+        clusters = _make_clusters(sets, prefixes, max_tokens, max_cost)
         tokens = np.array([cluster.tokens for cluster in clusters])
-        if tokens.sum() == lengths.sum() or len(clusters) in tried:
+        if tokens.sum() == lengths.sum() or len(clusters) in tried_counts:
             continue
-        tried.add(len(clusters))
+        tried_counts.add(len(clusters))
         # `pack`, below, reports a set that alone is too large.
         if tokens.max() > max_tokens or len(clusters) < num_ranks * rows_multiple:
             continue
@@ -74,12 +75,12 @@ def pack_trees(
         except ValueError:
             continue
         is_filled = all(bin for row in rows for bin in row)
-        if is_filled and (best is None or makespan < best[0]):
-            best = makespan, expand(rows, [cluster.sequences for cluster in clusters])
+        if is_filled and (best_packing is None or makespan < best_packing[0]):
+            best_packing = makespan, expand(rows, [cluster.sequences for cluster in clusters])
         if num_ranks * rows_multiple == 1:
             break
-    if best is not None:
-        return best[1]
+    if best_packing is not None:
+        return best_packing[1]
     return pack(
         lengths,
         max_tokens=max_tokens,
@@ -130,16 +131,16 @@ class _Cluster:
         for sequence in members.tolist():
             place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])
             index = bisect_left(places, place)
-            shared = prefixes.common(places[index - 1], place) if index else 0
+            num_shared = prefixes.common(places[index - 1], place) if index else 0
             if index < len(places):
-                shared = max(shared, prefixes.common(place, places[index]))
+                num_shared = max(num_shared, prefixes.common(place, places[index]))
             places.insert(index, place)
-            tokens += length - shared
-            cost += float(prefixes.cost_of_length[length] - prefixes.cost_of_length[shared])
+            tokens += length - num_shared
+            cost += float(prefixes.cost_of_length[length] - prefixes.cost_of_length[num_shared])
         return _Cluster([*self.sequences, *members.tolist()], tokens, cost, places)
 
 
-def _clusters(
+def _make_clusters(
     sets: Sequence[NDArray[np.int64]], prefixes: _Prefixes, max_tokens: int, max_cost: float
 ) -> list[_Cluster]:
     """Collect sets of sequences into clusters, in lexicographic order of each set's first sequence.
@@ -150,12 +151,16 @@ def _clusters(
     order = np.argsort([prefixes.rank[members].min() for members in sets], kind="stable")
     clusters: list[_Cluster] = []
     for members in (sets[index] for index in order):
-        alone = _Cluster().with_set(members, prefixes)
+        new_cluster = _Cluster().with_set(members, prefixes)
         if clusters:
-            joined = clusters[-1].with_set(members, prefixes)
-            saved = alone.cost - (joined.cost - clusters[-1].cost)
-            if saved > WORTH_SHARING * alone.cost and joined.tokens <= max_tokens and joined.cost <= max_cost:
-                clusters[-1] = joined
+            joined_cluster = clusters[-1].with_set(members, prefixes)
+            saved_cost = new_cluster.cost - (joined_cluster.cost - clusters[-1].cost)
+            if (
+                saved_cost > WORTH_SHARING * new_cluster.cost
+                and joined_cluster.tokens <= max_tokens
+                and joined_cluster.cost <= max_cost
+            ):
+                clusters[-1] = joined_cluster
                 continue
-        clusters.append(alone)
+        clusters.append(new_cluster)
     return clusters

@@ -172,27 +172,27 @@ def train_on_assistant(
     """
     refuse_untrained(messages, first=first)
     sequences = [_Sequence()]
-    is_trained = [place >= first and WEIGHT not in message for place, message in enumerate(messages)]
+    is_trained = [number >= first and WEIGHT not in message for number, message in enumerate(messages)]
     messages = without_weights(messages)
-    for place, message in enumerate(messages):
+    for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(tokenizer, messages[:place], generation_prompt=True, tools=tools)
-        rendered = render(tokenizer, messages[: place + 1], generation_prompt=False, tools=tools)
+        prompt = render(tokenizer, messages[:number], generation_prompt=True, tools=tools)
+        rendered = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
         turn = _without_trailing_space(tokenizer, rendered)
         if not turn.startswith(prompt):
             raise ValueError(
-                f"the chat template writes messages[{place}] otherwise than it begins the turn in sampling, so what is "
-                "trained would never be sampled; use a template that only appends"
+                f"the chat template writes messages[{number}] otherwise than it begins the turn in sampling, so what "
+                "is trained would never be sampled; use a template that only appends"
             )
         if not has_texts(turn[len(prompt) :], message):
             # The generation prompt may contain the message's beginning, so this check renders once more.
-            check_answer_written(tokenizer, messages[: place + 1], tools, turn)
+            check_answer_written(tokenizer, messages[: number + 1], tools, turn)
         if not prompt.startswith(sequences[-1].text):
             sequences.append(_Sequence())
         sequences[-1].extend(tokenizer, prompt, is_trained=False)
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
-        sequences[-1].extend(tokenizer, turn, is_trained=is_trained[place])
+        sequences[-1].extend(tokenizer, turn, is_trained=is_trained[number])
     trained = tuple(sequence.to_training() for sequence in sequences if any(sequence.mask))
     if not trained:
         raise ValueError("the assistant's messages have no tokens, so nothing is trained; remove the record")

@@ -113,9 +113,9 @@ def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messag
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
             raise record.error(f"'{name}' ends with the role {messages[-1]['role']}; end with the assistant's answer")
-    first = next((pair for pair in zip(chosen, rejected, strict=False) if pair[0] != pair[1]), ())
-    if any(message["role"] not in ("assistant", "tool") for message in first):
-        texts = " and ".join(shown(message.get("content")) for message in first)
+    first_difference = next((pair for pair in zip(chosen, rejected, strict=False) if pair[0] != pair[1]), ())
+    if any(message["role"] not in ("assistant", "tool") for message in first_difference):
+        texts = " and ".join(shown(message.get("content")) for message in first_difference)
         raise record.error(f"'chosen' and 'rejected' answer different prompts, {texts}; give both the same prompt")
 
 
@@ -123,12 +123,18 @@ def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | Non
     """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
     chosen, rejected = pair_conversations(record, system_prompt)
     # Messages common to both answers are context, so they are not trained in either.
-    shared = next(
-        (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+    num_shared = next(
+        (
+            number
+            for number, (chosen_message, rejected_message) in enumerate(zip(chosen, rejected, strict=False))
+            if chosen_message != rejected_message
+        ),
         min(len(chosen), len(rejected)),
     )
     pair = [
-        _only_sequence(record, encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=shared))
+        _only_sequence(
+            record, encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=num_shared)
+        )
         for messages in (chosen, rejected)
     ]
     if (size := sum(map(len, pair))) > max_tokens:
@@ -196,24 +202,24 @@ def _conversation(record: Record, field: str, system_prompt: str | None) -> tupl
     prompt_field = _prompt_field(record)
     answer = record.messages(field, role="assistant")
     if not prompt_field:
-        before, answer = (), record.with_opening(answer, system_prompt)
+        prompt_messages, answer = (), record.with_opening(answer, system_prompt)
     else:
         systems, answer = (answer[:1], answer[1:]) if answer[0]["role"] == "system" else ((), answer)
         prompt = record.messages(prompt_field, role="user")
-        before = record.with_opening((*systems, *prompt), system_prompt)
-    if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):
+        prompt_messages = record.with_opening((*systems, *prompt), system_prompt)
+    if not any(message["role"] in ("user", "tool") for message in (*prompt_messages, *answer)):
         # The error for a record without any prompt field names the fields to add.
         record.require("prompt")
         raise record.error(f"'{field}' has no prompt; give it in 'messages', 'prompt' or 'context'")
-    if not before:
+    if not prompt_messages:
         return tuple(answer)
     if answer and answer[0]["role"] == "assistant":
-        return (*before, *new_messages(record, before, answer, field))
+        return (*prompt_messages, *new_messages(record, prompt_messages, answer, field))
     # Compare without the system message: an answer that repeats the prompt may lack it, or the recipe may have added it
     # to the prompt.
-    asked = before[1:] if before[0]["role"] == "system" else before
-    if have_same_texts(answer[: len(asked)], asked):
-        return (*before, *answer[len(asked) :])
+    question = prompt_messages[1:] if prompt_messages[0]["role"] == "system" else prompt_messages
+    if have_same_texts(answer[: len(question)], question):
+        return (*prompt_messages, *answer[len(question) :])
     raise record.error(f"'{field}' neither continues '{prompt_field}' nor begins with it; give the answer alone")
 
 

@@ -62,6 +62,7 @@ def read_task(path: Path) -> dict[str, Any]:
         )
     if environment.get("network_mode", "no-network") == "allowlist":
         raise DataError(f"{path}: environment.network_mode = allowlist is not supported; set it to no-network")
+    # Settings that the environment could not honour are errors, not ignored.
     for section, names in _UNSUPPORTED.items():
         for name in names:
             # Programs run as the container's root anyway.

@@ -155,12 +155,12 @@ def _existing_place(place: str) -> Path:
     path = Path(place)
     if path.exists():
         return path
-    if (on_hub := _on_hub(place)) is None:
+    if (data_set := _on_hub(place)) is None:
         command = input_command(path)
         remedy = f"this command makes it: {command}" if command else "check the path"
         raise DataError(f"{place}: no such file; {remedy}")
-    name = on_hub.name
-    folder = cached_folder(name, "dataset", on_hub.only)
+    name = data_set.name
+    folder = cached_folder(name, "dataset", data_set.only)
     if folder is None:
         raise DataError(
             f"{place}: no such file, and no data set of this name is in the Hub's cache; check the path, or download "
@@ -175,24 +175,24 @@ def _existing_place(place: str) -> Path:
 
 def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
     """Return the files of a split, with their paths relative to the folder. Raises DataError for an unknown split."""
-    named = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
+    split_names = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
     if split is None:
-        if len(named) > 1:
+        if len(split_names) > 1:
             raise DataError(
-                f"{source}: the folder has several splits, {', '.join(named)}; name one: {named[0]}@{place}"
+                f"{source}: the folder has several splits, {', '.join(split_names)}; name one: {split_names[0]}@{place}"
             )
         return files
     # An exact name wins over names that only contain the word: `test` is not `test_hard`.
-    exact = {
+    exact_matches = {
         file: inside
         for file, inside in files.items()
         if split in (*inside.parts[:-1], stem_of(inside), _set_name(inside))
     }
-    if exact:
-        return exact
+    if exact_matches:
+        return exact_matches
     matches = {file: inside for file, inside in files.items() if split in _split_words_in_path(inside)}
     if not matches:
-        available = f"it has {', '.join(named)}" if named else "it has none that is named"
+        available = f"it has {', '.join(split_names)}" if split_names else "it has none that is named"
         raise DataError(f"{source}: {_existing_place(place)} has no split {split!r}; {available}")
     sets = sorted(
         {next(name for name in _name_parts(inside) if split in _split_words(name)) for inside in matches.values()}
@@ -233,21 +233,21 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
             counts.setdefault(match[2], set()).add(int(match[1]))
     for name, counts in shards.items():
         if len(counts) > 1:
-            several = ", ".join(f"-of-{count}" for count in counts)
+            set_names = ", ".join(f"-of-{count}" for count in counts)
             raise DataError(
-                f"{source}: the data file {name} exists in several sets of shards, {several}; remove all but one set"
+                f"{source}: the data file {name} exists in several sets of shards, {set_names}; remove all but one set"
             )
         for count, numbers in counts.items():
             # Some programs number shards from 1.
             first = 1 if int(count) in numbers and 0 not in numbers else 0
-            lacking = sorted({*range(first, int(count) + first)} - numbers)
-            if lacking:
-                listed = ", ".join(f"{number:0{len(count)}}" for number in lacking[:5])
-                more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+            missing_numbers = sorted({*range(first, int(count) + first)} - numbers)
+            if missing_numbers:
+                first_missing = ", ".join(f"{number:0{len(count)}}" for number in missing_numbers[:5])
+                remainder = f" and {len(missing_numbers) - 5} more" if len(missing_numbers) > 5 else ""
                 raise DataError(
-                    f"{source}: of the {int(count)} shards {name}-*-of-{count}, these are missing: {listed}{more}; "
-                    "download or copy the data set again, or move the shards to be read into another folder under "
-                    "other names"
+                    f"{source}: of the {int(count)} shards {name}-*-of-{count}, these are missing: "
+                    f"{first_missing}{remainder}; download or copy the data set again, or move the "
+                    "shards to be read into another folder under other names"
                 )
 
 
@@ -387,9 +387,9 @@ def _batch_rows(path: Path, batches: Any) -> Iterator[Row]:
                 yield Row(number, "row", _to_python(fields), columns)
 
 
-def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
+def _columns(fields: Iterable[Any], prefix: str = "") -> Iterator[str]:
     for field in fields:
-        yield (name := f"{within}{field.name}")
+        yield (name := f"{prefix}{field.name}")
         if str(field.type).startswith("struct"):
             yield from _columns((field.type.field(place) for place in range(field.type.num_fields)), f"{name}.")
 

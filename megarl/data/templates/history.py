@@ -57,23 +57,32 @@ def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
     "rewrites the answer": the rendered answer does not begin with its prompt. "rewrites history": a later prompt does
     not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template raises an error.
     """
-    faults = {kind: _faults(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
+    faults = {kind: _describe_fault(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
     return {kind: fault for kind, fault in faults.items() if fault}
 
 
-def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+def _describe_fault(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     try:
         prompts = {place: render(tokenizer, messages[:place], generation_prompt=True) for place in answers}
-        wholes = {place: render(tokenizer, messages[: place + 1], generation_prompt=False) for place in answers}
+        rendered_answers = {
+            place: render(tokenizer, messages[: place + 1], generation_prompt=False) for place in answers
+        }
     except ValueError:
         return REFUSES
-    follows = all(wholes[place].startswith(prompts[place]) for place in answers)
-    keeps = all(
-        prompts[later].startswith(wholes[place].rstrip()) for place in answers for later in answers if later > place
+    # A template that only appends repeats each prompt at an answer's start, and each answer in later prompts.
+    begins_with_prompt = all(rendered_answers[place].startswith(prompts[place]) for place in answers)
+    keeps_history = all(
+        prompts[later].startswith(rendered_answers[place].rstrip())
+        for place in answers
+        for later in answers
+        if later > place
     )
-    parts = [*([] if follows else ["rewrites the answer"]), *([] if keeps else ["rewrites history"])]
-    return " and ".join(parts)
+    faults = [
+        *([] if begins_with_prompt else ["rewrites the answer"]),
+        *([] if keeps_history else ["rewrites history"]),
+    ]
+    return " and ".join(faults)
 
 
 def history_notice(faults: Mapping[str, str], history: str) -> str:

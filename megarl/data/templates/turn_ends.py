@@ -66,9 +66,9 @@ def added_turn_ends(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]
 
 def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokenizer) -> str:
     """Return the notice at a run's start about `added_turn_ends`: these tokens also end completions."""
-    names = _names(_engine_ends(Path(folder), tokenizer), tokenizer)
+    names = _token_names(_engine_ends(Path(folder), tokenizer), tokenizer)
     return (
-        f"the chat template ends turns with {_names(added, tokenizer)}, the model with {names or 'no token'}: "
+        f"the chat template ends turns with {_token_names(added, tokenizer)}, the model with {names or 'no token'}: "
         f"completions end at both, and {_GENERATION_CONFIG} of exports lists both"
     )
 
@@ -101,7 +101,7 @@ def _engine_ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     return [*dict.fromkeys(token for token in ends if isinstance(token, int))]
 
 
-def _names(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+def _token_names(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     return " and ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in tokens)
 
 

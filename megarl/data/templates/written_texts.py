@@ -67,7 +67,7 @@ def check_message_written(number: int, message: Mapping[str, Any], rendered: str
 def _check_texts(number: int, message: Mapping[str, Any], rendered: _WrittenText) -> None:
     for key, text in _required_texts(message):
         if not rendered.contains(text):
-            raise ValueError(_missing(f"the {key} of messages[{number}]", text))
+            raise ValueError(_missing_text_message(f"the {key} of messages[{number}]", text))
 
 
 def has_texts(rendered: str, message: Mapping[str, Any]) -> bool:
@@ -80,10 +80,10 @@ def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> No
     written = _WrittenText(rendered)
     for tool in tools:
         if not written.contains(name := tool["function"]["name"]):
-            raise ValueError(_missing("the record's tool", name))
+            raise ValueError(_missing_text_message("the record's tool", name))
 
 
-def _missing(subject: str, text: str) -> str:
+def _missing_text_message(subject: str, text: str) -> str:
     return (
         f"the chat template does not write {subject}, {text!r:.60}; remove it, or set model.chat_template to a "
         "template that writes it"

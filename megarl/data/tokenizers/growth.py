@@ -10,21 +10,21 @@ from typing import Any
 
 from megarl.types import DataError
 
-_MOST_GROWTH = 64.0
+_MAX_GROWTH = 64.0
 """Largest accepted factor of a text's length. Published tokenizers have at most 4; 64 is an attack."""
 
 
 def refuse_growth(definition: Mapping[str, Any], path: Path) -> None:
-    """Raise DataError if the rules of a tokenizer.json can lengthen a text more than `_MOST_GROWTH` times."""
+    """Raise DataError if the rules of a tokenizer.json can lengthen a text more than `_MAX_GROWTH` times."""
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
-        if (factor := _growth(definition.get(part))) > _MOST_GROWTH:
+        if (factor := _find_largest_factor(definition.get(part))) > _MAX_GROWTH:
             raise DataError(
                 f"{path}: {part}: its rules make a text up to {factor:.3g} times as long; the limit is "
-                f"{_MOST_GROWTH:g}. Copy the tokenizer again from its source, or do not use it"
+                f"{_MAX_GROWTH:g}. Copy the tokenizer again from its source, or do not use it"
             )
 
 
-def _growth(rule: Any) -> float:
+def _find_largest_factor(rule: Any) -> float:
     """Return the largest factor by which a rule can multiply a text's number of characters."""
     if not isinstance(rule, Mapping):
         return 1.0
@@ -32,7 +32,7 @@ def _growth(rule: Any) -> float:
         factor = 1.0
         for name in ("normalizers", "pretokenizers", "decoders", "processors"):
             for inner in _items(rule.get(name)):
-                factor *= _growth(inner)
+                factor *= _find_largest_factor(inner)
         return factor
     # Text that is added once lengthens a text of one character most.
     if rule.get("type") == "Prepend":

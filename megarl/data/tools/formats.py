@@ -45,7 +45,7 @@ def no_constant(name: str) -> Any:
 _DECODER = json.JSONDecoder(strict=False, parse_constant=no_constant, object_pairs_hook=make_object)
 
 
-def _json_at(text: str, start: int) -> tuple[Any, int]:
+def _parse_json_at(text: str, start: int) -> tuple[Any, int]:
     """Return the JSON value at `start` (or after white space there), and its end.
 
     Raises ValueError for invalid JSON, _CutOffError if the text ends inside the value.
@@ -88,9 +88,9 @@ def _find_name(text: str) -> str:
     return match.group(1) if match else ""
 
 
-def _json_argument_text(name: str, text: str) -> WrittenCall:
+def _call_from_json_text(name: str, text: str) -> WrittenCall:
     try:
-        arguments, end = _json_at(text, 0)
+        arguments, end = _parse_json_at(text, 0)
     except ValueError as error:
         return WrittenCall(name, error=f"the arguments cannot be read: {error}")
     if text[end:].strip():
@@ -109,7 +109,7 @@ def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -
     if kinds == {"string"}:
         return text
     try:
-        value, end = _json_at(text, 0)
+        value, end = _parse_json_at(text, 0)
     except RepeatedKeyError:
         if "string" in kinds:
             return text
@@ -131,28 +131,28 @@ def _call_from_pairs(tool: str, pairs: Iterable[tuple[str, str]], tools: Sequenc
     return WrittenCall(tool, arguments)
 
 
-def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     opening, closing = "<tool_call>", "</tool_call>"
-    texts, calls, place = [], [], 0
-    while (opening_place := text.find(opening, place)) >= 0:
-        texts.append(text[place:opening_place])
-        start = opening_place + len(opening)
+    outside_texts, calls, position = [], [], 0
+    while (opening_position := text.find(opening, position)) >= 0:
+        outside_texts.append(text[position:opening_position])
+        start = opening_position + len(opening)
         try:
-            value, place = _json_at(text, start)
+            value, position = _parse_json_at(text, start)
             calls.append(_call_from_object(value, "arguments", "parameters"))
-            separator = re.compile(r"\s*").match(text, place)
-            place = separator.end() if separator else place
-            if text.startswith(closing, place):
-                place += len(closing)
+            separator = re.compile(r"\s*").match(text, position)
+            position = separator.end() if separator else position
+            if text.startswith(closing, position):
+                position += len(closing)
         except ValueError as error:
             # Skip to the nearer of this call's end and the next call's start, so that one broken call loses no other.
             ends = [end for end in (text.find(closing, start), text.find(opening, start)) if end >= 0]
             end = min(ends, default=len(text))
             body = text[start:end]
             calls.append(WrittenCall(_find_name(body), error=f"the call cannot be read: {error}"))
-            place = end + len(closing) if text.startswith(closing, end) else end
-    return "".join([*texts, text[place:]]), calls
+            position = end + len(closing) if text.startswith(closing, end) else end
+    return "".join([*outside_texts, text[position:]]), calls
 
 
 class _TagBody(NamedTuple):
@@ -174,7 +174,7 @@ def _split_tags(text: str, opening: str, closing: str) -> tuple[str, list[_TagBo
     return "".join([*outside, text[position:]]), bodies
 
 
-def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
     remainder, bodies = _split_tags(text, "<function=", "</function>")
     remainder = remainder.replace("<tool_call>", "").replace("</tool_call>", "")
@@ -195,7 +195,7 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return remainder, calls
 
 
-def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
     remainder, bodies = _split_tags(text, "<tool_call>", "</tool_call>")
     calls = []
@@ -210,54 +210,55 @@ def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return remainder, calls
 
 
-def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `{"name": ..., "parameters": {...}}`; several calls follow each other, perhaps with semicolons between them.
 
     An object without a name and parameters is text, because an answer may be JSON.
     """
-    texts, calls, place = [], [], 0
+    outside_texts, calls, position = [], [], 0
     # Llama 3.1 writes this tag before some calls.
     text = text.replace("<|python_tag|>", "")
     for brace in re.finditer(r"\{", text):
         start = brace.start()
-        if start < place:
+        if start < position:
             continue
         try:
-            value, end = _json_at(text, start)
+            value, end = _parse_json_at(text, start)
         except ValueError as error:
             # Broken JSON that begins like a call is a broken call. Other braces are text.
             if re.match(r'\{\s*"name"\s*:', text[start:]):
-                texts.append(text[place:start])
+                outside_texts.append(text[position:start])
                 following = re.search(r';\s*(?=\{\s*"name"\s*:)', text[start:])
-                place = start + following.end() if following else len(text)
-                calls.append(WrittenCall(_find_name(text[start:place]), error=f"the call cannot be read: {error}"))
+                position = start + following.end() if following else len(text)
+                calls.append(WrittenCall(_find_name(text[start:position]), error=f"the call cannot be read: {error}"))
             continue
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and {"parameters", "arguments"} & {*value}:
-            texts.append(text[place:start])
+            outside_texts.append(text[position:start])
             calls.append(_call_from_object(value, "parameters", "arguments"))
             separator = re.compile(r"\s*;?\s*").match(text, end)
-            place = separator.end() if separator else end
-    return "".join([*texts, text[place:]]), calls
+            position = separator.end() if separator else end
+    return "".join([*outside_texts, text[position:]]), calls
 
 
-def _pythonic(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_pythonic(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `[f(a=1), g(b="x")]`: calls with literal keyword arguments."""
     # Llama 4 encloses calls in the first two tags, Llama 3.2 may begin with the third.
     inner = text.replace("<|python_start|>", "").replace("<|python_end|>", "").replace("<|python_tag|>", "").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", inner):
         return text, []
     pieces = _split_top_level(inner.removeprefix("["))
-    return "", [_python_call(piece) for piece in pieces if piece.strip()]
+    return "", [_parse_python_call(piece) for piece in pieces if piece.strip()]
 
 
 def _split_top_level(text: str) -> list[str]:
     """Return the text up to its closing bracket, split at commas outside of brackets and strings."""
-    pieces, start, depth, quote, place = [], 0, 0, "", 0
-    while place < len(text):
-        sign = text[place]
+    # `depth` counts open brackets, `quote` is the quote sign of an open string.
+    pieces, start, depth, quote, position = [], 0, 0, "", 0
+    while position < len(text):
+        sign = text[position]
         if quote:
             if sign == "\\":
-                place += 1
+                position += 1
             elif sign == quote:
                 quote = ""
         elif sign in "'\"":
@@ -267,15 +268,15 @@ def _split_top_level(text: str) -> list[str]:
         elif sign in ")]}":
             depth -= 1
             if depth < 0:
-                return [*pieces, text[start:place]]
+                return [*pieces, text[start:position]]
         elif sign == "," and depth == 0:
-            pieces.append(text[start:place])
-            start = place + 1
-        place += 1
+            pieces.append(text[start:position])
+            start = position + 1
+        position += 1
     return [*pieces, text[start:]]
 
 
-def _python_call(text: str) -> WrittenCall:
+def _parse_python_call(text: str) -> WrittenCall:
     """Return the tool call in a Python expression. The text is parsed, never evaluated."""
     written = text.strip()
     named = re.match(r"([A-Za-z_][\w.]*)\(", written)
@@ -291,7 +292,7 @@ def _python_call(text: str) -> WrittenCall:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         return WrittenCall(name, error="the arguments must have names: f(name=value)")
     try:
-        pairs = [(keyword.arg or "", _literal(keyword.value)) for keyword in call.keywords]
+        pairs = [(keyword.arg or "", _read_literal(keyword.value)) for keyword in call.keywords]
         return WrittenCall(name, make_object(pairs))
     except RepeatedKeyError as error:
         return WrittenCall(name, error=f"the arguments cannot be read: {error}")
@@ -299,7 +300,7 @@ def _python_call(text: str) -> WrittenCall:
         return WrittenCall(name, error="the arguments must be values, not expressions")
 
 
-def _literal(node: ast.expr) -> Any:
+def _read_literal(node: ast.expr) -> Any:
     """Return the value of a Python literal, or of one of JSON's names (true, null).
 
     Raises ValueError for a value that JSON does not have, such as bytes, and for an object's key that is not a text.
@@ -308,57 +309,59 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
     if isinstance(node, ast.List):
-        return [_literal(item) for item in node.elts]
+        return [_read_literal(item) for item in node.elts]
     if isinstance(node, ast.Tuple):
-        return tuple(_literal(item) for item in node.elts)
+        return tuple(_read_literal(item) for item in node.elts)
     if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
         pairs = zip(node.keys, node.values, strict=True)
-        return make_object([(_literal_of(key, str), _literal(value)) for key, value in pairs if key is not None])
-    return _literal_of(node, str, int, float, type(None))
+        return make_object(
+            [(_read_constant(key, str), _read_literal(value)) for key, value in pairs if key is not None]
+        )
+    return _read_constant(node, str, int, float, type(None))
 
 
-def _literal_of(node: ast.expr | None, *types: type) -> Any:
+def _read_constant(node: ast.expr | None, *types: type) -> Any:
     value = None if node is None else ast.literal_eval(node)
     if not isinstance(value, types):
         raise ValueError(f"{value!r:.80} is not a value of JSON")
     return value
 
 
-def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
     remainder, *parts = text.split("[TOOL_CALLS]")
     calls: list[WrittenCall] = []
     for part in parts:
         body = part.strip()
         if body.startswith("["):
-            calls += _mistral_list(body)
+            calls += _parse_mistral_list(body)
             continue
         name = re.split(r"\[ARGS\]|\[CALL_ID\]|\{", body, maxsplit=1)[0].strip()
         brace = body.find("{")
         arguments = body[brace:] if brace >= 0 else ""
-        calls.append(_json_argument_text(name, arguments))
+        calls.append(_call_from_json_text(name, arguments))
     return remainder, calls
 
 
-def _mistral_list(text: str) -> list[WrittenCall]:
+def _parse_mistral_list(text: str) -> list[WrittenCall]:
     """Return the tool calls in a JSON list. Objects are read one by one, so a broken object does not affect others."""
-    calls, place = [], 1
+    calls, position = [], 1
     while True:
-        place += len(text[place:]) - len(text[place:].lstrip(" \t\r\n,"))
-        if place >= len(text) or text[place] == "]":
+        position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n,"))
+        if position >= len(text) or text[position] == "]":
             return calls
         try:
-            value, place = _json_at(text, place)
+            value, position = _parse_json_at(text, position)
             calls.append(_call_from_object(value, "arguments", "parameters"))
         except ValueError as error:
             # Continue at the next object that begins like a call.
-            following = re.search(r'\}\s*,\s*(?=\{\s*"(?:name|arguments|id)"\s*:)', text[place:])
-            end = place + following.end() if following else len(text)
-            calls.append(WrittenCall(_find_name(text[place:end]), error=f"the call cannot be read: {error}"))
-            place = end
+            following = re.search(r'\}\s*,\s*(?=\{\s*"(?:name|arguments|id)"\s*:)', text[position:])
+            end = position + following.end() if following else len(text)
+            calls.append(WrittenCall(_find_name(text[position:end]), error=f"the call cannot be read: {error}"))
+            position = end
 
 
-def _deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
 
     V3 and R1 write the kind before the name, and put the arguments in a fenced block.
@@ -371,7 +374,7 @@ def _deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
         if head.strip() == "function" and not tail.lstrip().startswith("{"):
             head, _, tail = tail.partition("\n")
             tail = tail.strip().removeprefix("```json").removesuffix("```")
-        calls.append(_json_argument_text(head.strip(), tail))
+        calls.append(_call_from_json_text(head.strip(), tail))
     return remainder, calls
 
 
@@ -386,14 +389,14 @@ def harmony_reasoning(text: str) -> tuple[str, str | None]:
     """Return the text without messages of Harmony's analysis channel, and these messages' text or None."""
     reasoning: list[str] = []
 
-    def cut(message: re.Match[str]) -> str:
+    def cut_analysis(message: re.Match[str]) -> str:
         # A message to a function is a call in any channel, also in the analysis channel.
         if _is_call(message["head"]) or "analysis" not in message["head"]:
             return message.group()
         reasoning.append(message["body"].strip())
         return ""
 
-    remainder = _HARMONY_MESSAGE.sub(cut, text)
+    remainder = _HARMONY_MESSAGE.sub(cut_analysis, text)
     return remainder, "\n".join(reasoning) if reasoning else None
 
 
@@ -401,30 +404,30 @@ def _is_call(head: str) -> bool:
     return "to=functions." in head
 
 
-def _gpt_oss(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_gpt_oss(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Other messages are
     text.
     """
     calls: list[WrittenCall] = []
 
-    def read(message: re.Match[str]) -> str:
+    def read_message(message: re.Match[str]) -> str:
         recipient = re.search(r"to=functions\.([^\s<]+)", message["head"])
         if recipient is None:
             return message["body"]
-        calls.append(_json_argument_text(recipient.group(1), message["body"]))
+        calls.append(_call_from_json_text(recipient.group(1), message["body"]))
         return ""
 
-    return _HARMONY_MESSAGE.sub(read, text), calls
+    return _HARMONY_MESSAGE.sub(read_message, text), calls
 
 
 PARSERS: dict[str, Callable[[str, Sequence[ToolSchema]], _Read]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen3_coder,
-    "llama3_json": _llama3_json,
-    "pythonic": _pythonic,
-    "mistral": _mistral,
-    "glm45": _glm45,
-    "deepseek_v3": _deepseek_v3,
-    "gpt_oss": _gpt_oss,
+    "hermes": _parse_hermes,
+    "qwen3_coder": _parse_qwen3_coder,
+    "llama3_json": _parse_llama3_json,
+    "pythonic": _parse_pythonic,
+    "mistral": _parse_mistral,
+    "glm45": _parse_glm45,
+    "deepseek_v3": _parse_deepseek_v3,
+    "gpt_oss": _parse_gpt_oss,
 }
 """Parsing functions by the name of the format."""

@@ -30,8 +30,8 @@ def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if "tool_calls" not in message:
         return message
     try:
-        calls = _value_of_text(message["tool_calls"])
-        calls = [_value_of_text(call) for call in calls] if isinstance(calls, list) else calls
+        calls = _parse_if_text(message["tool_calls"])
+        calls = [_parse_if_text(call) for call in calls] if isinstance(calls, list) else calls
     except ValueError as error:
         raise ValueError(f"has tool_calls {shown(message['tool_calls'])}: {error}; give {_CALLS_FORM}") from error
     if calls is None or calls == []:
@@ -43,17 +43,17 @@ def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": [_standard_call(call, place) for place, call in enumerate(calls)]}
 
 
-def _standard_call(call: Any, place: int) -> Mapping[str, Any]:
-    where = f"has tool_calls[{place}]"
+def _standard_call(call: Any, number: int) -> Mapping[str, Any]:
+    place_text = f"has tool_calls[{number}]"
     is_flat = isinstance(call, Mapping) and "function" not in call and "arguments" in call
     function = call if is_flat else call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(f"{where} {shown(call)}; give a list of calls: {_CALLS_FORM}")
+        raise ValueError(f"{place_text} {shown(call)}; give a list of calls: {_CALLS_FORM}")
     try:
-        arguments = _arguments(function.get("arguments"))
+        arguments = _read_arguments(function.get("arguments"))
     except ValueError as error:
         raise ValueError(
-            f"{where} with arguments {shown(function.get('arguments'))}: {error}; give an object, {{}} for a call "
+            f"{place_text} with arguments {shown(function.get('arguments'))}: {error}; give an object, {{}} for a call "
             "without arguments"
         ) from error
     if is_flat:
@@ -62,7 +62,7 @@ def _standard_call(call: Any, place: int) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _arguments(value: Any) -> Mapping[str, Any]:
+def _read_arguments(value: Any) -> Mapping[str, Any]:
     """Return a call's arguments, an object or its JSON text. Raises ValueError for other values."""
     if value is None:
         raise ValueError("they are missing")
@@ -113,7 +113,7 @@ def _standard_tool(tool: Any) -> Any:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _value_of_text(value: Any) -> Any:
+def _parse_if_text(value: Any) -> Any:
     return _parse_json(value) if isinstance(value, str) else value
 
 
