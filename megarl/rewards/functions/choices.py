@@ -96,6 +96,7 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
             raise ValueError(f"kwargs.num_choices = {num_choices!r}: is not valid; set it to 2 to {len(LETTERS)}")
         return Choices(tuple(LETTERS[: num_choices or len(LETTERS)]))
     value = record[name]
+    # Three forms: texts with labels (ARC), an object of label and text, or a list of texts.
     if isinstance(value, Mapping) and isinstance(value.get("text"), Sequence) and not isinstance(value["text"], str):
         texts, labels = list(value["text"]), list(value.get("label") or LETTERS[: len(value["text"])])
     elif isinstance(value, Mapping):

@@ -58,8 +58,8 @@ def code(
     cases = read_cases(answer, record, field)[:max_tests]
     source = last_block(answering_text(completion_text, in_thoughts=in_thoughts))
     if source is None:
-        unrun = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0.0) | {"unrun": 1.0}
-        return Reward(0.0, format_valid=False, answer_correct=False, metrics=unrun)
+        nothing_run = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0.0) | {"unrun": 1.0}
+        return Reward(0.0, format_valid=False, answer_correct=False, metrics=nothing_run)
     settings = sandbox.settings
     counts: dict[str, int] = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0)
     seconds, retries, judge_errors, wall_timeouts = 0.0, 0, 0, 0
@@ -71,27 +71,28 @@ def code(
             break
         # A remote sandbox is assumed to have numpy. A local one has only the packages of its settings.
         trial = Trial(source, case, has_numpy=settings.url is not None or "numpy" in settings.packages)
-        ran = sandbox.run(
+        program_run = sandbox.run(
             trial.program,
             trial.stdin,
             cpu_seconds=min(settings.timeout_seconds, remaining_seconds),
             output_bytes=trial.output_bytes,
         )
-        seconds += ran.cpu_seconds
-        retries += ran.retries
-        wall_timeouts += ran.is_by_clock
-        if ran.outcome == "ok":
+        seconds += program_run.cpu_seconds
+        retries += program_run.retries
+        wall_timeouts += program_run.is_by_clock
+        if program_run.outcome == "ok":
             try:
-                outcome = "passed" if trial.passes(ran.stdout) else "wrong"
+                outcome = "passed" if trial.passes(program_run.stdout) else "wrong"
             except Exception:  # An output that breaks the comparison counts as wrong.
                 outcome = "wrong"
                 judge_errors += 1
         else:
-            outcome = {"error": "runtime_errors", "timeout": "timeouts", "output": "wrong"}[ran.outcome]
+            outcome = {"error": "runtime_errors", "timeout": "timeouts", "output": "wrong"}[program_run.outcome]
         counts[outcome] += 1
         # After a timeout further tests would probably time out too, at full cost.
         if outcome == "timeouts" or (outcome != "passed" and score == "all"):
             break
+    # Tests that were not run count in the total: stopping early must not improve a share.
     shares = {name: count / len(cases) for name, count in counts.items()}
     shares["unrun"] = 1 - sum(counts.values()) / len(cases)
     is_correct = counts["passed"] == len(cases)

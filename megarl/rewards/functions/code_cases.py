@@ -58,11 +58,11 @@ def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None)
     if field is not None:
         if field not in record:
             raise ValueError(f"the record has no field {field!r} with the program's tests (kwargs.field); {_FORMS}")
-        return _cases(record[field], record)
+        return _parse_cases(record[field], record)
     lists = [record[name] for name in ("public_test_cases", "private_test_cases") if record.get(name)]
     if lists:
-        return tuple(case for value in lists for case in _cases(value, record))
-    return _cases(record["test_cases"] if record.get("test_cases") else answer, record)
+        return tuple(case for value in lists for case in _parse_cases(value, record))
+    return _parse_cases(record["test_cases"] if record.get("test_cases") else answer, record)
 
 
 def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = None, **kwargs: Any) -> None:
@@ -78,14 +78,14 @@ def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = 
     )
 
 
-def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
+def _parse_cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
     if isinstance(value, str):
         value = _parse_json(value)
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
-        cases = _columns(value)
+        cases = _read_columns(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         name = _function_name(record.get("metadata"))
-        cases = tuple(_row(row, name) for row in value)
+        cases = tuple(_read_row(row, name) for row in value)
     else:
         raise ValueError(f"the record's tests have an unknown format: {value!r:.80}; {_FORMS}")
     if not cases:
@@ -93,27 +93,27 @@ def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
     return cases
 
 
-def _columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
+def _read_columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
     inputs, outputs = value["inputs"], value["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("the fields inputs and outputs of the record's tests must be lists of equal length")
     function = value.get("fn_name")
-    return tuple(_case(value_in, expected, function) for value_in, expected in zip(inputs, outputs, strict=True))
+    return tuple(_make_case(value_in, expected, function) for value_in, expected in zip(inputs, outputs, strict=True))
 
 
-def _row(row: Any, name: str | None) -> Case:
+def _read_row(row: Any, name: str | None) -> Case:
     if not isinstance(row, Mapping) or "input" not in row or "output" not in row:
         raise ValueError(f"a test in the record is not an object with input and output: {row!r:.80}; {_FORMS}")
     name = _function_name(row.get("metadata")) or name
     is_call = row.get("testtype") == "functional" or ("testtype" not in row and name is not None)
     if is_call and name is None:
         raise ValueError("a test of type functional has no function name; set func_name in the record's metadata")
-    return _case(row["input"], row["output"], name if is_call else None)
+    return _make_case(row["input"], row["output"], name if is_call else None)
 
 
-def _case(test_input: Any, expected: Any, function: Any) -> Case:
+def _make_case(test_input: Any, expected: Any, function: Any) -> Case:
     if not function:
-        return Case(_text(expected), _text(test_input))
+        return Case(_join_lines(expected), _join_lines(test_input))
     if not isinstance(function, str):
         raise ValueError(f"the tests' fn_name is {function!r:.80}; set it to the name of the function to test")
     if isinstance(test_input, str):
@@ -129,7 +129,7 @@ def _case(test_input: Any, expected: Any, function: Any) -> Case:
     text = None
     if isinstance(expected, str):
         try:
-            json_value = json.loads(expected, parse_float=_finite, object_pairs_hook=make_object)
+            json_value = json.loads(expected, parse_float=_read_finite, object_pairs_hook=make_object)
         except RepeatedKeyError:
             raise
         except ValueError:  # Not JSON: it is a plain text.
@@ -140,7 +140,7 @@ def _case(test_input: Any, expected: Any, function: Any) -> Case:
     return Case(expected, function=function, arguments=arguments, text=text)
 
 
-def _finite(digits: str) -> float:
+def _read_finite(digits: str) -> float:
     """Return a JSON number as float. Raises ValueError for infinity: different huge numbers would be equal."""
     value = float(digits)
     if math.isinf(value):
@@ -148,7 +148,7 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _text(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -65,12 +65,12 @@ def long_integers() -> Iterator[None]:
 
     Python's own limit is 4,300 digits. Without any limit, reading a million digits would take ten seconds.
     """
-    before = sys.get_int_max_str_digits()
+    limit_before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(_MAX_DIGITS)
     try:
         yield
     finally:
-        sys.set_int_max_str_digits(before)
+        sys.set_int_max_str_digits(limit_before)
 
 
 def last_block(text: str) -> str | None:
@@ -152,33 +152,33 @@ def same_output(printed: str, expected: str) -> bool:
     finite decimals in ASCII digits. An expected number with a fraction permits a relative difference of 1e-5. Only \n
     ends a line.
     """
-    lines, expected_lines = _lines(printed), _lines(expected)
-    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
+    lines, expected_lines = _list_stripped_lines(printed), _list_stripped_lines(expected)
+    return len(lines) == len(expected_lines) and all(map(_is_same_line, lines, expected_lines))
 
 
-def _lines(text: str) -> list[str]:
+def _list_stripped_lines(text: str) -> list[str]:
     text = text.strip()
     return [line.strip() for line in text.split("\n")] if text else []
 
 
-def _same_line(line: str, expected_line: str) -> bool:
+def _is_same_line(line: str, expected_line: str) -> bool:
     if line == expected_line:
         return True
     words, expected_words = line.split(), expected_line.split()
-    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
+    return len(words) == len(expected_words) and all(map(_is_same_word, words, expected_words))
 
 
-def _same_word(word: str, expected_word: str) -> bool:
+def _is_same_word(word: str, expected_word: str) -> bool:
     if word == expected_word:
         return True
     # An expected integer must match exactly. Very long words are not parsed, to keep the comparison fast.
     if not re.search(r"[0-9][.eE]|\.[0-9]", expected_word) or len(word) > 100:
         return False
     is_decimal = _DECIMAL.fullmatch(word) is not None and _DECIMAL.fullmatch(expected_word) is not None
-    return is_decimal and _close(word, expected_word)
+    return is_decimal and _is_close(word, expected_word)
 
 
-def _close(result: float | str, expected: float | str) -> bool:
+def _is_close(result: float | str, expected: float | str) -> bool:
     try:
         expected_number = float(expected)
         tolerance = _ABSOLUTE + _RELATIVE * abs(expected_number)
@@ -196,19 +196,21 @@ def same_value(result: Any, expected: Any) -> bool:
     Floats may differ by the tolerance of `same_output`. The data sets APPS and TACO wrap the expected value into a list
     of one; the bare value is accepted too.
     """
-    return _same(result, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(result, expected[0]))
+    return _is_same_value(result, expected) or (
+        isinstance(expected, list) and len(expected) == 1 and _is_same_value(result, expected[0])
+    )
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _same(result: Any, expected: Any) -> bool:
+def _is_same_value(result: Any, expected: Any) -> bool:
     if isinstance(result, list) and isinstance(expected, list):
-        return len(result) == len(expected) and all(map(_same, result, expected))
+        return len(result) == len(expected) and all(map(_is_same_value, result, expected))
     if isinstance(result, dict) and isinstance(expected, dict):
-        return result.keys() == expected.keys() and all(_same(result[key], expected[key]) for key in result)
+        return result.keys() == expected.keys() and all(_is_same_value(result[key], expected[key]) for key in result)
     if isinstance(result, float) or isinstance(expected, float):
-        return _is_number(result) and _is_number(expected) and _close(result, expected)
+        return _is_number(result) and _is_number(expected) and _is_close(result, expected)
     # Compare types too: True == 1 in Python, but not here.
     return type(result) is type(expected) and result == expected

@@ -65,10 +65,10 @@ def last_box(text: str) -> Marked | None:
 
 def _last_command_box(text: str) -> Marked | None:
     # Search backwards: scanning a long text from its start for each box would be quadratic.
-    for command in _commands_from_the_end(text):
+    for command in _match_commands_from_the_end(text):
         opening = _OPENING_BRACE.match(text, command.end())
         if opening is not None:
-            contents = _until_brace(text, opening.end())
+            contents = _read_until_brace(text, opening.end())
             return None if contents is None else Marked(command.start(), contents)
         bare = _BARE.match(text, command.end())
         if bare is not None:
@@ -98,22 +98,22 @@ def _outermost_box(text: str, box: Marked) -> Marked:
     return box
 
 
-def _commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
+def _match_commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
     # One search for each command. A search for both commands would scan the text anew from each box.
-    places = heapq.merge(_places_from_the_end(text, "\\boxed"), _places_from_the_end(text, "\\fbox"), reverse=True)
+    places = heapq.merge(_find_from_the_end(text, "\\boxed"), _find_from_the_end(text, "\\fbox"), reverse=True)
     for start in places:
         command = _BOX.match(text, start)
         if command is not None:
             yield command
 
 
-def _places_from_the_end(text: str, command: str) -> Iterator[int]:
+def _find_from_the_end(text: str, command: str) -> Iterator[int]:
     start = len(text)
     while (start := text.rfind(command, 0, start)) >= 0:
         yield start
 
 
-def _until_brace(text: str, start: int) -> str | None:
+def _read_until_brace(text: str, start: int) -> str | None:
     """Return the text from `start`, inside a group, up to the group's closing brace. None: the group is not closed."""
     position = start
     depth = 1
@@ -151,12 +151,12 @@ def last_tags(text: str) -> Marked | None:
     """Return the start index of the last <answer>...</answer> and the text in it, or None."""
     end = text.rfind(_CLOSE)
     while end >= 0:
-        before = text.rfind(_CLOSE, 0, end)
+        previous_end = text.rfind(_CLOSE, 0, end)
         # Take the first opening tag after the previous closing one, so that nested opening tags are contents.
-        start = text.find(_OPEN, before + 1, end)
+        start = text.find(_OPEN, previous_end + 1, end)
         if start >= 0:
             return Marked(start, text[start + len(_OPEN) : end])
-        end = before
+        end = previous_end
     return None
 
 
@@ -184,8 +184,8 @@ def find_last_answer(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerFo
     if "boxed" in forms and (box := last_box(text)) is not None:
         statements.append((box.start, "boxed", box.text))
     if "answer_line" in forms and (line := _last_answer_line(text)):
-        inside = last_boxed(line.text)
-        statements.append((line.start, "answer_line", line.text if inside is None else inside))
+        boxed_text = last_boxed(line.text)
+        statements.append((line.start, "answer_line", line.text if boxed_text is None else boxed_text))
     if "tags" in forms and (tags := last_tags(text)):
         statements.append((tags.start, "tags", tags.text))
     if not statements:

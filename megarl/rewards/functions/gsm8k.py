@@ -67,8 +67,8 @@ def gsm8k(
 def gold_number(answer: Any) -> Fraction:
     """Return the number in a gold answer. Raises ValueError if there is none."""
     text = with_ascii_signs(str(answer))
-    marks = deque(MARKED_NUMBER.finditer(text), maxlen=1)
-    number = _read_quantity_text(read_marked_line(text, marks[0]) if marks else text)
+    last_mark = deque(MARKED_NUMBER.finditer(text), maxlen=1)
+    number = _read_quantity_text(read_marked_line(text, last_mark[0]) if last_mark else text)
     if number is None:
         raise ValueError(f"the gold answer {text!r:.80} is neither a number nor a text ending with '#### NUMBER'")
     return number

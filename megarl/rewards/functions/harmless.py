@@ -75,7 +75,7 @@ def is_formula(text: str) -> bool:
     Its evaluation is safe: it has no attributes, quotes, square brackets or other names. Powers of powers may still
     take unlimited time and memory.
     """
-    if _TOKEN.sub("", text) or _depth(text) > _MAX_NESTING:
+    if _TOKEN.sub("", text) or _count_nesting(text) > _MAX_NESTING:
         return False
     return all(len(name) == 1 or name in _FUNCTIONS for name in _NAME.findall(text))
 
@@ -91,9 +91,9 @@ def is_integer_arithmetic(text: str) -> bool:
     return has_only_integers and all(isinstance(node, _ARITHMETIC) for node in nodes)
 
 
-def _depth(text: str) -> int:
-    depth = deepest = 0
+def _count_nesting(text: str) -> int:
+    depth = max_depth = 0
     for character in text:
         depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    return deepest
+        max_depth = max(max_depth, depth)
+    return max_depth

@@ -98,8 +98,8 @@ def check_task(task: str) -> None:
         )
     if task in DATASETS:
         return
-    near = nearest(task, DATASETS)
-    hint = f"did you mean reasoning_gym.{near}?" if near else f"it has {', '.join(sorted(DATASETS))}"
+    similar_task = nearest(task, DATASETS)
+    hint = f"did you mean reasoning_gym.{similar_task}?" if similar_task else f"it has {', '.join(sorted(DATASETS))}"
     version = reasoning_gym.__version__
     raise ConfigError(f"reward.functions: 'reasoning_gym.{task}': reasoning-gym {version} has no task {task!r}; {hint}")
 
@@ -158,8 +158,8 @@ def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags",
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
         raise ValueError(f"kwargs.place = {place!r}: is not a valid value; set it to one of {', '.join(places)}")
-    final = places[place](answering_text(text))
-    return None if final is None else final.strip()
+    answer_text = places[place](answering_text(text))
+    return None if answer_text is None else answer_text.strip()
 
 
 def _score(
@@ -174,7 +174,7 @@ def _score(
     # Also for completions without an answer: the trial before a run starts has none.
     _check_installed()
     prediction = final_answer(completion_text, record, place=place)
-    raw = 0.0
+    raw_score = 0.0
     if prediction is not None and len(prediction) <= _MAX_CHARACTERS:
         metadata = _restore_keys(metadata_of(record) or {})
         if task in _BOARDS and isinstance(metadata.get("output"), list):
@@ -185,9 +185,11 @@ def _score(
             "metadata": metadata,
         }
         _refuse_evaluated(task, entry)
-        dataset = _dataset(task, json.dumps(dict(config)))
-        raw = score_safely(task, dataset, prediction, entry)
-    return Reward(raw * correct_score, prediction is not None, raw >= CORRECT_FROM, metrics={"raw": raw})
+        dataset = _make_dataset(task, json.dumps(dict(config)))
+        raw_score = score_safely(task, dataset, prediction, entry)
+    return Reward(
+        raw_score * correct_score, prediction is not None, raw_score >= CORRECT_FROM, metrics={"raw": raw_score}
+    )
 
 
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
@@ -212,7 +214,7 @@ def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
 
 
 @lru_cache(maxsize=128)
-def _dataset(task: str, config: str) -> Any:
+def _make_dataset(task: str, config: str) -> Any:
     import reasoning_gym
 
     check_task(task)

@@ -41,22 +41,24 @@ def agreement(prediction: str, answer: str) -> float:
     # Long answers are hardly ever a formula, and comparing them as one could take long.
     if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
         return float(prediction.split() == answer.split())
-    result = _agreement(normalize(prediction), normalize(answer))
+    result = _compare_normalised(normalize(prediction), normalize(answer))
     if result == 1.0 or not has_vectors(answer):
         return result
-    return max(result, _agreement(normalize(with_plain_vectors(prediction)), normalize(with_plain_vectors(answer))))
+    return max(
+        result, _compare_normalised(normalize(with_plain_vectors(prediction)), normalize(with_plain_vectors(answer)))
+    )
 
 
-def _agreement(prediction: str, answer: str) -> float:
+def _compare_normalised(prediction: str, answer: str) -> float:
     """Return the agreement of two texts in normalised spelling."""
     if not prediction:
         return 0.0
     if canonical(prediction) == canonical(answer):
         return 1.0
-    by_letter = choice_agreement(prediction, answer, lambda text, gold_text: agreement(text, gold_text) == 1.0)
-    if by_letter is not None:
-        return float(by_letter)
-    gold_quantity, words = _gold_quantity(answer)
+    same_choice = choice_agreement(prediction, answer, lambda text, gold_text: agreement(text, gold_text) == 1.0)
+    if same_choice is not None:
+        return float(same_choice)
+    gold_quantity, words = _read_gold_quantity(answer)
     predicted_quantity = read_quantity(prediction, words)
     if predicted_quantity and gold_quantity:
         return float(same_quantity(predicted_quantity, gold_quantity))
@@ -64,12 +66,12 @@ def _agreement(prediction: str, answer: str) -> float:
     gold_base = _IN_BASE.fullmatch(answer)
     if gold_base and gold_base[1] == prediction:
         return 1.0
-    return _formula_agreement(prediction, answer)
+    return _compare_formulas(prediction, answer)
 
 
-def _formula_agreement(prediction: str, answer: str) -> float:
-    gold, words = _gold_formula(answer)
-    predicted_tree = _formula(prediction, words)
+def _compare_formulas(prediction: str, answer: str) -> float:
+    gold, words = _parse_gold_formula(answer)
+    predicted_tree = _parse_formula(prediction, words)
     if gold is None or predicted_tree is None:
         # Both are words or unknown text, so only the spelling can be compared.
         if all(tree is None or _is_word(tree) for tree in (gold, predicted_tree)):
@@ -80,9 +82,9 @@ def _formula_agreement(prediction: str, answer: str) -> float:
     # Numeric evaluation of huge powers or factorials would take too long.
     if not is_within_caps(prediction) or not is_within_caps(answer):
         return 0.0
-    if _same_with_units(gold, predicted_tree):
+    if _is_same_with_units(gold, predicted_tree):
         return 1.0
-    return float(any(_same_with_units(gold_tree, tree) for gold_tree, tree in _other_readings(prediction, answer)))
+    return float(any(_is_same_with_units(gold_tree, tree) for gold_tree, tree in _other_readings(prediction, answer)))
 
 
 def _is_word(tree: Node) -> bool:
@@ -92,20 +94,20 @@ def _is_word(tree: Node) -> bool:
 
 # Many completions are compared with the same gold answer, so its parsed form is cached.
 @lru_cache(maxsize=256)
-def _gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
+def _read_gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
     """Parse a gold answer as a quantity. Returns the quantity or None, and the names of its unit."""
     quantity = read_quantity(answer)
     return quantity, quantity.unit.names if quantity and quantity.unit else _NO_WORDS
 
 
 @lru_cache(maxsize=256)
-def _gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
+def _parse_gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
     """Parse a gold answer as a formula. Returns its tree or None, and the names of its unit."""
-    tree = _formula(answer, None)
+    tree = _parse_formula(answer, None)
     return tree, tree.value.names if tree is not None and tree.kind == "quantity" else _NO_WORDS
 
 
-def _formula(text: str, words: Collection[str] | None, *, groups: bool = True) -> Node | None:
+def _parse_formula(text: str, words: Collection[str] | None, *, groups: bool = True) -> Node | None:
     text, currency = without_currency(text)
     tree = parse(text, lambda unit, is_apart: read_unit(unit, words if is_apart else _NO_WORDS), groups=groups)
     return Node("quantity", (tree,), currency) if tree is not None and currency is not None else tree
@@ -120,13 +122,13 @@ def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
     if re.search(r"(?<=\s)[A-Za-z]\b", prediction + answer):
         readings.append((parse(answer), parse(prediction)))
     if re.search(r"\d,\d{3}", prediction) and re.search(r",\s", answer):
-        readings.append((_gold_formula(answer)[0], _formula(prediction, _NO_WORDS, groups=False)))
+        readings.append((_parse_gold_formula(answer)[0], _parse_formula(prediction, _NO_WORDS, groups=False)))
     return [
         (gold, predicted_tree) for gold, predicted_tree in readings if gold is not None and predicted_tree is not None
     ]
 
 
-def _same_with_units(gold: Node, predicted_tree: Node) -> bool:
+def _is_same_with_units(gold: Node, predicted_tree: Node) -> bool:
     """Return whether two formulas are equal, with the prediction converted to the gold answer's unit.
 
     A unit in only one of them is ignored, except percent: a predicted 50% means 0.5, and a gold 50% may be written 0.5

@@ -158,7 +158,7 @@ def normalize(text: str) -> str:
         text = _without_wrapping(text)
     text = _BOX.sub("{", text)  # A box around a part of the answer only frames it.
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
-    text = _SCRIPTS.sub(_script, text) if not text.isascii() else text
+    text = _SCRIPTS.sub(_plain_script, text) if not text.isascii() else text
     text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
     text = _BRACKETED_REPETEND.sub(r"\\overline{\1}", text)
     text = _LETTERLESS_TEXT.sub(r"\1", text)
@@ -213,7 +213,7 @@ def _separate_domain(domain: re.Match[str]) -> str:
     return rf", {domain['name']} \in {domain['set']}" if domain["name"] else ", "
 
 
-def _script(script: re.Match[str]) -> str:
+def _plain_script(script: re.Match[str]) -> str:
     if script[1]:
         return "^{" + script[1].translate(_RAISED) + "}"
     return "_{" + script[2].translate(_LOWERED) + "}"
@@ -274,7 +274,7 @@ def is_same_text(first: str, second: str) -> bool:
     Words are compared without case, single letters with case. Only braces around an index, an exponent or a command's
     argument count.
     """
-    return _loose(first) == _loose(second)
+    return _simplify_words(first) == _simplify_words(second)
 
 
 def is_same_without_stray_braces(first: str, second: str) -> bool:
@@ -287,7 +287,7 @@ def is_same_without_stray_braces(first: str, second: str) -> bool:
     return _without_braces(canonical(first)) == _without_braces(canonical(second))
 
 
-def _loose(text: str) -> str:
+def _simplify_words(text: str) -> str:
     text = canonical(_lower_words(plain_text(text).strip("\"'`").rstrip(".,; ")))
     return text if _MEANINGFUL.search(text) else _without_braces(text)
 
@@ -312,13 +312,13 @@ def is_within_caps(text: str) -> bool:
     towers = _POWER_TOWER.findall(text)
     if any(len(low) > 4 or len(high) > 2 or int(low) ** int(high) > MAX_EXPONENT for low, high in towers):
         return False
-    depth = deepest = 0
+    depth = max_depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
+        max_depth = max(max_depth, depth)
     factorials = (first or second for first, second in _FACTORIAL.findall(text))
     return (
-        deepest <= MAX_NESTING
+        max_depth <= MAX_NESTING
         and all(len(exponent) < 9 and int(exponent) <= MAX_EXPONENT for exponent in _EXPONENT.findall(text))
         and all(len(operand) < 9 and int(operand) <= MAX_FACTORIAL for operand in factorials)
     )

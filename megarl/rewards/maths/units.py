@@ -58,24 +58,24 @@ def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[boo
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
-    words = power_of_any = 0
+    num_words = power_of_any = 0
     for name, exponent in _unit_words(text):
-        words += 1
+        num_words += 1
         # More words are a sentence, not a unit.
-        if words > MAX_UNIT_WORDS or name is None:
+        if num_words > MAX_UNIT_WORDS or name is None:
             return False, None
         if name in _ORDINAL_ENDINGS:
             continue
         if name in _ANY_UNITS:
             power_of_any += exponent
             continue
-        meaning = _meaning(name, unit_words, is_text=text.lstrip().startswith("\\"))
+        meaning = _find_meaning(name, unit_words, is_text=text.lstrip().startswith("\\"))
         if meaning is None:
             return False, None
         factor *= meaning[0] ** exponent
         for base, power in meaning[1].items():
             dimensions[base] += power * exponent
-    if not words:
+    if not num_words:
         return False, None
     if power_of_any and not dimensions and factor == 1:
         return True, Unit(factor, ((_ANY_UNIT, power_of_any),))
@@ -83,7 +83,9 @@ def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[boo
     return True, Unit(factor, base_units) if base_units or factor != 1 else None
 
 
-def _meaning(name: str, unit_words: Collection[str] | None, *, is_text: bool) -> tuple[Fraction, dict[str, int]] | None:
+def _find_meaning(
+    name: str, unit_words: Collection[str] | None, *, is_text: bool
+) -> tuple[Fraction, dict[str, int]] | None:
     """Return a unit's factor and its base units with exponents. None: the word is not a unit."""
     singular = _singular(name.lower())
     if singular == "pound" and unit_words is not None and "sterling" in unit_words:
@@ -124,8 +126,8 @@ def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
     text = re.sub(r"degree\s+C\b", "celsius", re.sub(r"degree\s+F\b", "fahrenheit", text))
     text = re.sub(r"^(?:\s|\\,|\\ |~)+|\s+$", "", text.replace("\\ ", " "))
     position = 0
-    # `sign` is the exponent's sign (-1 after "per" or /), `before` the power of a leading "square" or "cubic".
-    sign, before = 1, 1
+    # `sign` is the exponent's sign (-1 after "per" or /), `leading_power` the power of a leading "square" or "cubic".
+    sign, leading_power = 1, 1
     while position < len(text):
         part = _UNIT_PART.match(text, position)
         if part is None or part.end() == position:
@@ -135,11 +137,11 @@ def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
         if part["over"]:
             sign = -1
         elif part["power"]:
-            before = 2 if part["power"].startswith("s") else 3
+            leading_power = 2 if part["power"].startswith("s") else 3
         else:
-            after = (part["exponent"] or "1").translate(str.maketrans("²³", "23", "^{} "))
-            yield part["word"], sign * before * int(after)
-            before = 1
+            own_power = (part["exponent"] or "1").translate(str.maketrans("²³", "23", "^{} "))
+            yield part["word"], sign * leading_power * int(own_power)
+            leading_power = 1
 
 
 def _singular(word: str) -> str:

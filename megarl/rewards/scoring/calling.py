@@ -142,19 +142,21 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
         for parameter in parameters
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
+    # A function with verl's or TRL's parameters gets their values, any other one the values in PARAMETERS.
     foreign = foreign_function(function, named_parameters, takes_any=takes_any)
-    of_samples = PARAMETERS.keys() - set(_RECIPE_PARAMETERS) if foreign is None else foreign.reserved
-    if reserved_keys := [key for key in kwargs if key in of_samples]:
+    sample_parameters = PARAMETERS.keys() - set(_RECIPE_PARAMETERS) if foreign is None else foreign.reserved
+    if reserved_keys := [key for key in kwargs if key in sample_parameters]:
         raise ConfigError(
             f"reward.functions: {name!r}: kwargs.{reserved_keys[0]}: every sample has its own value of this, so the "
             "recipe cannot set it; remove it"
         )
-    if additional := [key for key in kwargs if key not in named_parameters and not takes_any]:
-        near = nearest(additional[0], named_parameters)
-        hint = f"did you mean {near}?" if near else f"it takes {', '.join(named_parameters) or 'none'}"
+    if unknown_keys := [key for key in kwargs if key not in named_parameters and not takes_any]:
+        similar_name = nearest(unknown_keys[0], named_parameters)
+        hint = f"did you mean {similar_name}?" if similar_name else f"it takes {', '.join(named_parameters) or 'none'}"
         raise ConfigError(
-            f"reward.functions: {name!r}: kwargs.{additional[0]}: is not a parameter of the function; {hint}"
+            f"reward.functions: {name!r}: kwargs.{unknown_keys[0]}: is not a parameter of the function; {hint}"
         )
+    # Each required parameter needs a value, from the sample or from the recipe's kwargs.
     if foreign is not None:
         unknown = foreign.unknown(kwargs)
     else:
@@ -169,7 +171,7 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
             if parameter.default is None and parameter.name in _SAMPLE_NAMES and parameter.name not in kwargs
         ]
     if unknown:
-        raise ConfigError(_unknown(name, unknown))
+        raise ConfigError(_unknown_parameters_text(name, unknown))
     if foreign is not None:
         return BoundFunction(foreign, foreign.needs, {}, kwargs, foreign.record_fields(kwargs))
     # A function with **rest gets every value of the sample except the sandbox.
@@ -187,7 +189,7 @@ def example_definition(name: str) -> str:
     return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
 
 
-def _unknown(name: str, parameters: Sequence[str]) -> str:
+def _unknown_parameters_text(name: str, parameters: Sequence[str]) -> str:
     counterparts = "; ".join(f"{parameter}: {_counterpart(parameter)}" for parameter in parameters)
     return (
         f"reward.functions: {name!r}: parameters that are not known, each with its counterpart here: {counterparts}. "

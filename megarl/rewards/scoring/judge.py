@@ -74,18 +74,18 @@ class Judge(ServedReward[JudgeConfig]):
         super().__init__(name, config)
         self._prompt = self._read_prompt()
         self._scores = {choice.casefold(): score for choice, score in config.choices.items()}
-        self._pattern, self._verdict = self._compile_pattern(), self._last_line()
+        self._pattern, self._verdict = self._compile_pattern(), self._compile_last_line()
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
         values = self._values(sample)
         # Replace in one pass, so that braces within a completion are not taken for placeholders.
         text = _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], self._prompt)
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
-        bounds = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
+        sampling_fields = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
         return {
             "model": self.config.model,
             "messages": [*system, {"role": "user", "content": text}],
-            **{name: value for name, value in bounds.items() if value is not None},
+            **{name: value for name, value in sampling_fields.items() if value is not None},
             **self.config.request,
         }
 
@@ -161,7 +161,7 @@ class Judge(ServedReward[JudgeConfig]):
 
     @property
     def reads_records(self) -> bool:
-        return any(name.startswith("record.") for name in self._names(self._prompt))
+        return any(name.startswith("record.") for name in self._placeholder_names(self._prompt))
 
     def check_record(self, sample: Sample) -> None:
         self._values(sample)
@@ -170,13 +170,13 @@ class Judge(ServedReward[JudgeConfig]):
         """Return the texts for the prompt's placeholders. Raises ValueError if the record lacks a field."""
         questions = [message.get("content") for message in sample.prompt_messages if message.get("role") == "user"]
         values = {
-            "question": _text(questions[-1]) if questions else "",
+            "question": _as_text(questions[-1]) if questions else "",
             "completion": self._select_text(sample),
-            "answer": _text(sample.answer),
+            "answer": _as_text(sample.answer),
         }
-        for name in self._names(self._prompt):
+        for name in self._placeholder_names(self._prompt):
             if name not in values:
-                values[name] = _text(_field(sample.record or {}, name.partition(".")[2]))
+                values[name] = _as_text(_read_field(sample.record or {}, name.partition(".")[2]))
         return values
 
     def _select_text(self, sample: Sample) -> str:
@@ -194,7 +194,7 @@ class Judge(ServedReward[JudgeConfig]):
             text = check_regular(Path(path)).read_text(encoding="utf-8")
         except (OSError, ValueError, DataError) as error:
             raise self.fault(f"kwargs.prompt = {path}: cannot be read ({error}); give a text file") from None
-        names = self._names(text)
+        names = self._placeholder_names(text)
         placeholders = "{{question}}, {{completion}}, {{answer}}, {{record.FIELD}}"
         unknown = [name for name in names if name not in _KNOWN and not re.fullmatch(r"record\.[\w.-]+", name)]
         if unknown:
@@ -217,7 +217,7 @@ class Judge(ServedReward[JudgeConfig]):
                 f"kwargs.pattern = {self.config.pattern!r}: is not a regular expression: {error}"
             ) from None
 
-    def _last_line(self) -> re.Pattern[str]:
+    def _compile_last_line(self) -> re.Pattern[str]:
         """Return the regular expression of a last line with a verdict, its first group."""
         # Longest first, so that a choice is not cut to a shorter one with the same beginning.
         words = sorted(map(re.escape, self.config.choices), key=len, reverse=True)
@@ -225,11 +225,11 @@ class Judge(ServedReward[JudgeConfig]):
         return re.compile(rf"{_LABEL}[\s*_`\"'(\[{{]*({verdict})[\s*_`\"')\]}}.!]*", re.IGNORECASE)
 
     @staticmethod
-    def _names(text: str) -> tuple[str, ...]:
+    def _placeholder_names(text: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(_PLACEHOLDER.findall(text)))
 
 
-def _field(record: Mapping[str, Any], name: str) -> Any:
+def _read_field(record: Mapping[str, Any], name: str) -> Any:
     """Return a record's field. Dots in the name lead into objects. Raises ValueError for a missing field."""
     value: Any = record
     for part in (name,) if name in record else name.split("."):
@@ -239,5 +239,5 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

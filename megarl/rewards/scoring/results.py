@@ -103,7 +103,7 @@ def combine_scores(
     return Reward(
         score=_check_score(total, total),
         format_valid=all(formats) if opinions else False,
-        answer_correct=_answer(opinions, judges, correct_score),
+        answer_correct=_combine_verdicts(opinions, judges, correct_score),
         scores={metric_name(name): None if score is None else score.score for name, score in scores.items()},
         metrics={
             f"{metric_name(name)}/{key}": value
@@ -113,7 +113,9 @@ def combine_scores(
     )
 
 
-def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float) -> bool | None:
+def _combine_verdicts(
+    opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float
+) -> bool | None:
     if strongest(judges.values()) == "none":
         return None
     verdicts = [

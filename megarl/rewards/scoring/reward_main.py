@@ -35,7 +35,7 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         if sandbox is not None:
             request["values"]["sandbox"] = sandbox
-        return _answer(functions, request["values"])
+        return _score_sample(functions, request["values"])
 
     fields = {name for function in functions.values() for name in function.record_fields}
     return {"needs": sorted(needs), "record_fields": sorted(fields)}, answer
@@ -55,7 +55,7 @@ def _start_sandbox(settings: dict[str, Any]) -> AnySandbox:
     return sandbox
 
 
-def _answer(functions: dict[str, BoundFunction], values: dict[str, Any]) -> dict[str, Any]:
+def _score_sample(functions: dict[str, BoundFunction], values: dict[str, Any]) -> dict[str, Any]:
     """Return the score of each function, or the first error. A score is null if the function does not apply."""
     scores: dict[str, dict[str, Any] | None] = {}
     name = ""

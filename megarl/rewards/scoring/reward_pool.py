@@ -167,15 +167,15 @@ class RewardPool:
             needs = frozenset((await place.ready()).get("needs", ())) & PARAMETERS.keys()
             limits = request_limits(settings, has_sandbox="sandbox" in needs)
             answer = await place.request({"values": sample.values(needs, settings.correct_score)}, limits)
-            how = answer.get("ended") or answer.get("lost")
-            if how is None:
+            end_text = answer.get("ended") or answer.get("lost")
+            if end_text is None:
                 try:
                     return replace(read_answer(answer, settings, limits), num_lost=num_lost)
                 except ValueError as error:
                     # A process that breaks the protocol cannot be trusted with another sample.
                     place.kill()
                     return FunctionScores(failure="error", detail=str(error), num_lost=num_lost)
-            detail = f"{settings.names}: while scoring, the reward process {how}"
+            detail = f"{settings.names}: while scoring, the reward process {end_text}"
         return FunctionScores(failure="error", detail=detail, num_lost=_MAX_LOST)
 
     def metrics(self) -> dict[str, float]:

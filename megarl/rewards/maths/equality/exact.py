@@ -135,7 +135,7 @@ def _whole_root(radicand: int, degree: int) -> int:
     return low
 
 
-def _whole(operands: tuple[Fraction, ...]) -> list[int]:
+def _as_whole_numbers(operands: tuple[Fraction, ...]) -> list[int]:
     if any(operand.denominator != 1 for operand in operands):
         raise NoValueError
     return [int(operand) for operand in operands]
@@ -151,6 +151,6 @@ _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "mod": lambda operand, modulus: operand % modulus,
     "max": lambda *operands: max(operands),
     "min": lambda *operands: min(operands),
-    "gcd": lambda *operands: Fraction(math.gcd(*_whole(operands))),
-    "lcm": lambda *operands: Fraction(math.lcm(*_whole(operands))),
+    "gcd": lambda *operands: Fraction(math.gcd(*_as_whole_numbers(operands))),
+    "lcm": lambda *operands: Fraction(math.lcm(*_as_whole_numbers(operands))),
 }

@@ -46,7 +46,7 @@ def same_label(first: Node, second: Node) -> bool:
     return {first.kind, second.kind} == {"symbol", "apply"} and symbol("y") in (first, second)
 
 
-def _name(node: Node) -> str | None:
+def _name_of(node: Node) -> str | None:
     if node.kind == "symbol":
         return node.value
     if node.kind == "words":
@@ -56,25 +56,26 @@ def _name(node: Node) -> str | None:
     return None
 
 
-def _pairs(node: Node) -> list[tuple[str, Node]] | None:
+def _read_assignments(node: Node) -> list[tuple[str, Node]] | None:
     """Return the pairs (name, value) of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. Names may repeat."""
     if is_equation(node):
         first, last = node.parts[0], node.parts[-1]
         is_pair = first.kind == last.kind == "tuple" and len(node.parts) == 2 and len(first.parts) == len(last.parts)
         if is_pair:
-            names = [_name(part) for part in first.parts]
+            names = [_name_of(part) for part in first.parts]
             if not all(names):
                 return None
             return [(name, value) for name, value in zip(names, last.parts, strict=True) if name]
-        names = [_name(part) for part in node.parts[:-1]]
-        if not all(names) or (len(names) > 1 and _name(last)):
+        names = [_name_of(part) for part in node.parts[:-1]]
+        if not all(names) or (len(names) > 1 and _name_of(last)):
             return None
         return [(name, last) for name in names if name]
     if node.kind != "list":
         return None
+    # A list of assignments: x=1, y=2.
     all_pairs: list[tuple[str, Node]] = []
     for part in node.parts:
-        pairs = _pairs(part)
+        pairs = _read_assignments(part)
         if pairs is None:
             return None
         all_pairs.extend(pairs)
@@ -83,7 +84,7 @@ def _pairs(node: Node) -> list[tuple[str, Node]] | None:
 
 def assignments(node: Node) -> dict[str, Node] | None:
     """Return values by name if a formula gives values to at least two names, else None."""
-    pairs = _pairs(node) if node.kind != "list" or node.value != "or" else None
+    pairs = _read_assignments(node) if node.kind != "list" or node.value != "or" else None
     values = dict(pairs or ())
     return values if pairs and len(values) == len(pairs) > 1 else None
 
@@ -97,21 +98,21 @@ def are_numbered(names: Collection[str]) -> bool:
 def in_order(names: Collection[str]) -> list[str]:
     """Return names by letter, then by index: x_2 before x_10, and both before y."""
 
-    def place(name: str) -> tuple[str, int, str]:
+    def sort_key(name: str) -> tuple[str, int, str]:
         letter, _, index = name.partition("_")
         return letter, len(index), index
 
-    return sorted(names, key=place)
+    return sorted(names, key=sort_key)
 
 
 def solutions(node: Node) -> tuple[Node | None, Node]:
     """Return the name and the values of alternatives like `x=1 or x=2`; for other formulas, None and the formula."""
     if node.kind == "list":
-        pairs = _pairs(node)
+        pairs = _read_assignments(node)
         if pairs and len({name for name, _ in pairs}) == 1:
             return node.parts[0].parts[0], Node("list", tuple(value for _, value in pairs), node.value)
         first = node.parts[0]
-        is_shared = first.kind == "relation" and first.value == ("=",) and _name(first.parts[0]) is not None
+        is_shared = first.kind == "relation" and first.value == ("=",) and _name_of(first.parts[0]) is not None
         if is_shared and not any(part.kind == "relation" for part in node.parts[1:]):
             # `x = 1, 2` and `x = 1 or 2`: the name applies to all values.
             return first.parts[0], Node("list", (first.parts[1], *node.parts[1:]), node.value)
@@ -122,11 +123,17 @@ def without_domain(node: Node) -> tuple[Node, Node | None]:
     r"""Split `k\pi, k \in \mathbb{Z}` into the formula and the set of its parameter's values (None: no set)."""
     if node.kind != "list" or node.value != "," or len(node.parts) < 2:
         return node, None
-    last = node.parts[-1]
-    is_domain = last.kind == "relation" and last.value == ("in",) and last.parts[1].value in ("mathbbZ", "mathbbN")
-    if not is_domain or not all(part.value in first.symbols() for part in last.parts[:1] for first in node.parts[:1]):
+    last_item = node.parts[-1]
+    is_domain = (
+        last_item.kind == "relation"
+        and last_item.value == ("in",)
+        and last_item.parts[1].value in ("mathbbZ", "mathbbN")
+    )
+    if not is_domain or not all(
+        part.value in first.symbols() for part in last_item.parts[:1] for first in node.parts[:1]
+    ):
         return node, None
-    return (node.parts[0] if len(node.parts) == 2 else Node("list", node.parts[:-1], ",")), last
+    return (node.parts[0] if len(node.parts) == 2 else Node("list", node.parts[:-1], ",")), last_item
 
 
 def with_shared_relation(node: Node) -> Node:

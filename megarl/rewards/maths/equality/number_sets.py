@@ -46,10 +46,10 @@ def same_set(gold: Node, prediction: Node) -> bool | None:
     # Without an edge, agreement at the fixed points alone proves nothing, unless no edges are known to exist.
     if (not edges and None in (first.edges, second.edges)) or len(edges) > MAX_EDGES:
         return None
-    return all(first.contains(point) == second.contains(point) for point in _points(edges))
+    return all(first.contains(point) == second.contains(point) for point in _make_sample_points(edges))
 
 
-def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
+def _make_sample_points(edges: tuple[Fraction, ...]) -> list[Fraction]:
     near_edges = [edge + sign * step * (1 + abs(edge)) for edge in edges for step in _STEPS for sign in (-1, 1)]
     sorted_edges = sorted(edges)
     between = [(low + high) / 2 for low, high in pairwise(sorted_edges)]
@@ -67,7 +67,7 @@ def _number_set(node: Node) -> NumberSet | None:
     if node.kind == "tuple":
         return _read_interval(node)
     if node.kind == "set":
-        return _finite_set(node)
+        return _make_finite_set(node)
     if node == EMPTY_SET:
         return NumberSet(lambda point: False, ())
     if node == symbol("mathbbR"):
@@ -90,7 +90,7 @@ def _number_set(node: Node) -> NumberSet | None:
 def _read_interval(node: Node) -> NumberSet | None:
     if len(node.parts) != 2:
         return None
-    low, high = (_end(part) for part in node.parts)
+    low, high = (_read_end(part) for part in node.parts)
     has_low, has_high = node.value[0] == "[", node.value[1] == "]"
     # An infinite end must be open, and an interval's ends must be in order. Otherwise it is a pair of numbers.
     if (low is None and (has_low or node.parts[0] == INFINITY)) or (high is None and has_high):
@@ -99,14 +99,14 @@ def _read_interval(node: Node) -> NumberSet | None:
         return None
 
     def contains(point: Fraction) -> bool:
-        above = low is None or _is_below(low, point) or (has_low and _is_near(low, point))
-        below = high is None or _is_below(point, high) or (has_high and _is_near(high, point))
-        return above and below
+        is_above = low is None or _is_below(low, point) or (has_low and _is_near(low, point))
+        is_below = high is None or _is_below(point, high) or (has_high and _is_near(high, point))
+        return is_above and is_below
 
     return NumberSet(contains, tuple(end for end in (low, high) if end is not None))
 
 
-def _end(node: Node) -> Fraction | None:
+def _read_end(node: Node) -> Fraction | None:
     return None if node in (INFINITY, negative(INFINITY)) else _number(node)
 
 
@@ -115,7 +115,7 @@ def _number(node: Node) -> Fraction:
     return as_fraction(real_value(node)) if value is None else value
 
 
-def _finite_set(node: Node) -> NumberSet:
+def _make_finite_set(node: Node) -> NumberSet:
     elements = tuple(_number(part) for part in node.parts)
     return NumberSet(lambda point: any(_is_near(element, point) for element in elements), elements)
 
@@ -207,7 +207,9 @@ def _join_conditions(node: Node) -> NumberSet | None:
     edges = tuple(edge for numbers in number_sets for edge in numbers.edges or ()) if has_edges else None
     is_union = node.value == "or"
     if node.value == "," and edges is not None:
-        is_union = not any(all(numbers.contains(point) for numbers in number_sets) for point in _points(edges))
+        is_union = not any(
+            all(numbers.contains(point) for numbers in number_sets) for point in _make_sample_points(edges)
+        )
     combine = any if is_union else all
     return NumberSet(
         lambda point: combine(numbers.contains(point) for numbers in number_sets), edges, number_sets[0].variable
