@@ -125,7 +125,7 @@ def engine_arguments(
     arguments |= _linear_attention_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
     changes = _config_changes(fields, model_path, shape, override)
-    # A function can remove a field too: the weights of reshards are not quantised as the folder's are.
+    # A function can remove a field too: reshards send full precision, whatever the folder's files have.
     if fields.get("quantization_config") is not None:
         arguments["hf_overrides"] = partial(_override_unquantised, changes)
     elif changes:
