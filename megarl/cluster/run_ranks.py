@@ -246,6 +246,7 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
         for task in tasks:
             task.cancel()
         raise
+    # A rank that only reports that a peer left a collective is not the cause. Wait for the cause's group to report.
     failed_tasks = [task for task in tasks if task.done() and task.exception() is not None]
     if failed_tasks and all(_is_echo(task.exception()) for task in failed_tasks):
         await asyncio.wait(tasks, timeout=_CAUSE_SECONDS)

@@ -74,6 +74,7 @@ def apply_override(config: Mapping[str, Any], override: Mapping[str, Any]) -> di
             rotary_settings = {**unscaled, **_scaling(override[name])}
     if "rope_theta" in override:
         rotary_settings["rope_theta"] = override["rope_theta"]
+    # Write the settings back in the form of the file.
     if "rope_parameters" in config:
         return new_config | {"rope_parameters": rotary_settings}
     separate_fields = {

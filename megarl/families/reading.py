@@ -150,6 +150,7 @@ def sigmoid_router(config: Mapping[str, Any]) -> Router:
             f"n_group {num_groups}, topk_group {top_groups}, num_experts_per_tok {num_chosen}: Megatron-Core and vLLM "
             "choose different groups unless num_experts_per_tok // topk_group is 2; use another model."
         )
+    # The shared experts are computed as one, with the sum of their sizes.
     expert_size = size(config, "moe_intermediate_size")
     return Router(
         num_experts=num_experts,

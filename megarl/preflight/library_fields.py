@@ -32,6 +32,7 @@ def check_megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # Parsing the libraries' sources below takes 0.1 s of CPU time.
     if not settings:
         return
+    # Some settings are decided by the recipe or the model only in certain models and modes.
     reserved = reserved_settings("megatron") | reserved_settings("architecture")
     has_sinks = "softmax_type" in FAMILIES[shape.family].settings(shape)
     reserved |= reserved_settings("sinks") if has_sinks else {}

@@ -136,6 +136,7 @@ class Diagnosis:
     async def _end_call(self, call: Call) -> Exception:
         """End the group because of a failed or late rank. Return the error naming the first cause."""
         calls = list(self._calls)
+        # No rank has failed, so the deadline has passed: the stacks show the ranks at fault.
         if not call.errors():
             fault = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
             return await self._end_silent(fault, call.silent(), await self.read_stacks(), _remedy(call.limit))

@@ -277,6 +277,7 @@ async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> li
     try:
         return await asyncio.gather(*start_tasks)
     except BaseException:
+        # A group that has started, or is about to, must not outlive the failed start.
         for start in start_tasks:
             start.cancel()
         groups_and_errors = await asyncio.gather(*start_tasks, return_exceptions=True)

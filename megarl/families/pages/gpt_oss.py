@@ -102,6 +102,7 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
     packed_prefix = _MLP + "experts."
     gate_up, down = packed_prefix + "gate_up_proj", packed_prefix + "down_proj"
+    # Gate and up rows alternate in files, so each is every second index, from `offset` on. Weights are transposed.
     return (
         *(
             alias

@@ -428,6 +428,7 @@ def _find_state_differences(
                 name, f"on rank {differing_ranks[0]}", f"relative distance about {distance:.2g}", distance=distance
             )
         return
+    # With other parallel sizes the ranks hold other parts, so compare the whole tensor.
     distance = sum(recorded_parts.values(), Fingerprint()).distance(sum(replayed_parts.values(), Fingerprint()))
     # `not <=` rather than `>`, so that NaN counts as a difference.
     if not distance <= STATE_FACTOR * tolerance:
