@@ -86,6 +86,7 @@ _SECOND = re.compile(
 
 Exceptions are choices called wrong (`B; A, C are wrong`) and the word I (`B, and I think`).
 """
+_SINGLE_LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
 _WITHDRAWAL = re.compile(
     r"(?:^|[.,;:!?\u2026\u2013\u2014(-])[\s*_]*(?i:(?:no|nope|sorry|oops|hm+|correction)(?=[\s*_]*[.,:;!\u2026-]|\s+wait\b)"
     r"|(?:wait|actually|on\s+(?:second\s+thoughts?|reflection)|scratch\s+that|i\s+(?:made\s+a\s+mistake|was\s+wrong))\b)"
@@ -128,10 +129,14 @@ class Statement:
         """Return whether another choice is joined to the letter (`the answer is A or B`), or to the choice's own text
         after the letter (`A, red, or B`).
         """
-        if _SECOND.match(self.text, self.end):
-            return True
         own = re.match(re.escape(own_text), self._rest_of_line, re.IGNORECASE) if own_text else None
-        return own is not None and _SECOND.match(self._rest_of_line, own.end()) is not None
+        return self._names_another(self.text, self.end) or (
+            own is not None and self._names_another(self._rest_of_line, own.end())
+        )
+
+    def _names_another(self, text: str, start: int) -> bool:
+        second = _SECOND.match(text, start)
+        return second is not None and any(letter != self.letter for letter in _SINGLE_LETTER.findall(second[0]))
 
 
 def letter_called_right(line: str) -> str | None:
