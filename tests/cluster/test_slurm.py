@@ -707,6 +707,21 @@ async def test_only_agents_that_do_not_end_by_themselves_are_killed(
     step.signal.assert_called_once_with(signal.SIGTERM)
 
 
+async def test_a_cancelled_end_kills_agents_too() -> None:
+    has_ended = asyncio.Event()
+    step = Mock(wait_for_end=has_ended.wait)
+    nodes = srun.SrunNodes(NodeKind(0, 2, 1), {}, ())
+    nodes._steps.append(step)
+    ending = asyncio.create_task(nodes.end_agents())
+    await asyncio.sleep(0)
+    step.signal.assert_not_called()
+    ending.cancel()
+    await asyncio.wait({ending})
+    assert ending.cancelled()
+    step.signal.assert_called_once_with(signal.SIGTERM)
+    has_ended.set()
+
+
 def test_without_slurm_s_commands_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.cluster.launchers import sbatch
 

@@ -110,11 +110,14 @@ class SrunNodes(ConnectedNodes):
     async def end_agents(self) -> None:
         # Without a connection agents end by themselves. srun would report each killed one as an error.
         ends = [asyncio.create_task(step.wait_for_end()) for step in self._steps]
-        if ends:
-            await asyncio.wait(ends, timeout=_EXIT_SECONDS)
-        for step in self._steps:
-            # On SIGTERM, srun makes Slurm kill all tasks.
-            step.signal(signal.SIGTERM)
+        try:
+            if ends:
+                await asyncio.wait(ends, timeout=_EXIT_SECONDS)
+        finally:
+            # Also after a cancellation: srun would outlive the driver if an agent hangs.
+            for step in self._steps:
+                # On SIGTERM, srun makes Slurm kill all tasks.
+                step.signal(signal.SIGTERM)
         await asyncio.gather(*ends)
 
 
