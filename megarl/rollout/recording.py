@@ -28,6 +28,11 @@ class RecordedCall:
     is_done: bool = False
     identity: str = ""
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the engine has refused the call."""
+        return self.is_done and self.parts[0].finish_reason == "error"
+
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
         archive.arrays[f"{prefix}prompt"] = self.prompt_token_ids
         parts = [part.to_json(archive, f"{prefix}{part_index}.") for part_index, part in enumerate(self.parts)]

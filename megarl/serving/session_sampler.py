@@ -83,10 +83,11 @@ class SessionSampler:
             on_loss=self._count_lost,
         )
         self._count_reported()
+        # An engine may refuse to continue a completion after a pause.
+        self.num_sampled += len(completion.token_ids)
         if completion.finish_reason == "error":
             self._counts["refused_calls"] += 1
             raise RequestError(completion.error or "the engine refuses this request")
-        self.num_sampled += len(completion.token_ids)
         return ModelCall(token_ids, completion)
 
     async def wait_for_reports(self) -> int:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -471,3 +471,39 @@ async def test_a_start_before_the_newest_answers_is_counted(tmp_path: Path) -> N
     with (tmp_path / "attempts.journal").open("ab") as file:
         file.write(encode_line({"kind": "start", "version": 1}))
     assert account_tokens(tmp_path) == TokenAccount(sampled=2, lost=2)
+
+
+class RefusingPool(Pool):
+    """Samples a part of each completion. After a pause it refuses to continue a prompt of more than three tokens."""
+
+    async def generate(self, request: Request, *, parts: list[Completion], **_: Any) -> Completion:
+        answer = await super().generate(request)
+        if len(request.prompt_token_ids) == len(FIRST):
+            return answer
+        parts.append(answer)
+        nothing = np.zeros(0, np.int64)
+        last = Completion(request.request_id, nothing, nothing.astype(np.float32), "error", nothing.astype(np.int32))
+        return join_parts([*parts, last])
+
+
+async def test_a_refused_call_of_a_checkpoint_is_repeated(tmp_path: Path) -> None:
+    """Otherwise its prompt is unknown to the new try, which samples all later answers again."""
+    journal, calls = opened(tmp_path, 1), list[RecordedCall]()
+    prompts = [np.array(prompt, np.int32) for prompt in (SECOND, FIRST)]
+
+    async def ask(log: AttemptLog, pool: Pool) -> AttemptEngine:
+        log.merge_into(calls)
+        engine: Any = AttemptEngine(cast("EnginePool", pool), calls, log=log)
+        for number, prompt in enumerate(prompts):
+            await engine.generate(Request(f"r{number}", prompt, SAMPLING, 1))
+        return engine
+
+    await ask(journal.begin("a", "s"), RefusingPool())
+    assert journal.account() == TokenAccount(sampled=4, waiting=4)
+    journal.close()
+    journal, pool = opened(tmp_path, 1), RefusingPool()
+    engine = await ask(journal.begin("a", "s"), pool)
+    assert pool.num_sampled == 0 and not engine.is_restarted
+    # The tokens of the refused call stay with the earlier try.
+    assert journal.account() == TokenAccount(sampled=4, waiting=2, lost=2)
+    journal.close()

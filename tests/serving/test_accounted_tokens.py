@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import numpy as np
@@ -25,6 +26,7 @@ from megarl.rollout.recording import RecordedCall
 from megarl.rollout.stitch import stitch
 from megarl.serving.agents import AgentProgram
 from megarl.serving.containers import Containers
+from megarl.serving.refusal import RequestError
 from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits, SessionSampler
 from megarl.terminal import FirstOfEachKind
@@ -191,6 +193,21 @@ class LatePool(ScriptedPool):
 
     def forget(self, affinity: str) -> None:
         self.forgotten.append(affinity)
+
+
+async def test_tokens_before_a_refusal_count_for_the_session() -> None:
+    """An engine refuses to continue a completion that has two tokens from before a pause."""
+
+    async def refuse(request: Request, **_: Any) -> Completion:
+        values = np.zeros(2, np.float32)
+        return Completion(request.request_id, np.array([1, 2]), values, "error", values.astype(np.int32))
+
+    pool: Any = Mock(generate=refuse)
+    counts = Counter[str]()
+    sampler = SessionSampler("s", Limits(CONTEXT_TOKENS, 40, 60.0), pool, counts)
+    with pytest.raises(RequestError):
+        await sampler.sample("t", 1, np.array([5, 6], np.int32), SAMPLING)
+    assert sampler.num_sampled == 2 and counts == {"refused_calls": 1}
 
 
 async def test_a_session_ends_although_the_client_that_ends_it_disconnects() -> None:

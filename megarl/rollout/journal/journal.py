@@ -354,10 +354,11 @@ class AttemptLog:
     def merge_into(self, calls: list[RecordedCall]) -> None:
         """Add the earlier try's answers to the model calls of a checkpoint, without duplicates.
 
-        Removes answers that this try cannot use, because their tokens are counted as lost.
+        Removes answers that this try cannot use, because their tokens are counted as lost. Refused calls stay: only
+        checkpoints have them.
         """
         journaled = Counter(map(_digest, self.calls))
-        for call in [call for call in calls if call.is_done]:
+        for call in [call for call in calls if call.is_done and not call.is_refused]:
             if journaled[_digest(call)]:
                 journaled[_digest(call)] -= 1
                 calls.remove(call)
@@ -426,10 +427,11 @@ class AttemptLog:
             if not is_repeated:
                 self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
             raise asyncio.CancelledError
-        # A refused request has no tokens. A repeated attempt is refused again, so its answer is not recorded.
-        if call.parts[0].finish_reason == "error":
-            self.note_aborted(self.name, call, 0)
-        if call.parts[0].finish_reason != "error":
+        if call.is_refused:
+            # A repeated attempt is refused again, so the answer is not recorded. Count the parts before a pause.
+            if not is_repeated:
+                self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
+        else:
             origins = self._origins[_digest(call)] if is_repeated else []
             origin = origins.pop(0) if origins else None
             await self._journal.write_answer(self.name, call, origin, num_begun=num_begun, request_id=request_id)
