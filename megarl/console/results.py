@@ -171,14 +171,14 @@ def print_token_account(account: TokenAccount) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "untrained: of attempts without a reward or with a skipped update, undelivered, aborted, or dropped",
+        "untrained: without a loss or with a skipped update, undelivered, aborted, or dropped",
         style="dim",
     )
     console.print("lost: of tries that a kill ended, or of steps that a resumed run undid", style="dim")
     if account.unreported_calls:
         console.print(
-            f"{account.unreported_calls} calls have further tokens that nobody knows: they are under way, or were when "
-            "their driver was killed or their engine was lost",
+            f"{account.unreported_calls} calls may have further tokens that nobody knows: they are under way, or were "
+            "when their driver was killed or their engine was lost",
             style="dim",
         )
 

@@ -54,7 +54,7 @@ async def train(run: Run) -> None:
                         updates.add(await policy.update(minibatch))
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
-                rollout.log_samples(step, groups, updates.trained_samples)
+                rollout.log_samples(step, groups, updates.trained_tokens)
                 # Before the save, so that the checkpoint contains the moved reference.
                 step.log(await move_reference(models, recipe, number))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, nullcontext
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megarl.files.atomic import storage_faults_named
 from megarl.loops.models import load_experts
@@ -18,9 +21,8 @@ from megarl.rollout.evaluate import failure_metrics
 from megarl.rollout.journal.journal import AttemptJournal
 from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState, flatten, problem_lookup
-from megarl.rollout.step.rl_batch import is_trained_on
 from megarl.rollout.step.step_metrics import step_metrics
-from megarl.types import Group, Trajectory
+from megarl.types import Group
 
 
 class OnPolicyRollout:
@@ -67,10 +69,10 @@ class OnPolicyRollout:
         await self._run.reshard_schedule.sleep_engines()
         return groups
 
-    def log_samples(self, step: Step, groups: Sequence[Group], trained_samples: Collection[int]) -> None:
+    def log_samples(self, step: Step, groups: Sequence[Group], trained_tokens: NDArray[np.int64]) -> None:
         """Log the metrics of the step's samples. `groups` are those of its batch.
 
-        `trained_samples` are the indices of their trajectories with an applied update.
+        `trained_tokens` [trajectories] counts their tokens with a loss in an applied update.
         """
         with span("metrics"):
             step.log(step_metrics(self.buffer.sampled, groups, self._recipe, weight_version=step.number))
@@ -78,17 +80,11 @@ class OnPolicyRollout:
         if self._journal is not None:
             # Before the checkpoint, so that the journal has all attempts trained until then.
             trained_counts = [
-                (trajectory.journaled_as, self._num_trained(trajectory) if sample in trained_samples else 0)
-                for sample, trajectory in enumerate(flatten(groups))
+                (trajectory.journaled_as, num_trained)
+                for trajectory, num_trained in zip(flatten(groups), trained_tokens.tolist(), strict=True)
                 if trajectory.journaled_as
             ]
             self._journal.settle(step.number, trained_counts, self.state.journaled_names)
-
-    def _num_trained(self, trajectory: Trajectory) -> int:
-        """Return how many of an attempt's sampled tokens have a loss."""
-        recipe = self._recipe
-        is_trained = is_trained_on(trajectory, recipe.algorithm.mask_truncated, recipe.trains_rewards)
-        return trajectory.num_sampled if is_trained else 0
 
     async def reshard(self, step: Step) -> None:
         """Reshard if due, then log the engines' metrics and observe the bottleneck."""

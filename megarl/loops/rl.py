@@ -66,7 +66,7 @@ async def train(run: Run) -> None:
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
                 await run.watch.observers.observe_batch(step, samples, batch)
-                rollout.log_samples(step, groups, updates.trained_samples)
+                rollout.log_samples(step, groups, updates.trained_tokens)
                 step.log(rollout.state.adapt_kl(step.outcome.kl, num_samples=len(batch.rewards)))
                 # Before the save, so that the checkpoint contains the moved reference.
                 step.log(await move_reference(models, recipe, number))

@@ -73,7 +73,7 @@ class RLBatch(TokenBatch):
         num_segments = np.array([len(trajectory.segments) for trajectory in trajectories])
         rewards = [trajectory.reward for trajectory in trajectories]
         is_scored = np.array([reward is not None for reward in rewards])
-        is_trained = np.array([is_trained_on(trajectory, mask_truncated, needs_rewards) for trajectory in trajectories])
+        is_trained = np.array([_is_trained(trajectory, mask_truncated, needs_rewards) for trajectory in trajectories])
         lengths = np.array([len(segment) for segment in segments])
         is_sampled = np.concatenate([segment.loss_mask for segment in segments])
         per_token = {"rollout_logprobs": np.concatenate([segment.rollout_logprobs for segment in segments])}
@@ -106,6 +106,11 @@ class RLBatch(TokenBatch):
             environment_scores=_collect_environment_scores(trajectories),
             entropies=_concatenate_all([segment.entropies for segment in segments]),
         )
+
+    @property
+    def tokens_with_loss(self) -> NDArray[np.int64]:
+        """[samples]: number of tokens with a loss."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.loss_mask)])[self.cu_samples])
 
     @property
     def longest_turns(self) -> NDArray[np.int64]:
@@ -181,7 +186,7 @@ class RLBatch(TokenBatch):
         return minibatches
 
 
-def is_trained_on(trajectory: Trajectory, mask_truncated: bool, needs_rewards: bool) -> bool:
+def _is_trained(trajectory: Trajectory, mask_truncated: bool, needs_rewards: bool) -> bool:
     """Return whether the sampled tokens of a trajectory have a loss.
 
     `mask_truncated` excludes trajectories ended by a limit; `needs_rewards` excludes unscored ones.

@@ -36,6 +36,7 @@ class PolicyUpdates:
         self._excess = excess_mismatch(batch, recipe.logprob_gap_limit)
         self._minibatches = [] if self._excess is not None else batch.minibatches(recipe, step, conversations)
         self._samples_by_update = batch.samples_by_update(recipe, step)
+        self._tokens_with_loss = batch.tokens_with_loss
         self._updates: list[Update] = []
 
     def __iter__(self) -> Iterator[TokenBatch]:
@@ -49,10 +50,13 @@ class PolicyUpdates:
         self._updates.append(update)
 
     @property
-    def trained_samples(self) -> set[int]:
-        """Indices of the samples with at least one applied update."""
-        pairs = zip(self._updates, self._samples_by_update, strict=False)
-        return {int(index) for update, samples in pairs if update.outcome.applied for index in samples}
+    def trained_tokens(self) -> NDArray[np.int64]:
+        """Number of each sample's tokens with a loss in an applied update [samples]."""
+        is_trained = np.zeros(len(self._tokens_with_loss), bool)
+        # Updates after the first one beyond the limit are not made.
+        for update, samples in zip(self._updates, self._samples_by_update, strict=False):
+            is_trained[samples] |= update.outcome.applied
+        return np.where(is_trained, self._tokens_with_loss, 0)
 
     def add_to(self, outcome: StepOutcome) -> None:
         outcome.add("policy", [update.outcome for update in self._updates])
