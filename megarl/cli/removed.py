@@ -18,11 +18,13 @@ _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def add_removed_commands(app: typer.Typer) -> None:
     for name in REMOVED:
-        app.command(name, hidden=True, context_settings=_ANY_ARGUMENTS, add_help_option=False)(_refuse(name))
+        app.command(name, hidden=True, context_settings=_ANY_ARGUMENTS, add_help_option=False)(_make_refusal(name))
 
 
-def _refuse(name: str) -> Callable[[], None]:
-    def command() -> None:
+def _make_refusal(name: str) -> Callable[[], None]:
+    """Return the function of a removed command: it refuses to run, and names the replacement."""
+
+    def refuse() -> None:
         raise ConfigError(f"megarl {name}: the command was removed; {REMOVED[name]}")
 
-    return command
+    return refuse

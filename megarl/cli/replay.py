@@ -24,8 +24,8 @@ def replay(
         typer.Option(
             "--set",
             metavar="SECTION.FIELD=VALUE",
-            help="A change of this step alone (algorithm.*, reward.*): print its effect on each sample. May be "
-            "repeated.",
+            help="Change a recipe field (algorithm.*, reward.*) for this step only, and print the effect on each "
+            "sample. May be repeated.",
         ),
     ] = None,
     second_run: Annotated[

@@ -226,7 +226,7 @@ class ReshardCalls:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
                 await asyncio.gather(
-                    *(group.diagnosis.end_if_absent(method, extended_limit) for group in self._ranks.groups)
+                    *(group.diagnosis.end_if_overdue(method, extended_limit) for group in self._ranks.groups)
                 )
 
         async def end_stopped() -> None:

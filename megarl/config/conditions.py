@@ -51,11 +51,11 @@ def takes(field: str, keyword: str) -> Condition:
     A user's formula counts as having every keyword; `preflight.keyword_arguments` checks it later.
     """
 
-    def holds(recipe: Recipe) -> bool:
+    def formula_takes_keyword(recipe: Recipe) -> bool:
         name = value_at(recipe, field)
         return name is not None and (is_import_path(name) or keyword in formulas(field)[name])
 
-    return Condition((field,), f"set {field} to {either(taking(field, keyword))}", holds)
+    return Condition((field,), f"set {field} to {either(taking(field, keyword))}", formula_takes_keyword)
 
 
 def _runs_programs(recipe: Recipe) -> bool:

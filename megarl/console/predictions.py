@@ -33,47 +33,59 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     from megarl.preflight.learning import find_unusual_learning_rate
     from megarl.terminal import Console
 
-    settings = recipe.train
-    is_sampled = recipe.is_on_policy
-    per_step = settings.prompts_per_step * (settings.samples_per_prompt if is_sampled else 1)
-    updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_sampled else (1, 1)
-    passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
-    nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
-    engines = recipe.cluster.groups.engines or recipe.cluster
-    parts = (
-        ("trainer.tp", parallel.tp, nodes, size),
-        ("rollout.tp", parallel.rollout_tp, engines.nodes, engines.ranks_per_node),
-    )
-    # A tensor-parallel group crosses nodes if a node's ranks are not a multiple of its size.
-    spread = [f"{field} {tp}" for field, tp, nodes, size in parts if nodes > 1 and size % tp]
-    rows = {
+    text_by_heading = {
         "model": f"{recipe.model.path}, {recipe.model.dtype}",
         "ranks": str(parallel),
-        "nodes": f"{nodes_text(recipe)}, launcher {recipe.cluster.launcher}"
-        + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
+        "nodes": f"{nodes_text(recipe)}, launcher {recipe.cluster.launcher}{_slow_groups_text(recipe, parallel)}",
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
         "format": "; ".join(dict.fromkeys(recognised_formats(recipe).values())) or "made by the environment",
-        "steps": f"{settings.steps}, {_epochs_text(recipe, records)} epochs",
-        "sequences": f"{per_step} a step, {per_step // updates} an update, "
-        f"{per_step // updates // parallel.dp} an update and data-parallel rank",
-        "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
+        "steps": f"{recipe.train.steps}, {_epochs_text(recipe, records)} epochs",
+        **_step_texts(recipe, parallel),
         "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
         **overview(recipe),
         "run folder": f"{recipe.runs_folder}/{recipe.name}",
     }
     if dropped:
-        rows["left out"] = ", ".join(f"{count} too long from {source}" for source, count in dropped.items())
+        text_by_heading["left out"] = ", ".join(f"{count} too long from {source}" for source, count in dropped.items())
     unusual = find_unusual_learning_rate(recipe)
     if warnings := [
         *warn_of_shortened_warmups(recipe),
         *warn_of_uncorrected_staleness(recipe),
         *([unusual.text] if unusual else []),
     ]:
-        rows["warning"] = "; ".join(warnings)
+        text_by_heading["warning"] = "; ".join(warnings)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
-    for row in rows.items():
-        table.add_row(*row)
+    for heading, text in text_by_heading.items():
+        table.add_row(heading, text)
     Console(soft_wrap=True, highlight=False).print(table)
+
+
+def _slow_groups_text(recipe: Recipe, parallel: ParallelConfig) -> str:
+    """Return a warning about tensor-parallel groups of trainer or engines with ranks on several nodes; empty: none."""
+    trainers, engines = recipe.cluster, recipe.cluster.groups.engines or recipe.cluster
+    sizes = (
+        ("trainer.tp", parallel.tp, trainers.nodes, trainers.ranks_per_node),
+        ("rollout.tp", parallel.rollout_tp, engines.nodes, engines.ranks_per_node),
+    )
+    # A tensor-parallel group crosses nodes if a node's ranks are not a multiple of its size.
+    crossing = [f"{field} {tp}" for field, tp, nodes, node_ranks in sizes if nodes > 1 and node_ranks % tp]
+    return f"; tensor-parallel groups cross nodes, which is slow: {', '.join(crossing)}" if crossing else ""
+
+
+def _step_texts(recipe: Recipe, parallel: ParallelConfig) -> dict[str, str]:
+    """Return the numbers of sequences and updates of a step, in words, by heading."""
+    settings = recipe.train
+    num_sequences = settings.prompts_per_step
+    updates, epochs = 1, 1
+    if recipe.is_on_policy:
+        num_sequences *= settings.samples_per_prompt
+        updates, epochs = settings.updates_per_step, settings.epochs_per_step
+    passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
+    return {
+        "sequences": f"{num_sequences} a step, {num_sequences // updates} an update, "
+        f"{num_sequences // updates // parallel.dp} an update and data-parallel rank",
+        "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
+    }
 
 
 def _epochs_text(recipe: Recipe, records: Mapping[str, int]) -> str:
@@ -94,8 +106,8 @@ def print_plan(recipe: Recipe, parallel: ParallelConfig, reshard_forecast: dict[
 
     reshard, orders = reshard_forecast["reshard"], reshard_forecast["rank_orders"]
 
-    def size(over_ranks: dict[str, float]) -> list[str]:
-        return [size_text(over_ranks[key]) for key in ("mean", "max")]
+    def mean_and_max(bytes_over_ranks: dict[str, float]) -> list[str]:
+        return [size_text(bytes_over_ranks[key]) for key in ("mean", "max")]
 
     suffix = " (LoRA adapter)" if recipe.sends_adapter else ""
     table = Table(
@@ -105,10 +117,11 @@ def print_plan(recipe: Recipe, parallel: ParallelConfig, reshard_forecast: dict[
         table.add_column(heading, justify="left" if heading.startswith("each") else "right")
     for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
         gathered = reshard["gathered_bytes"].get(link)
-        table.add_row(name, *size(reshard["received_bytes"][link]), size(gathered)[0] if gathered else "")
+        gathered_mean = size_text(gathered["mean"]) if gathered else ""
+        table.add_row(name, *mean_and_max(reshard["received_bytes"][link]), gathered_mean)
     # No plan can receive less than the bytes that a rank lacks.
-    table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
-    table.add_row("staged at once", *size(reshard["staging_bytes"]))
+    table.add_row("least from others", *mean_and_max(reshard["lower_bound_bytes"]))
+    table.add_row("staged at once", *mean_and_max(reshard["staging_bytes"]))
     console = Console(soft_wrap=True, highlight=False)
     # The times are lower bounds for one kind of GPU, so its name is printed.
     gpu = reshard_forecast["gpu"].upper() + " (assumed)" * is_assumed
@@ -124,6 +137,7 @@ def print_plan(recipe: Recipe, parallel: ParallelConfig, reshard_forecast: dict[
         f"{reshard['wire_seconds'] * 1e3:.1f} ms, GPU memory {reshard['memory_seconds'] * 1e3:.1f} ms); gathering full "
         f"tensors on each rank would take at least {reshard['gathered_seconds'] * 1e3:.1f} ms"
     )
+    # The differences of other rank orders from the recipe's order.
     for name, order in orders.items():
         from_node, from_other_nodes = (
             order["received_bytes"][link]["mean"] - reshard["received_bytes"][link]["mean"]
@@ -143,6 +157,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     from megarl.terminal import Console
 
     def gib_text(device_bytes: int, host_bytes: int) -> str:
+        """Return GPU memory and host memory in GiB; "" for zero bytes. On a CPU all memory is host memory."""
         host = f"{'+' if table.is_gpu else ''}{host_bytes / 2**30:.1f}" if host_bytes else ""
         device = f"{device_bytes / 2**30:.1f}" if device_bytes else ""
         return f"{device} {host}".strip()

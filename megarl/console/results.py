@@ -34,6 +34,7 @@ def print_evaluation(evaluated_sets: Sequence[EvaluatedSet], folder: Path) -> No
     table.add_column("value (interval)", no_wrap=True, justify="right")
 
     def add_rows(name: str, count: str, measures: Mapping[str, Measure]) -> None:
+        """Add a row per measure. Only the first has the set's name and its number of problems."""
         texts = {} if "accuracy" in measures else {"accuracy": "not judged"}
         texts |= {measure: measure_text(measure, value) for measure, value in measures.items()}
         for number, (measure, text) in enumerate(texts.items()):

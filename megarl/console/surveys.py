@@ -93,18 +93,19 @@ def _histogram_lines(lengths: Sequence[int], unit: str) -> list[str]:
     """Return the lines of a histogram with equal bins, and of quantiles for the choice of a length limit."""
     if not lengths:
         return []
+    # Equal bins from the shortest to the longest record.
     ordered = sorted(lengths)
     shortest, longest = ordered[0], ordered[-1]
     # -(-a // b) rounds up, so that the last bin includes the largest length.
-    width = max(1, -(-(longest - shortest + 1) // _BARS))
-    counts = [0] * ((longest - shortest) // width + 1)
+    bin_width = max(1, -(-(longest - shortest + 1) // _BARS))
+    counts = [0] * ((longest - shortest) // bin_width + 1)
     for length in ordered:
-        counts[(length - shortest) // width] += 1
+        counts[(length - shortest) // bin_width] += 1
     lengths_at = {f"{share:.0%}": ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99)}
     quantiles = ", ".join(f"{name} at most {length}" for name, length in lengths_at.items())
     lines = [f"{unit} of a record: {shortest} to {longest}, mean {sum(ordered) / len(ordered):.1f}; {quantiles}"]
     for place, count in enumerate(counts):
         bar = "#" * -(-count * _BAR_WIDTH // max(counts))
-        start = shortest + place * width
-        lines.append(f"  {start:>7} - {min(start + width - 1, longest):<7} {count:>8} {bar}")
+        start = shortest + place * bin_width
+        lines.append(f"  {start:>7} - {min(start + bin_width - 1, longest):<7} {count:>8} {bar}")
     return lines

@@ -21,6 +21,8 @@ METRICS = (MetricRow("curriculum/skipped", "count", "problems skipped by the cur
 
 # Bound of one search for a problem to draw: a narrow band with a tiny `outside` could otherwise search for hours.
 _MAX_SKIPPED = 10_000_000
+# Second numbers of seeds, so that the first credits and the curriculum's draws are independent.
+_CREDITS_SEED, _CURRICULUM_SEED = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Mixture:
         self._seed = seed
         total = sum(stream.weight for stream in streams)
         self._shares = {stream.name: stream.weight / total for stream in streams}
-        random = np.random.default_rng([seed, 1])
+        random = np.random.default_rng([seed, _CREDITS_SEED])
         # Random first credits: with equal ones, every run would begin with the same source, whatever its seed.
         self._first_credits = {name: float(random.random() * share) for name, share in self._shares.items()}
 
@@ -86,6 +88,7 @@ class Mixture:
         MegarlError if the curriculum skips 10 million problems in one draw.
         """
         current_positions = {name: positions.get(name, Position()) for name in self._streams}
+        # At each draw every source gains its share of 1. The source with the largest credit is drawn, and pays 1.
         credits = {
             name: self._shares[name] + (self._first_credits[name] if position.credit is None else position.credit)
             for name, position in current_positions.items()
@@ -94,24 +97,33 @@ class Mixture:
         name = max(credits, key=lambda name: credits[name])
         credits[name] -= 1
         stream, position = self._streams[name], current_positions[name]
-        stream_number, num_skipped = position.taken, position.passed
-        # Each source counts its own draws, so equal numbers need the source's name.
-        source_bytes = name.encode() if len(self._streams) > 1 else b""
-        while not stream.curriculum.draws(
-            stream.place(stream_number), position.rates, [self._seed, 2, stream_number, *source_bytes]
-        ):
-            stream_number, num_skipped = stream_number + 1, num_skipped + 1
-            if stream_number - position.taken > _MAX_SKIPPED:
-                raise MegarlError(
-                    f"data.curriculum: {_MAX_SKIPPED} consecutive problems of {name} were skipped, because their "
-                    "solve rates are outside data.curriculum.band; widen the band, or raise data.curriculum.outside"
-                )
+        num_skipped = self._count_skipped(stream, position)
+        number = position.taken + num_skipped
         new_positions = {
             source: Position(current.taken, current.passed, credits[source], current.rates)
             for source, current in current_positions.items()
         }
-        new_positions[name] = Position(stream_number + 1, num_skipped, credits[name], position.rates)
-        return stream.problems[stream.place(stream_number)], {**positions, **new_positions}
+        new_positions[name] = Position(number + 1, position.passed + num_skipped, credits[name], position.rates)
+        return stream.problems[stream.place(number)], {**positions, **new_positions}
+
+    def _count_skipped(self, stream: SourceStream, position: Position) -> int:
+        """Return how many problems of a source the curriculum skips at `position`, before the problem to draw."""
+        # Each source numbers its own problems, so the seeds of equal numbers differ by the source's name.
+        source_seed = stream.name.encode() if len(self._streams) > 1 else b""
+        num_skipped = 0
+        while not stream.curriculum.draws(
+            stream.place(position.taken + num_skipped),
+            position.rates,
+            [self._seed, _CURRICULUM_SEED, position.taken + num_skipped, *source_seed],
+        ):
+            num_skipped += 1
+            if num_skipped > _MAX_SKIPPED:
+                raise MegarlError(
+                    f"data.curriculum: {_MAX_SKIPPED} consecutive problems of {stream.name} were skipped, because "
+                    "their solve rates are outside data.curriculum.band; widen the band, or raise "
+                    "data.curriculum.outside"
+                )
+        return num_skipped
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
         """Return the positions after a group of attempts at a problem. `solve_rate` is the group's solved share."""

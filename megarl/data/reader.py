@@ -39,7 +39,11 @@ class Kind(Protocol[Example]):
 
 
 class Collect(Protocol):
-    """Function that collects the results of records: in memory, on disk, or only their number."""
+    """Function that applies `make` to each record, and returns the results as a sequence.
+
+    `in_memory` returns a list. `streamed.Streamed` makes a result again from disk at each access. `collect_count`
+    returns a sequence of the right length without results.
+    """
 
     def __call__(
         self, records: Iterable[Record], make: Callable[[int, Record], Any], on_long: OnLong | None

@@ -88,9 +88,9 @@ def with_steps(recipe: Recipe) -> Recipe:
 
 
 def _count_source(
-    recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, digests: RecordDigests
+    recipe: Recipe, tokenizer: Tokenizer, file_errors: list[str], dropped: Dropped, digests: RecordDigests
 ) -> dict[str, int]:
-    """Count the records by recipe field, and add the errors of unreadable files to `broken`."""
+    """Count the records by recipe field, and add the errors of unreadable files to `file_errors`."""
     counts: dict[str, int] = {}
     for field, data_set in data_sets(recipe).items():
         name = _count_name(field)
@@ -107,7 +107,7 @@ def _count_source(
                 problems = read_problems(recipe, tokenizer, data_set, dropped, is_heldout=is_heldout, collect=collect)
                 counts[name] = len(problems)
         except DataError as error:
-            broken.append(str(error))
+            file_errors.append(str(error))
             continue
         # A resumed run compares these digests, because its record numbers must not shift. Validation data may change.
         if field in ("data.train", "data.ptx"):
@@ -122,22 +122,25 @@ def _count_and_hash(
     length.
     """
 
-    def noting(index: int, record: Record) -> None:
+    def make_and_hash(index: int, record: Record) -> None:
+        """Make the record's example, only to check it. A dropped record raises an error here, so it is not hashed."""
         make(index, record)
         # The text is not hashed: a changed text shifts no record numbers.
         digest.update(index.to_bytes(8, "little"))
 
-    return collect_count(records, noting, on_long)
+    return collect_count(records, make_and_hash, on_long)
 
 
 def _count_name(field: str) -> str:
+    """Return the name under which a recipe field's records are counted: `train`, or a validation set's own name."""
     kind, _, name = field.removeprefix("data.").partition(".")
     return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
 
 
 def recognised_formats(recipe: Recipe) -> dict[str, str]:
-    """Return the recognised format of each training source, its record fields by role, and its number of files if
-    several: `verl (prompt prompt, ...), 3 files`.
+    """Return each training source's format, record fields by role, and number of files if it has several.
+
+    For example `verl (prompt prompt, answer reward_model.ground_truth), 3 files`. Generated data have no format.
     """
     formats: dict[str, str] = {}
     for source in recipe.sources:

@@ -35,7 +35,7 @@ Dropped = Counter[str]
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """Return a function that collects training records in memory, or with `data.streaming` in files in `folder`."""
+    """Return the function that stores training examples: in memory, or with `data.streaming` in files in `folder`."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
@@ -49,7 +49,7 @@ def _read_examples(
     """
     source = path_of(data_set)
 
-    def drop(_: TooLongError) -> None:
+    def count_dropped(_: TooLongError) -> None:
         if dropped is not None:
             dropped[source] += 1
 
@@ -57,7 +57,7 @@ def _read_examples(
         source,
         kind,
         names=field_names(recipe, data_set),
-        on_long=drop if recipe.data.overlong == "drop" else None,
+        on_long=count_dropped if recipe.data.overlong == "drop" else None,
         collect=collect,
     )
     if not examples:

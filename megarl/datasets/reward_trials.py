@@ -80,11 +80,13 @@ Check = Callable[[Record], None]
 """Check of one record. Raises ValueError if a reward function cannot score it."""
 
 
-def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Iterator[str]:
-    """Yield an error for each reward function: the first record that it cannot score. `of_functions` are checks by
-    function.
+def _faults_of_records(recipe: Recipe, checks: Mapping[str, Check]) -> Iterator[str]:
+    """Yield an error for each reward function that cannot score a record; it names the first such record.
+
+    `checks` has a check of records for each reward function, by name.
     """
-    pending_checks = dict(of_functions)
+    # A function leaves after its first faulty record.
+    pending_checks = dict(checks)
     training_sets: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
     for data_set in [*training_sets, *recipe.data.validation.values()]:
         path = path_of(data_set)
@@ -123,7 +125,8 @@ def _make_checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, C
 def _make_check(
     function: RewardFunctionConfig, record_check: Callable[..., Any] | None, server: ServedReward[Any] | None
 ) -> Check:
-    def check(record: Record) -> None:
+    def check_record(record: Record) -> None:
+        """Check the fields in `needs`, then run the reward's own check, then the server's."""
         for name in function.needs:
             if value_at(record.fields, name) is None:
                 raise ValueError(
@@ -135,7 +138,7 @@ def _make_check(
         if server is not None:
             server.check_record(Sample("", record.answer(), (), record.fields))
 
-    return check
+    return check_record
 
 
 async def _check_and_score(
@@ -149,11 +152,11 @@ async def _check_and_score(
 
 
 def _make_field_check(fields: Sequence[str]) -> Check:
-    def check(record: Record) -> None:
+    def check_fields(record: Record) -> None:
         for name in fields:
             check_record_field(name, record.fields)
 
-    return check
+    return check_fields
 
 
 def _try_server(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
@@ -163,14 +166,14 @@ def _try_server(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
     # parse_error_score replaces unreadable answers during a run. This check must report them.
     served.config = served.config.model_copy(update={"parse_error_score": None})
 
-    async def ask() -> None:
+    async def score_once() -> None:
         try:
             await served.score(sample)
         finally:
             await served.aclose()
 
     try:
-        asyncio.run(ask())
+        asyncio.run(score_once())
     except ServerFailedError as error:
         yield (
             f"reward.functions: {served.name!r} gives no score for the first record, although its gold answer "

@@ -35,10 +35,10 @@ async def close_shared() -> None:
 def run_alone(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     """Run the coroutine from `make` in a new event loop, then close the objects shared in this loop."""
 
-    async def run() -> Result:
+    async def run_and_close() -> Result:
         try:
             return await make()
         finally:
             await close_shared()
 
-    return asyncio.run(run())
+    return asyncio.run(run_and_close())

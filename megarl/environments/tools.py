@@ -72,10 +72,11 @@ def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any
     enumerations, dataclasses, pydantic models, Annotated[int, Field(ge=1)]. The method gets values of these types.
     """
 
-    def mark(marked: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(marked, TOOL_SCHEMA, schema_of(marked, schema))
-        setattr(marked, _PARAMETER_TYPES, _parameter_types(marked) if schema is None else {})
-        return marked
+    def mark(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Store the tool's schema and its parameters' types as attributes of the method."""
+        setattr(method, TOOL_SCHEMA, schema_of(method, schema))
+        setattr(method, _PARAMETER_TYPES, _parameter_types(method) if schema is None else {})
+        return method
 
     return mark if function is None else mark(function)
 
@@ -244,21 +245,22 @@ def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Aw
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 
-    def settle(set_result: Callable[[Any], None], value: Any) -> None:
+    def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        """Set the future's result or error, in the event loop. A cancelled future has no use for it."""
         if not result.done():
-            set_result(value)
+            set_outcome(outcome)
 
-    def run() -> None:
+    def run_in_thread() -> None:
         try:
             value = function(**arguments)
         except Exception as error:
-            report = (result.set_exception, error)
+            setter_and_outcome = (result.set_exception, error)
         else:
-            report = (result.set_result, value)
+            setter_and_outcome = (result.set_result, value)
         with contextlib.suppress(RuntimeError):  # The loop has ended, so nothing awaits the result.
-            loop.call_soon_threadsafe(settle, *report)
+            loop.call_soon_threadsafe(complete, *setter_and_outcome)
 
-    threading.Thread(target=run, name=f"{CALL_THREAD}{function.__name__}", daemon=True).start()
+    threading.Thread(target=run_in_thread, name=f"{CALL_THREAD}{function.__name__}", daemon=True).start()
     return result
 
 

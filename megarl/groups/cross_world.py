@@ -41,8 +41,8 @@ _CHECK_SECONDS = 0.01
 """Seconds between two checks while ranks connect."""
 _NAP_SECONDS = 1e-4
 """Seconds between two checks of a GPU exchange by a background thread."""
-_TURN = timedelta(seconds=0.2)
-"""Maximum wait for an exchange before the group is checked for a cancellation again."""
+_WAIT_SLICE = timedelta(seconds=0.2)
+"""Length of one wait for an exchange. Between two waits the group is checked for a cancellation."""
 
 
 @dataclass(slots=True)
@@ -70,6 +70,7 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
     rank, num_ranks = meeting.first + own_rank, meeting.num_ranks
 
     def connect() -> tuple[Store, dist.ProcessGroupGloo]:
+        """Wait in the store until all ranks have arrived, then connect to them over gloo."""
         store = rendezvous.store_of(meeting, timeout_seconds)
         _await_all(store, rank, num_ranks, meeting)
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
@@ -77,15 +78,15 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
     store, gloo = _run_unless_cancelled(meeting.name, connect)
     # dist.new_group supports only ranks of one world, so assemble the group from its backends.
     group = ProcessGroup(store, rank, num_ranks)
-    kinds = ProcessGroup.BackendType
-    group._set_default_backend(kinds.GLOO)
-    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    backend_types = ProcessGroup.BackendType
+    group._set_default_backend(backend_types.GLOO)
+    group._register_backend(torch.device("cpu"), backend_types.GLOO, gloo)
     _memberships[group] = _Membership(meeting.name)
     if device.current().type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
-        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+        group._register_backend(torch.device("cuda"), backend_types.NCCL, nccl)
         # Abort in a thread of its own: NCCL may take long, and other messages of the driver must not wait.
         cancelled.on_cancelled(meeting.name, lambda: threading.Thread(target=_abort, args=(nccl,), daemon=True).start())
     require_gpu_backend(group, meeting.name, device.current())
@@ -101,13 +102,13 @@ def _run_unless_cancelled(name: str, work: Callable[[], Result]) -> Result:
     results: list[Result] = []
     errors: list[Exception] = []
 
-    def run() -> None:
+    def run_and_record() -> None:
         try:
             results.append(work())
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name=f"meeting at {name}", daemon=True)
+    thread = threading.Thread(target=run_and_record, name=f"meeting at {name}", daemon=True)
     thread.start()
     while thread.is_alive():
         _check(name)
@@ -124,12 +125,12 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
     """
     # Without this wait, a rank that died early would block the others for the timeout of a whole collective.
     store.set(f"here {rank}", "")
-    everyone = [f"here {number}" for number in range(num_ranks)]
+    arrival_keys = [f"here {number}" for number in range(num_ranks)]
     deadline = time.monotonic() + meeting.seconds
-    while not store.check(everyone):
+    while not store.check(arrival_keys):
         _check(meeting.name)
         if time.monotonic() > deadline:
-            missing = [number for number, name in enumerate(everyone) if not store.check([name])]
+            missing = [number for number, key in enumerate(arrival_keys) if not store.check([key])]
             raise PeerGoneError(
                 f"ranks {missing} did not join the process group of trainers and engines within {meeting.seconds:g} s",
                 missing,
@@ -174,9 +175,9 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Return whether an exchange ends within `_TURN` (0.2 s), successfully or not."""
+    """Return whether an exchange ends within `_WAIT_SLICE` (0.2 s), successfully or not."""
     with suppress(RuntimeError):
-        work.wait(_TURN)
+        work.wait(_WAIT_SLICE)
     return work.is_completed()
 
 
@@ -216,7 +217,12 @@ def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
 
 
 def _drop_finished() -> None:
-    _unfinished[:] = [entry for entry in _unfinished if not all(work.is_completed() for work in entry[1])]
+    """Let go of left groups whose exchanges have all ended: destroying them no longer blocks."""
+    _unfinished[:] = [
+        (group, exchanges)
+        for group, exchanges in _unfinished
+        if not all(exchange.is_completed() for exchange in exchanges)
+    ]
 
 
 def group_name(group: ProcessGroup | None) -> str:

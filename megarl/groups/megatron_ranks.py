@@ -25,6 +25,7 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 
     class PermutedRanks(parallel_state.RankGenerator):
         def get_ranks(self, token: str) -> list[list[int]]:
+            """Return the groups of one kind (`token`: tp, dp, ...), with the permuted ranks."""
             return [[rank_of_part[part] for part in group] for group in super().get_ranks(token)]
 
     # Megatron-Core 0.16.1 lists a group's members by coordinates. torch sorts them by rank unless sort_ranks is False.

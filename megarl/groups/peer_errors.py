@@ -69,9 +69,9 @@ def is_peer_loss(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, is the loss of another rank in a collective."""
     while error is not None:
         # Compare the class by name, because this module does not import torch.
-        names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
+        class_names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
         is_known_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
-        if is_known_text or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:
+        if is_known_text or isinstance(error, ConnectionError) or "torch.distributed.DistError" in class_names:
             return True
         error = error.__cause__ or error.__context__
     return False

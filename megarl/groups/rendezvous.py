@@ -90,11 +90,11 @@ def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_seconds)
-    place = meeting.rendezvous
-    if place.file is not None:
-        shared: Store = FileStore(f"{place.file}_{meeting.name}", meeting.num_ranks)
+    rendezvous = meeting.rendezvous
+    if rendezvous.file is not None:
+        shared: Store = FileStore(f"{rendezvous.file}_{meeting.name}", meeting.num_ranks)
     else:
-        shared = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+        shared = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
     shared.set_timeout(timeout)
     return PrefixStore(f"{derived_key('names in the store').hex()} {meeting.name}", shared)
 
@@ -105,14 +105,14 @@ def store(world_size: int, timeout_seconds: float) -> Store:
 
     if _ProcessState.store is None:
         secret = derived_key("names in the store").hex()
-        meeting, listener = _ProcessState.rendezvous, _ProcessState.listener
-        assert meeting is not None
-        if meeting.file is not None:
-            shared: Store = FileStore(meeting.file, world_size)
+        rendezvous, listener = _ProcessState.rendezvous, _ProcessState.listener
+        assert rendezvous is not None
+        if rendezvous.file is not None:
+            shared: Store = FileStore(rendezvous.file, world_size)
         else:
             shared = TCPStore(
-                meeting.host,
-                meeting.port,
+                rendezvous.host,
+                rendezvous.port,
                 world_size,
                 is_master=listener is not None,
                 timeout=timedelta(seconds=timeout_seconds),

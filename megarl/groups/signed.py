@@ -105,22 +105,24 @@ def gather(
         return [value]
     # The world names of a cross-world group's ranks differ. The group's own name, never reused, separates messages.
     channel = _channel(f"{purpose} {name}", members) if name else channel_between(purpose, members)
+    # 1. Sign this rank's value.
     is_receiver = to is None or own_rank == to
     message = channel.seal(value, own_rank)
     device = _device(group)
-    # Collectives need blocks of equal size, so all ranks pad to the longest message.
-    longest = torch.tensor(len(message), device=device)
+    # 2. Exchange the messages. Collectives need equal sizes, so all ranks pad to the longest message.
+    longest_bytes = torch.tensor(len(message), device=device)
     is_cross_world = bool(name)
-    cross_world.finish(dist.all_reduce(longest, dist.ReduceOp.MAX, group, async_op=is_cross_world), group)
-    block = torch.frombuffer(bytearray(message.ljust(int(longest))), dtype=torch.uint8).to(device)
-    blocks = [torch.empty_like(block) for _ in members] if is_receiver else []
+    cross_world.finish(dist.all_reduce(longest_bytes, dist.ReduceOp.MAX, group, async_op=is_cross_world), group)
+    padded_message = torch.frombuffer(bytearray(message.ljust(int(longest_bytes))), dtype=torch.uint8).to(device)
+    padded_messages = [torch.empty_like(padded_message) for _ in members] if is_receiver else []
     if to is None:
-        cross_world.finish(dist.all_gather(blocks, block, group, async_op=is_cross_world), group)
+        cross_world.finish(dist.all_gather(padded_messages, padded_message, group, async_op=is_cross_world), group)
     else:
-        dist.gather(block, blocks or None, dst=to, group=group)
+        dist.gather(padded_message, padded_messages or None, dst=to, group=group)
+    # 3. Check the signatures of the others.
     return [
-        value if rank == own_rank else channel.open(block_of_rank.cpu().numpy().data, rank)
-        for rank, block_of_rank in zip(members, blocks, strict=is_receiver)
+        value if rank == own_rank else channel.open(message_of_rank.cpu().numpy().data, rank)
+        for rank, message_of_rank in zip(members, padded_messages, strict=is_receiver)
     ]
 
 
@@ -140,19 +142,19 @@ def broadcast(
         message = bytearray(channel.seal(value, source))
         size = len(message)
         message.extend(bytes(max(0, block_bytes - size)))
-        blocks = torch.frombuffer(message, dtype=torch.uint8)
-        dist.broadcast(blocks[:block_bytes], source, group=group)
+        message_bytes = torch.frombuffer(message, dtype=torch.uint8)
+        dist.broadcast(message_bytes[:block_bytes], source, group=group)
         if size > block_bytes:
-            dist.broadcast(blocks[block_bytes:], source, group=group)
+            dist.broadcast(message_bytes[block_bytes:], source, group=group)
         return value
-    first = torch.empty(block_bytes, dtype=torch.uint8)
-    dist.broadcast(first, source, group=group)
-    size = channel.size(first.numpy().data)
+    received = torch.empty(block_bytes, dtype=torch.uint8)
+    dist.broadcast(received, source, group=group)
+    size = channel.size(received.numpy().data)
     if size > block_bytes:
-        rest = torch.empty(size - block_bytes, dtype=torch.uint8)
-        dist.broadcast(rest, source, group=group)
-        first = torch.cat([first, rest])
-    return channel.open(first.numpy().data, source)
+        second_part = torch.empty(size - block_bytes, dtype=torch.uint8)
+        dist.broadcast(second_part, source, group=group)
+        received = torch.cat([received, second_part])
+    return channel.open(received.numpy().data, source)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -46,11 +46,11 @@ class SampleWriter:
         Thousands of records take seconds, and the driver must answer other calls meanwhile.
         """
 
-        def write() -> None:
+        def write_in_thread() -> None:
             self.tracker.samples(step, [*with_rendered_prompts(records, trajectories, self.tokenizer)])
 
         # A thread cannot be cancelled, so shield the task and await it.
-        writing = asyncio.ensure_future(asyncio.to_thread(write))
+        writing = asyncio.ensure_future(asyncio.to_thread(write_in_thread))
         with span("samples"):
             try:
                 await asyncio.shield(writing)

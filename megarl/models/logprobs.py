@@ -91,7 +91,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
             columns, is_here = columns_of(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
             if truncation is not None:
-                log_totals[index], entropies[index] = _retained_log_total(logits, truncation.outside(index))
+                log_totals[index], entropies[index] = _compute_block_statistics(logits, truncation.excluded_mask(index))
                 continue
             if kernels is not None:
                 kernels.block_statistics(logits, log_totals[index], entropies[index])
@@ -112,8 +112,9 @@ class VocabParallelLogprobs(torch.autograd.Function):
             log_totals = log_totals.where(shares > 0, top)  # Avoids 0 * inf for blocks without tokens of a set.
         sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
         all_reduce(sums, group, dist.ReduceOp.SUM)
-        target_logit, total, surprise = sums
-        log_total, entropy = top + total.log(), surprise / total + total.log()
+        target_logit, total, weighted_entropies = sums
+        # The blocks' mean entropy, and the entropy of the choice of a block.
+        log_total, entropy = top + total.log(), weighted_entropies / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
         ctx.settings = (temperature, blocks, truncation, _logits)
         # An attribute instead of a saved tensor, because the backward pass overwrites it.
@@ -151,7 +152,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
                 slope = torch.addcmul(slope, logprobs, entropy_gradient[:, None], value=-1)
             grad_logits = logprobs.exp_().mul_(slope)
             if cut is not None:
-                grad_logits.masked_fill_(cut.outside(index), 0.0)
+                grad_logits.masked_fill_(cut.excluded_mask(index), 0.0)
             columns, is_here = columns_of(local, block)
             grad_logits.scatter_add_(1, columns[:, None], (logprob_gradient * is_here)[:, None])
             if grad_logits.dtype != weight.dtype:
@@ -229,7 +230,7 @@ class HeadGradients:
 
 
 class Truncation:
-    """Masks, by block, of the tokens outside the sets with probability."""
+    """Masks of a block's vocabulary: for each token, the ids outside its set of `Support`, so without probability."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
         """Store the sets `support`. This rank's vocabulary part starts at `first_token_id` and is cut into `blocks`."""
@@ -240,32 +241,37 @@ class Truncation:
         # As the size of the result is known, the host does not wait for the counts.
         self._tokens = tokens.repeat_interleave(support.counts.long(), output_size=len(self._columns))
 
-    def outside(self, index: int) -> Tensor:
-        """Return bool [tokens, tokens of the block]: True outside a token's set. A token without a set has
-        only False.
+    def excluded_mask(self, index: int) -> Tensor:
+        """Return bool [tokens, block], the mask of block `index`: True for ids outside a token's set.
+
+        A token without a set has only False.
         """
         block = self._blocks[index]
         columns = self._columns - block.start
         # Ids of other blocks go to an extra column. Selecting this block's ids would make the host wait.
         columns = torch.where((columns >= 0) & (columns < len(block)), columns, len(block))
-        outside = self._is_cut[:, None].repeat(1, len(block) + 1)
-        outside.index_put_((self._tokens, columns), outside.new_zeros(()))
-        return outside[:, :-1]
+        is_excluded = self._is_cut[:, None].repeat(1, len(block) + 1)
+        is_excluded.index_put_((self._tokens, columns), is_excluded.new_zeros(()))
+        return is_excluded[:, :-1]
 
 
-def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log of the sum of exponentials of a block's allowed logits, and their entropy: [tokens] each.
+def _compute_block_statistics(logits: Tensor, is_excluded: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a block's log-sum-exp and the entropy within the block, [tokens] each, without the excluded logits.
 
-    Without an allowed logit they are minus infinity and 0. `logits` (overwritten) and `outside` are [tokens, block].
+    If all logits of a token are excluded, they are minus infinity and 0. `logits` (overwritten) and `is_excluded` are
+    [tokens, block].
     """
-    logits.masked_fill_(outside, -torch.inf)
+    logits.masked_fill_(is_excluded, -torch.inf)
     largest = logits.amax(-1, keepdim=True)
     largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
-    below = logits - largest.masked_fill(largest == -torch.inf, 0.0)
-    exponentials = below.exp()
+    # If all are excluded, the largest is -inf, and -inf - -inf would be NaN.
+    below_largest = logits - largest.masked_fill(largest == -torch.inf, 0.0)
+    exponentials = below_largest.exp()
     total = exponentials.sum(-1)
-    surprise = below.masked_fill_(outside, 0.0).mul_(exponentials).sum(-1)
-    entropy = torch.where(total > 0, total.log() - surprise / total, 0.0)
+    # With p = exp(below_largest) / total, the entropy -sum(p * log p) is log(total) - sum(p * below_largest). Excluded
+    # logits are set to 0 in the sum, because 0 * -inf would be NaN.
+    weighted_sum = below_largest.masked_fill_(is_excluded, 0.0).mul_(exponentials).sum(-1)
+    entropy = torch.where(total > 0, total.log() - weighted_sum / total, 0.0)
     return largest.squeeze(1) + total.log(), entropy
 
 

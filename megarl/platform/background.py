@@ -33,7 +33,8 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
 
-    def run() -> None:
+    def run_on_own_stream() -> None:
+        """Run the work on a CUDA stream of its own (on a GPU), and complete the future."""
         try:
             with torch.cuda.stream(stream):
                 value = work()
@@ -46,7 +47,7 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
             future.set_result(value)
 
     # A daemon thread: a rank can exit without waiting for it.
-    threading.Thread(target=run, name="background", daemon=True).start()
+    threading.Thread(target=run_on_own_stream, name="background", daemon=True).start()
     return future
 
 

@@ -89,11 +89,11 @@ def run_in_foreground(command: Sequence[str]) -> int:
     """
     with subprocess.Popen(command) as process:
 
-        def pass_on(number: int, _: object) -> None:
+        def pass_to_program(number: int, _: object) -> None:
             process.send_signal(number)
 
         # Set after the start: a program inherits ignored signals.
-        handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
+        handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: pass_to_program, signal.SIGHUP: pass_to_program}
         earlier_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             code = process.wait()

@@ -45,6 +45,7 @@ def record(
     """
 
     def record_engine() -> Layout:
+        """Return the layout of this rank's engine; empty without an engine."""
         if model is None:
             return ()
         dtypes = float32_dtypes(shape)
@@ -263,14 +264,16 @@ class GatheredReshard:
             groups[-1][name] = size
             filled += prod(size) * dtype.itemsize
 
-        def plan(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
-            full = unpack_layout((dense_piece(name, size, name, 0) for name, size in tensors.items()), shape)
-            engine_layouts: list[Layout] = [()] * first_engine + [full] * num_engines
+        def plan_group(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
+            """Return the plan of copies that gives every engine's rank these tensors in full."""
+            full_layout = unpack_layout((dense_piece(name, size, name, 0) for name, size in tensors.items()), shape)
+            # Ranks before the first engine only send, so they have an empty layout.
+            engine_layouts: list[Layout] = [()] * first_engine + [full_layout] * num_engines
             return make_plan(
                 sources, engine_layouts, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology
             )
 
-        self._groups = [(tensors, plan(tensors).for_rank(rank_in(group))) for tensors in groups]
+        self._groups = [(tensors, plan_group(tensors).for_rank(rank_in(group))) for tensors in groups]
 
     @torch.no_grad()
     def run(self) -> CopyReport:

@@ -127,6 +127,7 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
         return copy_templates
 
     def kind(template: CopyTemplate) -> tuple[Any, ...]:
+        """Return all but the offsets. Only copies of the same kind can be merged."""
         return (
             template.source,
             template.source_strides,
@@ -174,11 +175,14 @@ def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
 
 
 def _copy_template(region: Region, source: Holding) -> CopyTemplate:
-    def offset(holding: Holding) -> int:
-        steps = zip(region.start, holding.start, holding.strides, strict=True)
-        return holding.offset + sum((a - b) * s for a, b, s in steps)
+    """Return the copy of a region (the common box of both) from `source` to the region's destination."""
 
-    shape = tuple(b - a for a, b in zip(region.start, region.stop, strict=True))
+    def offset(holding: Holding) -> int:
+        """Return the place of the region's first element in the storage of a holding."""
+        dims = zip(region.start, holding.start, holding.strides, strict=True)
+        return holding.offset + sum((first - holding_first) * stride for first, holding_first, stride in dims)
+
+    shape = tuple(stop - start for start, stop in zip(region.start, region.stop, strict=True))
     destination = region.destination
     return CopyTemplate(
         shape, source.slot, offset(source), source.strides, destination.slot, offset(destination), destination.strides

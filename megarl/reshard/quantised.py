@@ -121,6 +121,7 @@ class QuantisingConversion:
         differing: list[str] = []
 
         def compare_module(module: QuantisedModule, weights: Mapping[str, Tensor]) -> None:
+            """Note a module's checksums, and its parameters that differ from newly quantised `weights` [*shape]."""
             checksums.update(ledger.compute(weights))
             differing.extend(module.differing(weights))
 

@@ -243,6 +243,8 @@ def _bind(
     slots: PrivateSlots | SharedSlots,
     dtype: torch.dtype,
 ) -> Iterator[_Step]:
+    """Yield the steps of a plan, with views of all tensors: per bucket local copies, packing, exchange, unpacking."""
+
     def source(transfer: Transfer) -> Tensor:
         return transfer_view(_storage(sources, transfer.source.storage), transfer.source, transfer, dtype)
 
@@ -252,6 +254,7 @@ def _bind(
         )
 
     def message(slot: Tensor, start: int, transfer: Transfer) -> Tensor:
+        """Return a transfer's view [*shape] in the staging buffer `slot` [elements], from element `start` on."""
         shape = transfer.shape if transfer.width == 1 else (*transfer.shape, transfer.width)
         return slot.narrow(0, start, transfer.numel).view(shape)
 

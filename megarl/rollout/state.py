@@ -37,22 +37,30 @@ DAMAGE = (
 
 
 class RLState:
-    """State of an RL run from step to step. A run resumed from a saved state continues bit-equal.
+    """State of an RL run between two steps: the positions in its data, and the groups that are not trained yet.
 
-    `drawn` counts draws of prompts: batches in synchronous training, otherwise single prompts. `positions` are the
-    sources' positions in their data. `waiting` are complete groups for a later step, `started` the groups in flight by
-    number. If prompts are drawn one by one, each group counts in exactly one of `used`, `num_dropped`, `started` and
-    `waiting`. `draws` are the events for the file draws.jsonl.
+    A run resumed from a saved state continues bit-equal. If prompts are drawn one by one, each group counts in exactly
+    one of `used`, `num_dropped`, `started` and `waiting`.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._algorithm = algorithm
-        self.drawn = self.used = self.num_dropped = 0
+        self.drawn = 0
+        """Number of draws: of batches of prompts in synchronous training, otherwise of single prompts."""
+        self.used = 0
+        """Number of groups trained."""
+        self.num_dropped = 0
+        """Number of groups dropped without training."""
         self.positions: Positions = {}
+        """Each source's position in its data."""
         self.waiting: list[Group] = []
+        """Complete groups, to be trained in a later step."""
         self.started: dict[int, StartedGroup] = {}
+        """Groups in flight, by their numbers."""
         self.draws = DrawEvents()
+        """Events for the file draws.jsonl."""
         self.kl_coefficient = algorithm.kl_coefficient
+        """Coefficient of the KL in the next step. With algorithm.kl_target it changes from step to step."""
         self.role_baselines: dict[str, float] = {}
         """Baselines of algorithm.advantage = rae, by role; in a mixture by SOURCE.ROLE."""
         self._baselines_before_step: dict[str, float] = {}

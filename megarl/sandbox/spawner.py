@@ -126,19 +126,20 @@ def _probe_seccomp() -> None:
 
 def _fault_in_child(probe: Callable[[], None]) -> str | None:
     """Try an irreversible step in a separate process. Returns why it fails; None: it succeeds."""
-    reported, report = os.pipe()
+    read_end, write_end = os.pipe()
 
     def try_probe() -> None:
+        """Call `probe`, and write the text of its error into the pipe."""
         try:
             probe()
         except KernelError as error:
-            os.write(report, str(error.strerror).encode())
+            os.write(write_end, str(error.strerror).encode())
         except BaseException as error:
-            os.write(report, repr(error).encode())
+            os.write(write_end, repr(error).encode())
 
     child = fork_child(try_probe)
-    os.close(report)
-    with os.fdopen(reported, "rb") as file:
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as file:
         fault = file.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return fault or (None if code == 0 else f"a process that tried it ended with {code}")

@@ -14,7 +14,7 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run_to_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await work. If the request is cancelled, for example by the end of a session, the work continues.
+        """Await work. If the waiting request is cancelled (its session may end), the work continues to its end.
 
         Ranks cannot leave a collective. If their work's folder vanished, they would raise an error, which ends the
         whole service.

@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Each has an owner; one owner may have `most_bytes`.
+    """The checkpoints in a folder. Each has an owner. One owner's checkpoints may have `most_bytes` together.
 
     `report` is called once with a sentence about each file that cannot be deleted.
     """
@@ -134,8 +134,8 @@ class Checkpoints:
         for folder in self._folder.glob(f"{run or '*'}/*/[!.]*"):
             record = self._read_record(folder)
             if record is not None and record.get("owner") == owner and not self._is_expired(record):
-                parts = folder.parent.parent.name, folder.parent.name, folder.name
-                checkpoints.append(Stored(*parts, self.path_of(*parts), record))
+                names = folder.parent.parent.name, folder.parent.name, folder.name
+                checkpoints.append(Stored(*names, self.path_of(*names), record))
         return sorted(checkpoints, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
 
     def delete(self, path: str, owner: str) -> None:

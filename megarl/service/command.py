@@ -92,12 +92,12 @@ def prepare(
     # Report a missing or unknown SDK now, before any rank starts.
     wire.messages()
     written = load(file, overrides)
-    if problems := list(_unfit_fields(written)):
+    if problems := list(_list_unfit_fields(written)):
         raise ConfigError(error_page(f"recipe {written.name} for a service", problems))
     display = Display()
     download_missing(written, display.info)
     # Remove the loop's models first: the memory is planned for the service alone.
-    recipe = with_memory_defaults(_for_service(written), is_start=True)
+    recipe = with_memory_defaults(_without_training_loop(written), is_start=True)
     parallel = check(recipe)
     shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
     targets = set(recipe.lora.targets)
@@ -137,7 +137,7 @@ def prepare(
     )
 
 
-def _unfit_fields(recipe: Recipe) -> Iterator[str]:
+def _list_unfit_fields(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each field that a service does not support."""
     if recipe.loop != "rl":
         yield f"loop = {recipe.loop}: a service trains and samples; give a recipe with loop rl"
@@ -169,7 +169,7 @@ def _unfit_fields(recipe: Recipe) -> Iterator[str]:
         yield f"trainer.drafter_learning_rate = {rate}: no client sends this loss; leave it out"
 
 
-def _for_service(recipe: Recipe) -> Recipe:
+def _without_training_loop(recipe: Recipe) -> Recipe:
     """Return the recipe without models and tasks of a training loop. Clients bring data, rewards and losses."""
     # None could enable overlap. But gradients of several calls add up before one reduction.
     trainer = recipe.trainer.model_copy(update={"overlap_grad_reduce": False, "share_prefixes": "off"})
@@ -220,16 +220,18 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
 async def construct_workers(ranks: RunRanks, service: Service) -> None:
     """Construct a worker on each rank, with trainer, engine or both."""
     recipe, parallel = service.recipe, service.parallel
-    settings = {"recipe": recipe, "parallel": parallel, "topology": ranks.trainers.topology}
-    slots = {"num_slots": service.num_slots}
+    trainer_arguments = {"recipe": recipe, "parallel": parallel, "topology": ranks.trainers.topology}
+    slot_argument = {"num_slots": service.num_slots}
     if not ranks.is_separate:
-        await ranks.trainers.construct(f"{_WORKERS}:ServiceWorker", settings | slots)
+        await ranks.trainers.construct(f"{_WORKERS}:ServiceWorker", trainer_arguments | slot_argument)
         return
     engines = [
-        group.construct(f"{_WORKERS}:ServiceEngine", {"recipe": recipe, "parallel": parallel, "replica": i, **slots})
-        for i, group in enumerate(ranks.replicas)
+        group.construct(
+            f"{_WORKERS}:ServiceEngine", {"recipe": recipe, "parallel": parallel, "replica": number, **slot_argument}
+        )
+        for number, group in enumerate(ranks.replicas)
     ]
-    await together([ranks.trainers.construct(f"{_WORKERS}:ServiceTrainer", settings), *engines])
+    await together([ranks.trainers.construct(f"{_WORKERS}:ServiceTrainer", trainer_arguments), *engines])
 
 
 def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path, report: Callable[[str], object]) -> RankTrainer:

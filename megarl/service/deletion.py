@@ -22,12 +22,14 @@ def delete_file(file: Path, report: Report) -> bool:
 
 
 def delete_tree(folder: Path, report: Report) -> None:
-    def note(function: Any, path: str, fault: Any) -> None:
+    def report_fault(_function: Any, path: str, exc_info: Any) -> None:
+        """Report a file that cannot be deleted; `shutil.rmtree` then goes on with the others."""
+        _, error, _ = exc_info
         # Another process may delete the same folder.
-        if not isinstance(fault[1], FileNotFoundError):
-            report(_fault_text(path, fault[1]))
+        if not isinstance(error, FileNotFoundError):
+            report(_fault_text(path, error))
 
-    shutil.rmtree(folder, onerror=note)
+    shutil.rmtree(folder, onerror=report_fault)
 
 
 def _fault_text(path: Path | str, error: OSError) -> str:

@@ -29,8 +29,8 @@ class FairQueue(Generic[Item]):
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._backlogs: dict[Hashable, _Backlog[Item]] = {}
-        self._turns: deque[Hashable] = deque()
-        """Tenants with waiting items. It is the first one's turn."""
+        self._tenants_in_turn: deque[Hashable] = deque()
+        """Tenants with waiting items, in the order of their turns. The first one's turn has begun."""
 
     def __len__(self) -> int:
         return sum(len(backlog.items) for backlog in self._backlogs.values())
@@ -38,33 +38,37 @@ class FairQueue(Generic[Item]):
     def put(self, tenant: Hashable, tokens: int, item: Item) -> None:
         if tenant not in self._backlogs:
             self._backlogs[tenant] = _Backlog()
-            self._turns.append(tenant)
+            self._tenants_in_turn.append(tenant)
         self._backlogs[tenant].items.append((tokens, item))
 
     def pop(self) -> Item:
-        """Remove and return the next item. Raises IndexError if there is none."""
-        if not self._turns:
+        """Remove and return the next item. Raises IndexError if there is none.
+
+        At the start of its turn a tenant gets `quantum` tokens (its deficit). The turn lasts while the deficit pays for
+        its first waiting item.
+        """
+        if not self._tenants_in_turn:
             raise IndexError("no item is waiting")
         self._skip_rounds()
         while True:
-            tenant = self._turns[0]
+            tenant = self._tenants_in_turn[0]
             backlog = self._backlogs[tenant]
             tokens, item = backlog.items[0]
             if tokens <= backlog.deficit:
                 break
             # The turn ends. Its unused tokens count in the tenant's next turn.
-            self._turns.rotate(-1)
-            self._backlogs[self._turns[0]].deficit += self._quantum
+            self._tenants_in_turn.rotate(-1)
+            self._backlogs[self._tenants_in_turn[0]].deficit += self._quantum
         backlog.items.popleft()
         backlog.deficit -= tokens
-        if len(self._turns) > 1:
+        if len(self._tenants_in_turn) > 1:
             backlog.paid += tokens
         if not backlog.items:
             # A tenant without work saves no tokens: it could later keep the others waiting.
             del self._backlogs[tenant]
-            self._turns.popleft()
-            if self._turns:
-                self._backlogs[self._turns[0]].deficit += self._quantum
+            self._tenants_in_turn.popleft()
+            if self._tenants_in_turn:
+                self._backlogs[self._tenants_in_turn[0]].deficit += self._quantum
         return item
 
     def refund(self, tenant: Hashable, tokens: int) -> None:
@@ -76,9 +80,10 @@ class FairQueue(Generic[Item]):
             backlog.deficit += tokens
 
     def _skip_rounds(self) -> None:
-        """Add the quanta of all rounds in which no tenant could afford its first item."""
-        rounds = min(
+        """Add the quanta of all rounds in which no tenant could afford its first item, without playing the rounds."""
+        # A tenant can pay for its first item after ceil((tokens - deficit) / quantum) turns. All turns before are idle.
+        num_idle_rounds = min(
             (backlog.items[0][0] - backlog.deficit - 1) // self._quantum for backlog in self._backlogs.values()
         )
         for backlog in self._backlogs.values():
-            backlog.deficit += max(0, rounds) * self._quantum
+            backlog.deficit += max(0, num_idle_rounds) * self._quantum

@@ -2,7 +2,8 @@
 until they are read.
 
 The SDK numbers a model's requests from 1, and repeats them after a lost reply. Chunks of one call arrive in any order,
-the first one last. So a request waits for the next missing number, and a repeated request gets the first promise.
+the first one last. So a request waits until all lower numbers have arrived. A repeated request gets the promise (the
+result to come) of the first one.
 """
 
 from __future__ import annotations
@@ -102,13 +103,13 @@ class _Sequence:
 
     owner: str
     on_skip: Callable[[str], object]
-    """Called, in the turn of a training request that does not run, with a sentence about it."""
+    """Called with a sentence about a training request that does not run, when its turn comes."""
     next_number: int = 1
     waiting_since: float | None = None
     """Time when the wait for the next missing number began; None: no later request waits for it."""
     promises: dict[int, Promise] = field(default_factory=dict)
     early_work: dict[int, Work] = field(default_factory=dict)
-    """Requests before their turn, by number."""
+    """Work of requests that have arrived before a lower number, by number."""
     ready: asyncio.Queue[tuple[Promise, Work]] = field(default_factory=asyncio.Queue)
     worker: asyncio.Task[None] | None = None
     busy_since: dict[int, float] = field(default_factory=dict)
@@ -121,17 +122,18 @@ class _Sequence:
 
 
 def _make_refusal(sequence: _Sequence, reason: str | None, message: str) -> Work:
-    """Return the work of a request that does not run: it reports `reason` to the sequence, and raises a UserError.
+    """Return the work that a refused request runs instead of its own. It fails the request with `message`.
 
-    The sequence calls it in the request's turn, so that the next step fails and no earlier one.
+    A `reason` also fails the model's next step. The work runs when the request's turn comes, so no earlier step fails.
     """
 
-    async def work() -> Reply:
+    async def refuse() -> Reply:
+        """Report `reason` to the model, if there is one, and fail the request."""
         if reason is not None:
             sequence.on_skip(reason)
         raise UserError(message)
 
-    return work
+    return refuse
 
 
 class Ledger:
@@ -183,9 +185,9 @@ class Ledger:
     ) -> Promise:
         """Accept request `number` of a model, with this many tokens. It runs after all lower numbers.
 
-        `is_training`: the next step fails without this request. Without it only the request fails. A repeated request
-        gets the first promise. A used number with another body, or a number out of range, gets a failed promise: after
-        an error status the client would retry, or lose its place. Raises BusyError.
+        `is_training`: if this request is refused, the model's next step fails too, because it would lack gradients. A
+        repeated request gets the first promise. A used number with another body, or a number out of range, gets a
+        failed promise: after an error status the client would retry, or lose its place. Raises BusyError.
         """
         sequence = self._sequences[model_id]
         if (earlier := sequence.promises.get(number)) is not None and earlier.digest not in (digest, _SKIPPED):
@@ -210,15 +212,15 @@ class Ledger:
         return promise
 
     def refuse(self, model_id: str, number: int, error: Exception, *, is_training: bool) -> Promise:
-        """Use a model's number for a request that cannot run. The request fails in its turn, with `is_training` the
-        next step too.
+        """Use a model's number for a request that cannot run. It fails when its turn comes. With `is_training` the
+        model's next step fails too.
 
         A repetition gets the same promise, whatever its body. If the number has an earlier promise, it stays. A
         BusyError is raised again while the client repeats the request.
         """
         sequence, message = self._sequences[model_id], str(error)
         if (promise := self._find_used(sequence, model_id, number)) is None:
-            if isinstance(error, BusyError) and self._is_patient(sequence, number):
+            if isinstance(error, BusyError) and self._note_busy(sequence, number):
                 raise error
             reason = f"request {number} was refused: {message}" if is_training else None
             promise = self._skip(sequence, model_id, number, reason, message)
@@ -279,26 +281,27 @@ class Ledger:
 
         A dropped or skipped number stays used: a client cannot send another request with it.
         """
-        oldest_read = self._clock() - READ_SECONDS
-        oldest_unread = self._clock() - UNREAD_SECONDS
+        # Results first read, or finished, before these times are dropped.
+        read_limit = self._clock() - READ_SECONDS
+        finished_limit = self._clock() - UNREAD_SECONDS
         old_promises = {
             promise
             for promise in self._promises.values()
-            if (promise.read_at is not None and promise.read_at < oldest_read)
-            or (promise.finished_at is not None and promise.finished_at < oldest_unread)
+            if (promise.read_at is not None and promise.read_at < read_limit)
+            or (promise.finished_at is not None and promise.finished_at < finished_limit)
         }
         self._promises = {name: promise for name, promise in self._promises.items() if promise not in old_promises}
         self._single = {key: promise for key, promise in self._single.items() if promise not in old_promises}
         for sequence in self._sequences.values():
             sequence.promises = {n: promise for n, promise in sequence.promises.items() if promise not in old_promises}
-        oldest_wait = self._clock() - GAP_SECONDS
+        wait_limit = self._clock() - GAP_SECONDS
         for model_id, sequence in self._sequences.items():
-            if sequence.waiting_since is not None and sequence.waiting_since < oldest_wait:
+            if sequence.waiting_since is not None and sequence.waiting_since < wait_limit:
                 self._skip_missing(model_id, sequence)
 
-    def forget_owner_keys(self, prefix: Hashable) -> None:
-        """Forget the unordered requests of an ended session: those whose key begins with `prefix`."""
-        for key in [key for key in self._single if isinstance(key, tuple) and key[0] == prefix]:
+    def forget_session(self, session_id: str) -> None:
+        """Forget the unordered requests of an ended session. Their keys are tuples that begin with its id."""
+        for key in [key for key in self._single if isinstance(key, tuple) and key[0] == session_id]:
             self._promises.pop(self._single.pop(key).request_id, None)
 
     async def close(self) -> None:
@@ -326,17 +329,23 @@ class Ledger:
         return promise
 
     def _check_next(self, sequence: _Sequence, number: int, tokens: int) -> None:
-        """Raise BusyError if a request exceeds the limits of waiting work, and its model has other requests to run."""
+        """Raise BusyError if the model's next request exceeds the limits of waiting work.
+
+        Do not raise it once the client has repeated the request for PATIENCE_SECONDS.
+        """
         try:
             self.admission.check(sequence.owner, tokens)
             if not self.admission.has_room(sequence.owner, BODY_BYTES.get()):
                 raise BusyError(self.admission.no_room_message(sequence.owner, BODY_BYTES.get()))
         except BusyError:
-            if self._is_patient(sequence, number):
+            if self._note_busy(sequence, number):
                 raise
 
-    def _is_patient(self, sequence: _Sequence, number: int) -> bool:
-        # A number's patience begins with its first refusal.
+    def _note_busy(self, sequence: _Sequence, number: int) -> bool:
+        """Record that a number meets a BusyError. Returns whether its client should repeat the request.
+
+        False: PATIENCE_SECONDS have passed since the number's first BusyError.
+        """
         return self._clock() - sequence.busy_since.setdefault(number, self._clock()) <= PATIENCE_SECONDS
 
     def _find_used(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
@@ -350,7 +359,10 @@ class Ledger:
         return self._refuse(sequence.owner, model_id, text)
 
     def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str) -> Promise:
-        """Use a number without running a request. `reason` fails the model's next step, `message` the promise."""
+        """Use a number without a request. When its turn comes, `message` fails the number's promise.
+
+        A `reason` then also fails the model's next step.
+        """
         promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
         sequence.early_work[number] = _make_refusal(sequence, reason, message)
         return promise

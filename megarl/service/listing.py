@@ -32,7 +32,7 @@ class Listing:
 
     def list_checkpoints(self, owner: str, page: Page) -> dict[str, Any]:
         stored = self._checkpoints.list_stored(owner)
-        checkpoints, cursor = _cut(stored, page)
+        checkpoints, cursor = _cut_page(stored, page)
         return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in checkpoints], "cursor": cursor}
 
     def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
@@ -47,25 +47,26 @@ class Listing:
 
     def list_runs(self, owner: str, page: Page, in_memory: Sequence[RunState]) -> dict[str, Any]:
         """Return one page of an account's runs in memory or with checkpoints, most recently used first."""
-        runs, cursor = _cut(self._runs(owner, in_memory), page)
+        runs, cursor = _cut_page(self._describe_runs(owner, in_memory), page)
         return {"training_runs": runs, "cursor": cursor}
 
     def describe_run(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
-        for described in self._runs(owner, in_memory):
+        for described in self._describe_runs(owner, in_memory):
             if described["training_run_id"] == run:
                 return described
         raise _unknown_run(run)
 
-    def _runs(self, owner: str, in_memory: Sequence[RunState]) -> list[dict[str, Any]]:
-        by_run: dict[str, list[Stored]] = {state.run: [] for state in in_memory}
-        for stored in self._checkpoints.list_stored(owner):
-            by_run.setdefault(stored.run, []).append(stored)
+    def _describe_runs(self, owner: str, in_memory: Sequence[RunState]) -> list[dict[str, Any]]:
+        """Return all runs of an account, most recently used first: in memory, on disk, or both."""
         states = {state.run: state for state in in_memory}
-        described = [
-            self._describe_run(states.get(run) or _past_run(checkpoints), checkpoints)
-            for run, checkpoints in by_run.items()
+        checkpoints_by_run: dict[str, list[Stored]] = {run: [] for run in states}
+        for stored in self._checkpoints.list_stored(owner):
+            checkpoints_by_run.setdefault(stored.run, []).append(stored)
+        runs = [
+            self._describe_run(states.get(run) or _run_of_checkpoints(checkpoints), checkpoints)
+            for run, checkpoints in checkpoints_by_run.items()
         ]
-        return sorted(described, key=lambda run: str(run["last_request_time"]), reverse=True)
+        return sorted(runs, key=lambda run: str(run["last_request_time"]), reverse=True)
 
     def _describe_run(self, state: RunState, checkpoints: Sequence[Stored]) -> dict[str, Any]:
         values = {
@@ -74,7 +75,7 @@ class Listing:
             "model_owner": state.owner,
             "is_lora": True,
             "lora_rank": checkpoints[0].record["rank"] if checkpoints else self._served.rank,
-            "last_request_time": _time(state.used_at),
+            "last_request_time": _calendar_time(state.used_at),
             "user_metadata": state.metadata,
         }
         for name, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
@@ -83,7 +84,8 @@ class Listing:
         return values
 
 
-def _past_run(checkpoints: Sequence[Stored]) -> RunState:
+def _run_of_checkpoints(checkpoints: Sequence[Stored]) -> RunState:
+    """Return the state of a run that is no longer in memory, from its checkpoints, newest first."""
     newest = checkpoints[0]
     return RunState(newest.run, newest.record["owner"], newest.record["time"], newest.record.get("run_metadata"))
 
@@ -93,21 +95,21 @@ def _describe_checkpoint(stored: Stored) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{stored.kind}/{stored.name}",
         "checkpoint_type": _TYPES[stored.kind],
-        "time": _time(stored.record["time"]),
+        "time": _calendar_time(stored.record["time"]),
         "tinker_path": stored.path,
         "size_bytes": stored.record["size_bytes"],
         "public": False,
         "user_metadata": stored.record.get("user_metadata"),
-        "expires_at": None if expires is None else _time(expires),
+        "expires_at": None if expires is None else _calendar_time(expires),
     }
 
 
-def _cut(items: Sequence[Any], page: Page) -> tuple[Sequence[Any], dict[str, int]]:
+def _cut_page(items: Sequence[Any], page: Page) -> tuple[Sequence[Any], dict[str, int]]:
     cursor = {"offset": page.offset, "limit": page.limit, "total_count": len(items)}
     return items[page.offset : page.offset + page.limit], cursor
 
 
-def _time(seconds: float) -> str:
+def _calendar_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 

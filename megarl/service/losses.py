@@ -34,7 +34,7 @@ LOSSES = {
 """Losses by the SDK's names. `objectives` computes them."""
 
 
-def checked_settings(name: str, settings: Mapping[str, float | str]) -> dict[str, float]:
+def read_settings(name: str, settings: Mapping[str, float | str]) -> dict[str, float]:
     """Return a client's settings of a loss as numbers. Raises UserError for an unknown loss or setting."""
     if name not in LOSSES:
         raise UserError(

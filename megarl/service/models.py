@@ -30,7 +30,8 @@ class Models(RequestHandlers):
         session = self._sessions.find(body.session_id, owner)
         model_id = f"{session.session_id}:train:{body.model_seq_id}"
 
-        async def work() -> Reply:
+        async def create_model() -> Reply:
+            """Check the client's settings of the model, then create it in the trainer."""
             check_base(self._trainer.served, body.base_model)
             check_adapters(self._trainer.served, body.lora_config)
             check_optimizer(body.optimizer_config.type)
@@ -39,10 +40,13 @@ class Models(RequestHandlers):
             await self._trainer.create_model(model_id, secrets.randbelow(_SEEDS) if seed is None else seed)
             return json_reply(model_id=model_id, type="create_model")
 
-        return self._begin_model(session, model_id, digest_of(body), work, body.user_metadata)
+        return self._begin_model(session, model_id, digest_of(body), create_model, body.user_metadata)
 
     def load(self, body: LoadWeights, owner: str) -> Promise:
-        """Create a model from a checkpoint. Raises MalformedError for a request without a model."""
+        """Create a model from a checkpoint, or load a checkpoint into an existing model.
+
+        Raises MalformedError for a request that names no model.
+        """
         model: Model | None = None
         number = 0
         if body.session_id is not None and body.model_seq_id is not None:
@@ -55,7 +59,8 @@ class Models(RequestHandlers):
         else:
             raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
 
-        async def work() -> Reply:
+        async def load_checkpoint() -> Reply:
+            """Check that the checkpoint fits the service, then load it into model `model_id`."""
             folder, record = self._checkpoints.find(body.path, owner)
             if body.base_model is not None:
                 check_base(self._trainer.served, body.base_model)
@@ -65,7 +70,8 @@ class Models(RequestHandlers):
             if body.optimizer and record["kind"] != "weights":
                 raise UserError(f"path = {body.path}: has no optimizer state; load it without")
 
-            async def read() -> None:
+            async def load_and_tidy() -> None:
+                """Load the checkpoint, and free the model again if its session has ended meanwhile."""
                 with self._checkpoints.reading(folder, record["time"]):
                     await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
                 if model is not None:
@@ -76,12 +82,12 @@ class Models(RequestHandlers):
                 if model is not None and self._sessions.has_ended(session):
                     await self._trainer.forget(models=[model_id], versions=[])
 
-            await self._background.run_to_end(read())
+            await self._background.run_to_end(load_and_tidy())
             return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
         if model is not None:
-            return self._ledger.submit(model_id, number, digest_of(body), work)
-        return self._begin_model(session, model_id, digest_of(body), work, body.user_metadata)
+            return self._ledger.submit(model_id, number, digest_of(body), load_checkpoint)
+        return self._begin_model(session, model_id, digest_of(body), load_checkpoint, body.user_metadata)
 
     def describe(self, model_id: str, owner: str) -> dict[str, Any]:
         self._sessions.find_model(model_id, owner)
@@ -112,9 +118,9 @@ class Models(RequestHandlers):
         self._sessions.remove(session)
         for model_id in session.models:
             self._ledger.close_model(model_id)
-        self._ledger.forget_owner_keys(session.session_id)
+        self._ledger.forget_session(session.session_id)
         versions = self._published.end_session(session.session_id)
-        # Do not await: its turn may come after minutes, and the SDK repeats requests that get no answer for this long.
+        # Do not await: the trainer's turn may come after minutes, and the SDK repeats requests without an answer.
         self._background.start(self._trainer.forget(models=list(session.models), versions=versions))
 
     async def move_idle(self, latest: float) -> None:
@@ -133,10 +139,11 @@ class Models(RequestHandlers):
         work: Callable[[], Awaitable[Reply]],
         metadata: Mapping[str, str] | None = None,
     ) -> Promise:
-        """Accept the request for a new model. Its numbers begin when the model exists."""
+        """Accept the request for a new model, created by `work`. Its numbered requests begin when the model exists."""
         session.seen_at = self._clock()
 
-        async def make() -> Reply:
+        async def register_new_model() -> Reply:
+            """Check the account's limit, create the model, and enter it in the session and the ledger."""
             # A promise expires. If the client then repeats its request, the trained model must not be reset.
             if model_id in session.models:
                 raise UserError(f"model_seq_id of {model_id}: was used by another request; count on")
@@ -160,5 +167,5 @@ class Models(RequestHandlers):
             return reply
 
         return self._ledger.submit_single(
-            (session.session_id, "model", model_id), session.owner, digest, make, model_id=model_id
+            (session.session_id, "model", model_id), session.owner, digest, register_new_model, model_id=model_id
         )

@@ -69,6 +69,10 @@ def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tu
     loss_of_tokens = token_loss(name, settings)
 
     def objective(output: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor, Measured]:
+        """Return the row's loss [1], a token count of 1, and the row's log-probs and losses. `output`: [rows, places].
+
+        Row 0 of `output` has the log-probs.
+        """
         # Detach masked tokens too: a gradient of zero times an infinite slope is NaN.
         logprobs = torch.where(batch.mask, output[0], output[0].detach())
         losses = torch.where(batch.mask, loss_of_tokens(logprobs, batch), 0.0)
@@ -83,4 +87,5 @@ def measure(
     output: Tensor, batch: Microbatch, non_loss_data: bool, *, name: str, settings: Mapping[str, float]
 ) -> Measured:
     """Return log-probs and losses of a row, [2, places], in a pass without gradients."""
-    return make_objective(name, settings)(output, batch)[2]
+    _, _, measured = make_objective(name, settings)(output, batch)
+    return measured

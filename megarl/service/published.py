@@ -99,6 +99,10 @@ class PublishedWeights:
         return versions
 
     async def _load_version(self, weights: Weights) -> str | None:
+        """Mark weights as used last, and return their version. A checkpoint's weights are read from disk if necessary.
+
+        None: the weights of the base model.
+        """
         if weights.is_ended:
             raise UserError(
                 f"sampling_session_id: its weights were replaced after {MOST_PUBLISHED} newer ones of this key; use "
@@ -119,6 +123,7 @@ class PublishedWeights:
                 return weights.version
         else:
             return None
+        # The list is ordered by the last use.
         self._published.append(weights)
         # If the session ends during the wait, the weights lose their version. None would mean the base model.
         version = weights.version
@@ -126,7 +131,12 @@ class PublishedWeights:
         return version
 
     async def _forget_surplus_copies(self, owner: str) -> None:
+        """Drop an account's least recently used copies above MOST_PUBLISHED. Copies in use stay.
+
+        Weights of a checkpoint can be read again. Copies of a model end for ever.
+        """
         owner_weights = [weights for weights in self._published if weights.owner == owner]
+        # The last one is wanted now.
         unused_weights = [weights for weights in owner_weights[:-1] if not weights.num_users]
         surplus = unused_weights[: max(0, len(owner_weights) - MOST_PUBLISHED)]
         for weights in surplus:

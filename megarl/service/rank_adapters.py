@@ -96,8 +96,8 @@ class Adapters:
     ) -> list[NDArray[np.float32]] | None:
         """Return the results of `accumulate`, from a pass without gradients."""
         self._select(name)
-        of_row = partial(measure, name=loss, settings=settings)
-        return self._policy.unpack_outputs(self._policy.run_forward(self._policy.share_rows(rows), of_row))
+        measure_row = partial(measure, name=loss, settings=settings)
+        return self._policy.unpack_outputs(self._policy.run_forward(self._policy.share_rows(rows), measure_row))
 
     def clear(self, name: str) -> None:
         self._select(name)
@@ -110,10 +110,10 @@ class Adapters:
         # Reduce here, not in each pass: a reduction would sum earlier gradients over the ranks again.
         policy.reduce_gradients()
         # `step_if_finite` and the inner Adam read these values at every step, so each call can set others.
-        parts: list[Any] = policy.optimizer.chained_optimizers
-        for part in parts:
-            part.config.clip_grad = adam["grad_clip_norm"]
-            for group in part.optimizer.param_groups:
+        inner_optimizers: list[Any] = policy.optimizer.chained_optimizers
+        for inner_optimizer in inner_optimizers:
+            inner_optimizer.config.clip_grad = adam["grad_clip_norm"]
+            for group in inner_optimizer.optimizer.param_groups:
                 group["lr"], group["weight_decay"] = adam["learning_rate"], adam["weight_decay"]
                 group["betas"], group["eps"] = (adam["beta1"], adam["beta2"]), adam["eps"]
         # Clear gradients also after a refused step, as the client's error text says.
@@ -202,10 +202,12 @@ class Adapters:
         return [name for name in names if name in self._on_disk], fault
 
     def _write_idle(self, names: Sequence[str], folder: Path) -> str | None:
+        """Write the models' states to files until the first disk error, and return it."""
         if self._live in names:
             self.hold_live()
         for name in names:
             state = self._states_in_memory.get(name)
+            # With a reduction pending, the model has gradients since its last step.
             if state is not None and state.reduction is None:
                 file = folder / f"{name}_{dist.get_rank()}.pt"
                 try:
@@ -243,7 +245,7 @@ class Adapters:
             self._versions.pop(name, None)
 
     def _select(self, name: str) -> None:
-        # Its state must be in memory (`read_back`).
+        """Bring a model's state from host memory into the policy. The state must not be on disk (`read_back`)."""
         if self._live == name:
             return
         self.hold_live()

@@ -35,16 +35,17 @@ def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -
 
     After a fault of any rank the folder is incomplete on all.
     """
-    records = _Room(folder / "records", _RECORD_BYTES + _RECORD_BYTES_PER_PARAMETER * len(trained_parameters(policy)))
-    if _any_rank_has(fault := records.take()):
+    num_parameters = len(trained_parameters(policy))
+    record_room = _ReservedRoom(folder / "records", _RECORD_BYTES + _RECORD_BYTES_PER_PARAMETER * num_parameters)
+    if _any_rank_has(fault := record_room.take()):
         return {}, fault
-    # Rank 0 writes the state common to all ranks here already.
-    records.free()
+    # `plan_save` writes already: rank 0's state common to all ranks takes the room of the records.
+    record_room.free()
     save = checkpoint.plan_save(folder, {"": policy}, str(parallel))
-    tensors = _Room(folder / "tensors", save.num_bytes)
-    if _any_rank_has(fault := records.take() or tensors.take()):
+    tensor_room = _ReservedRoom(folder / "tensors", save.num_bytes)
+    if _any_rank_has(fault := record_room.take() or tensor_room.take()):
         return {}, fault
-    tensors.free()
+    tensor_room.free()
     try:
         # The driver renames the folder next, so all files must be complete.
         save.write(asynchronous=False)
@@ -54,12 +55,15 @@ def save_model(policy: TrainingEngine, parallel: ParallelConfig, folder: Path) -
     if _any_rank_has(fault):
         return {}, fault
     # Another program could take the room now, but has little time.
-    records.free()
+    record_room.free()
     return save.finish() or {}, None
 
 
-class _Room:
-    """Room on a disk, held by a file until later writes. Only rank 0 has the file, for the writes of all ranks."""
+class _ReservedRoom:
+    """Room on a disk, held by a file until the real files are written.
+
+    Only rank 0 has the file, for the writes of all ranks.
+    """
 
     def __init__(self, file: Path, num_bytes: int) -> None:
         self._file, self._num_bytes = file, num_bytes
@@ -82,7 +86,7 @@ class _Room:
 
 
 def _any_rank_has(fault: str | None) -> bool:
-    # A collective.
+    """Return whether any rank has a fault, so that all ranks stop together. A collective."""
     count = torch.tensor(int(fault is not None), device=device.current())
     dist.all_reduce(count)
     return bool(count)

@@ -137,12 +137,13 @@ class RankTrainer:
     ) -> NDArray[np.float32]:
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
-        async def gather() -> NDArray[np.float32]:
+        async def run_pass() -> NDArray[np.float32]:
+            """Run the pass on the ranks, in a turn that costs the batch's tokens."""
             async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
                 await self._take_model(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
-        return await self._run_to_end(gather)
+        return await self._run_to_end(run_pass)
 
     async def clear_gradients(self, model_id: str) -> None:
         await self._train_model("clear", model_id)
@@ -195,28 +196,30 @@ class RankTrainer:
         if not in_memory:
             return
 
-        async def move() -> str | None:
+        async def move_in_turn() -> str | None:
             async with self._turns.training(1):
                 return await self._move(in_memory)
 
-        if error := await self._run_to_end(move):
+        if error := await self._run_to_end(move_in_turn):
             raise OSError(f"idle models stay in memory: {error}")
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
-        async def remove() -> None:
+        async def remove_records() -> None:
+            """Remove models and versions from the driver's records, so that their waiting calls fail."""
             for model_id in models:
                 self._models.pop(model_id, None)
             self._on_disk.difference_update(models)
             self._versions.difference_update(versions)
 
         async def remove_again() -> None:
+            """Remove them once more when the trainer's turn comes, and forget the models' files."""
             # A call that was making room has recorded its model or version only after the first removal.
-            await remove()
+            await remove_records()
             # Not earlier: that call still reads its model's state from disk.
             self._with_files.difference_update(models)
 
         # Remove at once: calls of these models and versions that still wait for their turn then fail.
-        await remove()
+        await remove_records()
         if models or versions:
             await self._train("forget", list(models), list(versions), prepare=remove_again)
 
@@ -226,6 +229,8 @@ class RankTrainer:
         self._check_prompt(prompt)
 
         async def generate() -> list[Completion]:
+            """Sample one completion per seed, in a turn of sampling with this version."""
+            # The turn is paid for the longest possible completions. Unused tokens are refunded at its end.
             tokens = len(prompt) + len(seeds) * settings.max_new_tokens
             check = partial(self._check_version, version)
             async with self._turns.sampling(version, tokens=tokens, num_sequences=len(seeds), check=check) as refund:
@@ -268,11 +273,12 @@ class RankTrainer:
             samples=np.zeros(1, np.int64),
         )
 
-        async def gather() -> NDArray[np.float32]:
+        async def score_prompt() -> NDArray[np.float32]:
             async with self._turns.training(len(prompt), partial(self._check_version, version)):
                 return await self._model.gather("adapters.score", batch, version, num_top_tokens)
 
-        values = await self._run_to_end(gather)
+        values = await self._run_to_end(score_prompt)
+        # Rows: the log-probs, then `num_top_tokens` rows of ids, and as many of their log-probs.
         logprobs, top_ids, top_logprobs = np.split(values, [1, 1 + num_top_tokens])
         # Nothing predicts the first token. The SDK reads NaN as a missing log-prob.
         logprobs[:, 0], top_logprobs[:, 0] = np.nan, -np.inf
@@ -327,6 +333,7 @@ class RankTrainer:
             )
 
     async def _take_version(self, version: str, model_id: str | None = None) -> None:
+        """Make room for a version's copy of weights. `model_id`: the model to copy them from; None: from a folder."""
         if model_id is not None:
             await self._take_model(model_id)
         await self._make_room(num_copies=1, needed=model_id)
@@ -377,18 +384,19 @@ class RankTrainer:
         `prepare` is called first, in the same turn.
         """
 
-        async def call() -> list[Any]:
+        async def call_in_turn() -> list[Any]:
             async with self._turns.training(1, check):
                 if prepare is not None:
                     await prepare()
                 return await self._ranks.trainers.call(f"adapters.{method}", *args)
 
-        return await self._run_to_end(call)
+        return await self._run_to_end(call_in_turn)
 
     async def _run_to_end(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Run a call of the ranks to its end, even if its request is cancelled: ranks cannot leave a collective."""
 
-        async def run() -> Result:
+        async def run_and_note_failure() -> Result:
+            """Run the work. Its first error ends the service, through `failure`."""
             try:
                 return await work()
             except MegarlError as error:
@@ -397,4 +405,4 @@ class RankTrainer:
                     self.failure.set_exception(error)
                 raise
 
-        return await self._background.run_to_end(run())
+        return await self._background.run_to_end(run_and_note_failure())

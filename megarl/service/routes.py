@@ -70,7 +70,7 @@ class _Routes:
         self._desk, self._accounts, self._hold_seconds = desk, accounts, hold_seconds
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(self._table())
-        app.cleanup_ctx.append(self._expiring)
+        app.cleanup_ctx.append(self._expire_while_running)
         self.server = HttpServer(app, section="service", max_connections=_MOST_CONNECTIONS)
 
     def _table(self) -> list[web.RouteDef]:
@@ -114,10 +114,10 @@ class _Routes:
             web.get("/api/v1/healthz", _healthz),
         ]
 
-    async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
-        """While the server runs, end silent sessions and drop old results."""
+    async def _expire_while_running(self, app: web.Application) -> AsyncIterator[None]:
+        """Context of the running server: a task ends silent sessions and drops old results. Then close the desk."""
 
-        async def expire() -> None:
+        async def expire_again_and_again() -> None:
             while True:
                 await asyncio.sleep(EXPIRY_SECONDS)
                 try:
@@ -126,7 +126,7 @@ class _Routes:
                     # A file that cannot be deleted must not keep sessions and results for ever.
                     self._desk.report(f"search for old sessions and results: {type(error).__name__}: {error}")
 
-        task = asyncio.create_task(expire())
+        task = asyncio.create_task(expire_again_and_again())
         yield
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -142,13 +142,14 @@ class _Routes:
         """
 
         async def handle_checked(request: web.Request) -> web.StreamResponse:
+            """Call `handler` with the request and the account of its key. Errors become answers with a status."""
             # Check the key before the body is read, so that strangers cannot fill the memory.
             owner = self._accounts.owner_of(request.headers.get("X-API-Key", ""))
             if owner is None:
-                return _error("X-API-Key: this key is not known to the service", 401)
+                return _error_response("X-API-Key: this key is not known to the service", 401)
             # The server soon closes a connection without an admitted request, but a poll waits longer.
             if not self.server.admit(request):
-                return _error(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
+                return _error_response(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
             BODY_BYTES.set(_body_bytes(request))
             try:
                 if is_numbered:
@@ -156,17 +157,17 @@ class _Routes:
                 with self._reading(request, owner):
                     return await handler(request, owner)
             except NotFoundError as error:
-                return _error(str(error), 404)
+                return _error_response(str(error), 404)
             except MalformedError as error:
-                return _error(str(error), 400)
+                return _error_response(str(error), 400)
             except RequestError as error:
                 # The SDK would repeat a request with status 408, and a late body would be late again.
-                return _error(str(error), 400 if error.status == 408 else error.status)
+                return _error_response(str(error), 400 if error.status == 408 else error.status)
             except BusyError as error:
                 # SDK 0.38 waits this long before it repeats the request. Its number stays free meanwhile.
                 return web.json_response({"error": str(error)}, status=429, headers={"Retry-After": _BUSY_SECONDS})
             except UserError as error:
-                return _error(str(error), 422)
+                return _error_response(str(error), 422)
 
         return handle_checked
 
@@ -188,15 +189,16 @@ class _Routes:
     def _make_numbered_handler(
         self, accept: Callable[[dict[str, Any], str], Promise], *, is_training: bool = False
     ) -> Handler:
-        """Return the handler of a model's numbered requests in JSON. `is_training`: the next step fails if it is
-        refused.
+        """Return the handler of a model's numbered requests in JSON. `accept` gets the JSON values and the account.
+
+        `is_training`: if a request is refused, the model's next step fails too.
         """
 
         async def handle(request: web.Request, owner: str) -> web.StreamResponse:
-            async def read(raw: bytes) -> Promise:
+            async def accept_body(raw: bytes) -> Promise:
                 return accept(dict(await parse_json(raw)), owner)
 
-            return await self._accept(request, owner, requests.find_address, read, is_training=is_training)
+            return await self._accept(request, owner, requests.find_address, accept_body, is_training=is_training)
 
         return handle
 
@@ -205,43 +207,44 @@ class _Routes:
         request: web.Request,
         owner: str,
         find_address: Callable[[bytes], tuple[str, int] | None],
-        read: Callable[[bytes], Awaitable[Promise]],
+        accept_body: Callable[[bytes], Awaitable[Promise]],
         *,
         is_training: bool,
     ) -> web.StreamResponse:
-        """Answer a numbered request with its promise, from `read`. An unreadable request gets a failed promise.
+        """Answer a numbered request with the promise that `accept_body` returns for its body.
 
-        The SDK repeats a request above the limit of bytes, until it gets a failed promise too.
+        An unreadable request gets a failed promise. The SDK repeats a request above the limit of bytes, until it gets a
+        failed promise too. `find_address` returns model and number from the body's first bytes.
         """
         head = bytearray()
         try:
             # Read the number first: after a refusal without it, later requests would wait for it.
             await read_head(request, head, _HEAD_BYTES)
             with self._reading(request, owner):
-                return _promise(await read(bytes(head) + await read_bytes(request)))
+                return _promise_response(await accept_body(bytes(head) + await read_bytes(request)))
         except (RequestError, MalformedError, UserError, BusyError) as error:
             address = find_address(bytes(head))
             # After a broken connection the client sends the request again.
             if address is None or request.transport is None:
                 raise
-            return _promise(self._desk.training.refuse(*address, error, owner, is_training=is_training))
+            return _promise_response(self._desk.training.refuse(*address, error, owner, is_training=is_training))
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
         # Clients must not compress bodies, because `_add_checks` refuses them. All else has the SDK's defaults.
         return web.json_response({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False})
 
     async def _create_session(self, request: web.Request, owner: str) -> web.StreamResponse:
-        body = read_fields(CreateSession, await _json(request))
+        body = read_fields(CreateSession, await _read_json(request))
         values = {"session_id": self._desk.sessions.open(body, owner), "info_message": _UNEMBED_NOTICE}
         return web.json_response({"type": "create_session", **values})
 
     async def _heartbeat(self, request: web.Request, owner: str) -> web.StreamResponse:
-        body = read_fields(SessionAddress, await _json(request))
+        body = read_fields(SessionAddress, await _read_json(request))
         try:
             self._desk.sessions.touch(body.session_id, owner)
         except NotFoundError as error:
             # At this status the SDK stops its heartbeat.
-            return _error(str(error), 410)
+            return _error_response(str(error), 410)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: web.Request, owner: str) -> web.StreamResponse:
@@ -254,27 +257,27 @@ class _Routes:
         return web.json_response({"status": "accepted"})
 
     async def _create_model(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.models.create(read_fields(CreateModel, await _json(request)), owner))
+        return _promise_response(self._desk.models.create(read_fields(CreateModel, await _read_json(request)), owner))
 
     async def _get_info(self, request: web.Request, owner: str) -> web.StreamResponse:
-        body = read_fields(ModelAddress, await _json(request))
+        body = read_fields(ModelAddress, await _read_json(request))
         return web.json_response(self._desk.models.describe(body.model_id, owner))
 
     def _load_weights(self, values: dict[str, Any], owner: str) -> Promise:
         return self._desk.models.load(read_fields(LoadWeights, values), owner)
 
     async def _forward_backward(self, request: web.Request, owner: str) -> web.StreamResponse:
-        async def read(raw: bytes) -> Promise:
+        async def accept_body(raw: bytes) -> Promise:
             return self._desk.training.forward_backward(raw, owner)
 
         # An unreadable call may have gradients, so it counts as training.
-        return await self._accept(request, owner, wire.find_address, read, is_training=True)
+        return await self._accept(request, owner, wire.find_address, accept_body, is_training=True)
 
     async def _sample(self, request: web.Request, owner: str) -> web.StreamResponse:
-        return _promise(self._desk.sampling.sample(await _json(request), owner))
+        return _promise_response(self._desk.sampling.sample(await _read_json(request), owner))
 
     async def _create_sampler(self, request: web.Request, owner: str) -> web.StreamResponse:
-        body = read_fields(CreateSampler, await _json(request))
+        body = read_fields(CreateSampler, await _read_json(request))
         sampler_id = await self._desk.sampling.open(body, owner)
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
@@ -282,7 +285,7 @@ class _Routes:
         return web.json_response(self._desk.sampling.describe(request.match_info["sampler_id"], owner))
 
     async def _weights_info(self, request: web.Request, owner: str) -> web.StreamResponse:
-        body = read_fields(PathAddress, await _json(request))
+        body = read_fields(PathAddress, await _read_json(request))
         return web.json_response(self._desk.models.describe_weights(body.tinker_path, owner))
 
     async def _capabilities(self, request: web.Request, owner: str) -> web.StreamResponse:
@@ -291,7 +294,7 @@ class _Routes:
         return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
 
     async def _retrieve(self, request: web.Request, owner: str) -> web.StreamResponse:
-        body = read_fields(RetrieveFuture, await _json(request))
+        body = read_fields(RetrieveFuture, await _read_json(request))
         promise = self._desk.ledger.find(body.request_id, owner)
         reply = await self._desk.ledger.wait_for(promise, self._hold_seconds)
         if reply is None:
@@ -303,7 +306,7 @@ async def _healthz(request: web.Request) -> web.StreamResponse:
     return web.json_response({"status": "ok"})
 
 
-async def _json(request: web.Request) -> dict[str, Any]:
+async def _read_json(request: web.Request) -> dict[str, Any]:
     return dict(await read_json(request))
 
 
@@ -312,7 +315,7 @@ def _body_bytes(request: web.Request) -> int:
     return 0 if not request.can_read_body else request.content_length or MAX_BODY_BYTES
 
 
-def _promise(promise: Promise) -> web.StreamResponse:
+def _promise_response(promise: Promise) -> web.StreamResponse:
     values: dict[str, Any] = {"request_id": promise.request_id}
     if promise.model_id is not None:
         values["model_id"] = promise.model_id
@@ -321,5 +324,5 @@ def _promise(promise: Promise) -> web.StreamResponse:
     return web.json_response(values)
 
 
-def _error(message: str, status: int) -> web.StreamResponse:
+def _error_response(message: str, status: int) -> web.StreamResponse:
     return web.json_response({"error": message}, status=status)

@@ -61,7 +61,8 @@ class Sampling(RequestHandlers):
         session, sampler = self._sessions.find_sampler(address.sampling_session_id, owner)
         session.seen_at = self._clock()
 
-        async def work() -> Reply:
+        async def sample_prompt() -> Reply:
+            """Sample the prompt, score it if the request asks for its log-probs, and return both in one reply."""
             body = read_fields(SampleRequest, values)
             prompt = _prompt_tokens(body)
             settings = self._make_settings(body.sampling_params, len(prompt), body.topk_sample_logprobs)
@@ -89,15 +90,15 @@ class Sampling(RequestHandlers):
             (session.session_id, "asample", sampler.sampler_id, address.seq_id),
             owner,
             digest_of(values),
-            work,
+            sample_prompt,
             num_sequences=address.num_samples,
             tokens=count_sampling_tokens(values, address.num_samples, self._trainer.served.context_tokens),
         )
 
     def _make_settings(self, params: SampleSettings, num_prompt_tokens: int, num_top_tokens: int) -> SamplingSettings:
         served = self._trainer.served
-        room = served.context_tokens - num_prompt_tokens
-        if room < 1:
+        num_free_tokens = served.context_tokens - num_prompt_tokens
+        if num_free_tokens < 1:
             raise UserError(
                 f"prompt has {num_prompt_tokens} tokens: a prompt with its completion has at most "
                 f"{served.context_tokens}; cut it"
@@ -110,7 +111,7 @@ class Sampling(RequestHandlers):
         if any(not 0 <= token_id < served.vocab_size for token_id in token_ids):
             raise UserError(f"sampling_params.stop has a token outside of the vocabulary: 0 to {served.vocab_size - 1}")
         return SamplingSettings(
-            max_new_tokens=min(room, params.max_tokens or room),
+            max_new_tokens=min(num_free_tokens, params.max_tokens or num_free_tokens),
             temperature=params.temperature,
             top_p=params.top_p,
             # The SDK disables top-k with -1, megarl with 0.

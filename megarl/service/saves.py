@@ -19,19 +19,21 @@ class Saves(RequestHandlers):
     def save_weights(self, values: dict[str, Any], owner: str) -> Promise:
         address, model = self._sessions.read_address(values, owner)
 
-        async def work() -> Reply:
+        async def save() -> Reply:
+            """Save the weights and the optimizer's state under the request's name."""
             body = read_fields(SaveWeights, values)
             path = await self._save(model, "weights", body, owner, overwrite=body.overwrite)
             return json_reply(path=path, type="save_weights")
 
-        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), save)
 
     def save_for_sampler(self, values: dict[str, Any], owner: str) -> Promise:
         """Save a model's weights for sampling: on disk with a name, or as a sampling session in memory."""
         address, model = self._sessions.read_address(values, owner)
         session, _ = self._sessions.find_model(model.model_id, owner)
 
-        async def work() -> Reply:
+        async def save_or_copy() -> Reply:
+            """Save the weights on disk if the request has a name. Otherwise copy them, and begin a sampling session."""
             body = read_fields(SaveForSampler, values)
             if body.kind not in ("snapshot", "inflight"):
                 raise UserError(f"kind = {body.kind:.50}: is not a kind of sampling client; use snapshot or inflight")
@@ -49,11 +51,12 @@ class Saves(RequestHandlers):
             session.add_sampler(sampler)
             return json_reply(sampling_session_id=sampler.sampler_id, type="save_weights_for_sampler")
 
-        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), save_or_copy)
 
     async def _save(
         self, model: Model, kind: str, body: SaveWeights | SaveForSampler, owner: str, *, overwrite: bool
     ) -> str:
+        """Save a model in a checkpoint of this kind, and return the SDK's name of the checkpoint."""
         name = body.path
         assert name is not None
         with _disk_faults_refused(name):
@@ -67,7 +70,8 @@ class Saves(RequestHandlers):
             "run_metadata": model.metadata,
         }
 
-        async def write() -> None:
+        async def write_checkpoint() -> None:
+            """Write the model into the folder `partial`, then give the folder its name. A fault deletes the folder."""
             try:
                 with _disk_faults_refused(name):
                     await self._trainer.save(model.model_id, partial)
@@ -76,7 +80,7 @@ class Saves(RequestHandlers):
                 self._checkpoints.discard(partial)
                 raise
 
-        await self._background.run_to_end(write())
+        await self._background.run_to_end(write_checkpoint())
         return self._checkpoints.path_of(model.model_id, kind, name)
 
 

@@ -12,7 +12,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.service import wire
 from megarl.service.datums import make_batch, split_values
 from megarl.service.ledger import Promise, Reply, digest_of, json_reply
-from megarl.service.losses import checked_settings
+from megarl.service.losses import read_settings
 from megarl.service.refusals import UserError
 from megarl.service.request_handlers import RequestHandlers
 from megarl.service.requests import AdamSettings, OptimStep, read_fields
@@ -28,9 +28,13 @@ class TrainingCalls(RequestHandlers):
         session, model = self._sessions.find_model(message.model_id, owner)
         self._sessions.note_use(session, model)
 
-        async def work() -> Reply:
+        async def add_gradients() -> Reply:
+            """Run the forward and backward pass in the trainer, and return each datum's log-probs.
+
+            If the pass fails, the model's gradients are incomplete, so its next step must fail too.
+            """
             try:
-                settings = checked_settings(message.loss_fn, wire.loss_settings(message))
+                settings = read_settings(message.loss_fn, wire.loss_settings(message))
                 # In a thread: reading many small tensors takes a second, and other clients would wait.
                 batch = await asyncio.to_thread(self._read_batch, message)
                 logprobs, losses = await self._trainer.forward_backward(
@@ -52,7 +56,7 @@ class TrainingCalls(RequestHandlers):
             model.model_id,
             message.seq_id,
             digest,
-            work,
+            add_gradients,
             tokens=wire.count_tokens(message),
             is_training=not message.forward_only,
         )
@@ -66,7 +70,8 @@ class TrainingCalls(RequestHandlers):
     def optim_step(self, values: dict[str, Any], owner: str) -> Promise:
         address, model = self._sessions.read_address(values, owner)
 
-        async def work() -> Reply:
+        async def run_step() -> Reply:
+            """Run a step of the optimizer. After a failed call since the last step, drop the gradients instead."""
             # Reset the failure here: the gradients are dropped with it.
             failure, model.failure = model.failure, None
             try:
@@ -83,7 +88,7 @@ class TrainingCalls(RequestHandlers):
             metrics = await self._trainer.optim_step(model.model_id, body.adam_params or AdamSettings())
             return json_reply(metrics=metrics)
 
-        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work, is_training=True)
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), run_step, is_training=True)
 
     def refuse(self, model_id: str, number: int, error: Exception, owner: str, *, is_training: bool) -> Promise:
         """Accept an unreadable request: its promise fails, so that its number is used. Raises NotFoundError.
@@ -102,10 +107,10 @@ class TrainingCalls(RequestHandlers):
         """Accept an unsupported numbered request: its promise fails, so that its number is used."""
         address, model = self._sessions.read_address(values, owner)
 
-        async def work() -> Reply:
+        async def refuse() -> Reply:
             raise UserError(
                 "save_weights_external: this service writes no external formats; use save_state, and copy the folder "
                 "from service/checkpoints in the folder of the run"
             )
 
-        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), work)
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), refuse)

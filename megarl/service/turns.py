@@ -154,6 +154,7 @@ class Turns:
         self._changed.set()
 
     async def _begin_training(self, check: Callable[[], object]) -> None:
+        """Take the trainer for the next training call. On shared ranks, first let sampling end."""
         await self._trainer.acquire()
         try:
             check()
@@ -164,6 +165,7 @@ class Turns:
             raise
 
     async def _begin_sampling(self, version: str | None, num_sequences: int, check: Callable[[], object]) -> EngineSlot:
+        """Take a slot with the version for a sampling request, and return the slot. It may still be loading."""
         # A request above the limit runs alone. The pool then queues its samples.
         while self._num_running and self._num_running + num_sequences > self._max_sequences:
             await self._wait_for_change()
@@ -202,6 +204,7 @@ class Turns:
         return slot
 
     async def _load(self, slot: EngineSlot, version: str | None, check: Callable[[], object]) -> None:
+        """Load a version into a slot of separate engines, once the trainer is free. An error clears the slot."""
         async with self._trainer:
             try:
                 # Check again: the version's session may have ended while the trainer was busy.
@@ -212,6 +215,7 @@ class Turns:
                 raise
 
     async def _end_sampling(self) -> None:
+        """Wait for the running requests, then put the engines on the trainer's ranks to sleep."""
         # Requests must finish before engines sleep, so that a completion is sampled with one KV cache.
         while self._num_running:
             await self._wait_for_change()

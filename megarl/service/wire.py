@@ -126,27 +126,32 @@ def _fields(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """
     place = start
     while place < end:
+        # A field begins with a tag: 3 bits of wire type below the field's number. Wire type 0 is a varint, 2 a length
+        # with as many bytes.
         tag, place = _read_varint(raw, place, end)
-        kind = tag & 7
-        if kind == 0:
+        wire_type = tag & 7
+        if wire_type == 0:
             first = place
             _, place = _read_varint(raw, place, end)
-        elif kind == 2:
+        elif wire_type == 2:
             size, first = _read_varint(raw, place, end)
             place = first + size
-        elif kind in _FIXED_BYTES:
-            first, place = place, place + _FIXED_BYTES[kind]
+        elif wire_type in _FIXED_BYTES:
+            first, place = place, place + _FIXED_BYTES[wire_type]
         else:
-            raise MalformedError(f"the body is not a ForwardBackwardRequest: it has a field of wire type {kind}")
+            raise MalformedError(f"the body is not a ForwardBackwardRequest: it has a field of wire type {wire_type}")
         if place > end:
             raise MalformedError("the body is not a ForwardBackwardRequest: a field is cut")
         yield tag >> 3, first, place
 
 
 def _read_varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
-    """Return the number at `place` of `raw`, and the place after it. Raises MalformedError if it is cut or too long."""
+    """Return the varint (a number in 7-bit groups, lowest first) at `place` of `raw`, and the place after it.
+
+    Raises MalformedError if it is cut or too long.
+    """
     value = 0
-    # A number has at most 64 bits, 7 in each byte.
+    # A number has at most 64 bits, 7 in each byte. The byte's highest bit says that another byte follows.
     for shift in range(0, 70, 7):
         if place >= end:
             break
@@ -232,12 +237,12 @@ def training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str
     module = messages()
     reply = module.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     # The SDK reads int64 offsets in bytes, one more than there are datums.
-    ends = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
+    byte_offsets = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
     record = reply.loss_fn_outputs.add()
     record.type_tag, record.num_datums = "ArrayRecord", len(logprobs)
     field = record.fields["logprobs"]
     field.data = b"".join(values.astype("<f4").tobytes() for values in logprobs)
-    field.offsets, field.dtype = ends.tobytes(), module.DTYPE_FLOAT32
+    field.offsets, field.dtype = byte_offsets.tobytes(), module.DTYPE_FLOAT32
     return reply.SerializeToString()
 
 

@@ -77,7 +77,7 @@ class Codec:
     async def parse_completion(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> Decoded:
         """Parse a sampled completion. Without `tools` the text is not searched for tool calls."""
 
-        def parse() -> Decoded:
+        def parse_in_thread() -> Decoded:
             prompt, token_ids = call.prompt_token_ids, call.completion.token_ids
             text = self._dialogue.text(token_ids)
             is_in_thoughts = self._dialogue.ends_in_thoughts(prompt, token_ids, text)
@@ -85,7 +85,7 @@ class Codec:
                 return Decoded(ParsedTurn(text, None, ()), text, is_in_thoughts)
             return Decoded(self._dialogue.parse_turn(prompt, token_ids, tools, turn=turn), text, is_in_thoughts)
 
-        return await self._in_thread(parse)
+        return await self._in_thread(parse_in_thread)
 
     async def tokens(self, token_ids: NDArray[np.int64]) -> list[str]:
         """Return the text of each token in `token_ids` [tokens]."""

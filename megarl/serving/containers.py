@@ -365,15 +365,15 @@ class Containers:
     def _node_of(self, agent: AgentLink) -> Node:
         """Return the node of an agent. Its programs reach the endpoint at the driver's address."""
 
-        async def request(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        async def ask_agent(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
             return await agent.request("container", verb=verb, fields=dict(fields))
 
         host, port = self._address
         memory = self._memory.open_account()
         if agent.addresses is None:
-            return Node(agent.node, request, self._driver.address, memory)
+            return Node(agent.node, ask_agent, self._driver.address, memory)
         # An address for all interfaces, such as 0.0.0.0, cannot be reached from another node.
-        return Node(agent.node, request, (agent.addresses[1] if host in ANY_ADDRESS else host, port), memory)
+        return Node(agent.node, ask_agent, (agent.addresses[1] if host in ANY_ADDRESS else host, port), memory)
 
     def _name_slow_node(self, node: Node) -> None:
         usual_seconds = [seconds for peer in self.nodes if peer is not node for seconds in peer.start_seconds]

@@ -135,11 +135,11 @@ class HttpServer:
         transport = request.transport
         connection = None if transport is None else transport.get_protocol()
         if transport is None or transport.is_closing() or not isinstance(connection, _Connection):
-            raise ConnectionResetError("the client closed the connection before its answer")
+            raise ConnectionResetError("the client closed the connection before it had read the answer")
         # Ask the kernel: asyncio reports the end of a connection only later.
         [state] = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         if state == _TCP_CLOSE or (state == _TCP_CLOSE_WAIT and _has_unsent(transport)):
-            raise ConnectionResetError("the client closed the connection before its answer")
+            raise ConnectionResetError("the client closed the connection before it had read the answer")
         connection.on_unread = on_unread
         if not request.keep_alive:
             # Half-close: after a full close the server would not notice a client that resets the connection.

@@ -96,10 +96,10 @@ class Session:
 
         request_digest = _identify(identity, caller)
 
-        def sample(number: int) -> Coroutine[Any, Any, Answer]:
+        def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
             return self._chat(number, conversation, sampling, caller, request_digest)
 
-        return self._begin(request_digest, is_retry, sample, partial(self._remember_chat, conversation))
+        return self._begin(request_digest, is_retry, sample_answer, partial(self._remember_chat, conversation))
 
     def complete(
         self,
@@ -118,10 +118,10 @@ class Session:
 
         request_digest = _identify(identity, caller)
 
-        def sample(number: int) -> Coroutine[Any, Any, Answer]:
+        def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
             return self._complete(number, prompt, sampling, caller, request_digest)
 
-        return self._begin(request_digest, is_retry, sample, partial(self._remember_text, prompt))
+        return self._begin(request_digest, is_retry, sample_answer, partial(self._remember_text, prompt))
 
     def _remember_chat(self, conversation: Conversation, answer: Answer) -> None:
         answered_conversation = conversation.followed_by([answer.message])

@@ -231,6 +231,10 @@ class ModelShard:
         def forward_step(
             iterator: Iterator[tuple[Microbatch, Sequence[Any]]], chunk: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
+            """Run the next row through a chunk of the model. Return its output [*shape], and the function for the loss.
+
+            The feeds first give the chunk their values for the row.
+            """
             batch, values = next(iterator)
             model: Any = get_attr_wrapped_model(chunk, "post_process", return_model_obj=True)
             for feed, value in zip(feeds, values, strict=True):

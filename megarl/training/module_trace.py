@@ -52,14 +52,16 @@ class ModuleTrace:
         return [Output(*values) for values in zip(self._places, self._names, numbers, strict=True)]
 
     def _make_begin_hook(self, index: int) -> Callable[..., None]:
-        def begin(*_: object) -> None:
+        def begin_row(*_: object) -> None:
+            """Note that chunk `index` begins its next row."""
             self._rows[index] += 1
             self._running_chunk, self._calls = index, 0
 
-        return begin
+        return begin_row
 
     def _make_output_hook(self, name: str, is_chunk: bool) -> Callable[..., None]:
-        def observe(_module: object, _inputs: object, output: object) -> None:
+        def record_output(_module: object, _inputs: object, output: object) -> None:
+            """Record place, name and measure of each tensor in a module's output."""
             # In the backward pass, recomputed activations call the hooks again. They are not outputs of the chunk.
             if self._running_chunk is None:
                 return
@@ -72,7 +74,7 @@ class ModuleTrace:
             if is_chunk:
                 self._running_chunk = None
 
-        return observe
+        return record_output
 
 
 def chunk_numbers(num_chunks: int) -> list[int]:

@@ -120,12 +120,13 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     weigh_kl: Callable[[Tensor, Tensor], Tensor | float] = ratio if config.kl_unbiased else lambda policy, old: 1.0
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+        """Return a row's loss and metrics. `output` [2, tokens]: log-probs and entropies."""
         per_token, is_supervised = batch.per_token, batch.per_token.get("supervised")
         # Conversations of data.ptx share the row: their tokens get the supervised loss and none of the policy terms.
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _with_gradient_on(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        # Copies, because a user's loss may write into them, and the terms below read the originals.
+        # 1. The policy loss. Copies, because a user's loss may write into them, and the terms below read the originals.
         arguments = policy_logprobs, old_logprobs.clone(), per_token["advantages"].clone()
         try:
             if takes_whole_row:
@@ -140,6 +141,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         token_metrics["train/entropy"] = entropies.detach()
         if ratios is not None:
             token_metrics[RATIO] = ratios
+        # 2. Importance weights, and a penalty on the distance from the old log-probs.
         if (weights := per_token.get("importance_weights")) is None and config.importance_sampling is not None:
             weights, unbounded = _importance_weights(config, old_logprobs, batch)
             token_metrics |= weight_metrics(weights, unbounded)
@@ -149,18 +151,21 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             loss = loss * weights
         if config.old_logprobs == "trainer":
             token_metrics["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
+        # 3. The KL to the reference.
         if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, per_token["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * weigh_kl(policy_logprobs, old_logprobs) * divergence
             token_metrics[KL] = divergence
             if config.k3_max is not None:
                 token_metrics["kl/capped"] = (divergence >= config.k3_max).float()
+        # 4. The entropy bonus, and the supervised loss of conversations in the row.
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
         logged: dict[str | Signal, RowMetric] = {}
         if is_supervised is not None:
             loss = torch.where(is_supervised > 0, -output[0], loss)
             logged["train/ptx_loss"] = mean_of(-output[0], batch.mask & (is_supervised > 0))
+        # 5. The mismatch between engine and trainer, only measured.
         if (rollout_logprobs := per_token.get("rollout_logprobs")) is not None:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs, so take this pass's.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs

@@ -116,11 +116,11 @@ async def test_a_stopped_rank_outside_of_a_call_does_not_end_it(monkeypatch: pyt
         searched: list[list[int]] = []
 
         async def noted(call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-            stopped, stacks = await Diagnosis._find_stopped(group.diagnosis, call, patience_seconds)
+            stopped, stacks = await Diagnosis._find_stopped_in_call(group.diagnosis, call, patience_seconds)
             searched.append([handle.rank for handle in stopped])
             return stopped, stacks
 
-        monkeypatch.setattr(group.diagnosis, "_find_stopped", noted)
+        monkeypatch.setattr(group.diagnosis, "_find_stopped_in_call", noted)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         assert await group.ask([0], "sleep", [2.0]) == [None]
         assert searched and not any(searched)
@@ -133,7 +133,7 @@ async def test_a_search_that_fails_is_logged_and_repeated(tmp_path: Path, monkey
         # asyncio's own handler writes to its log.
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
         failing = AsyncMock(side_effect=OSError("stale file handle"))
-        monkeypatch.setattr(group.diagnosis, "_find_stopped", failing)
+        monkeypatch.setattr(group.diagnosis, "_find_stopped_in_call", failing)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         go = tmp_path / "go"
         calling = asyncio.create_task(group.call("wait_for", str(go)))
@@ -157,7 +157,7 @@ async def test_the_end_of_a_rank_during_a_search_is_named_as_that(monkeypatch: p
             await asyncio.sleep(600)
             return [], {}
 
-        monkeypatch.setattr(group.diagnosis, "_find_stopped", searched)
+        monkeypatch.setattr(group.diagnosis, "_find_stopped_in_call", searched)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         calling = asyncio.create_task(group.call("sleep", 600))
         await asyncio.wait_for(searching.wait(), 60)

@@ -44,7 +44,7 @@ class PlayedGroup:
         self.error: Exception | None = None
         self.called = asyncio.Event()
         self.asked = asyncio.Event()
-        self.diagnosis = SimpleNamespace(end_if_stopped=self._note_search, end_if_absent=AsyncMock())
+        self.diagnosis = SimpleNamespace(end_if_stopped=self._note_search, end_if_overdue=AsyncMock())
 
     async def ask(self, *_: object) -> list[object]:
         self.called.set()
@@ -183,7 +183,7 @@ async def test_a_late_group_ends_if_its_rank_is_outside_of_a_collective(stacks: 
     answer = asyncio.get_running_loop().create_future()
     late = Call("reshard", Limit(1.0), {ranks.handles[0]: answer}, (), -math.inf)
     diagnosis, run_once = played_diagnosis(ranks, [late])
-    await diagnosis.end_if_absent("reshard", Limit(1.0))
+    await diagnosis.end_if_overdue("reshard", Limit(1.0))
     assert run_once.await_count == int(is_ended)
 
 
@@ -192,7 +192,7 @@ async def test_a_call_within_its_limit_ends_no_group() -> None:
     answer = asyncio.get_running_loop().create_future()
     call = Call("reshard", Limit(600.0), {ranks.handles[0]: answer}, (), time.monotonic())
     diagnosis, run_once = played_diagnosis(ranks, [call])
-    await diagnosis.end_if_absent("reshard", Limit(600.0))
+    await diagnosis.end_if_overdue("reshard", Limit(600.0))
     assert run_once.await_count == 0
 
 
@@ -215,7 +215,7 @@ async def test_a_call_is_searched_for_stopped_ranks_and_reported_when_it_is_slow
 
     ranks = PlayedRanks([WORKING])
     diagnosis, _ = played_diagnosis(ranks)
-    monkeypatch.setattr(diagnosis, "_find_stopped", search)
+    monkeypatch.setattr(diagnosis, "_find_stopped_in_call", search)
     monkeypatch.setattr(diagnosis, "_report_slow", report)
     deadlines = SimpleNamespace(shortest=Limit(search_seconds), late_after=lambda method: late_seconds)
     answer = asyncio.get_running_loop().create_future()

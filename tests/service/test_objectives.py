@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.service.datums import make_batch
-from megarl.service.losses import LOSSES, checked_settings
+from megarl.service.losses import LOSSES, read_settings
 from megarl.service.objectives import make_objective
 from megarl.service.refusals import UserError
 from megarl.service.wire import Datum
@@ -75,7 +75,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(loss: str, monkeypatch: 
     logits = torch.randn(len(row.mask), VOCABULARY, generator=torch.Generator().manual_seed(5)) * 0.3
     logits = (logits + torch.nn.functional.one_hot(row.labels[0], VOCABULARY) * 2).requires_grad_()
     logprobs = logits.log_softmax(-1).gather(1, row.labels[0][:, None])[:, 0]
-    total, _, (measured, _) = make_objective(loss, checked_settings(loss, settings))(
+    total, _, (measured, _) = make_objective(loss, read_settings(loss, settings))(
         torch.stack([logprobs, torch.zeros_like(logprobs)]), row
     )
     [gradient] = torch.autograd.grad(total, logits)
@@ -132,5 +132,5 @@ def test_a_datum_that_cannot_be_trained_is_named(change: Any, text: str) -> None
 )
 def test_settings_of_a_loss_are_used_or_refused(loss: str, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError) as refused:
-        checked_settings(loss, settings)
+        read_settings(loss, settings)
     assert text in str(refused.value)

@@ -307,18 +307,21 @@ def _describe_end(code: int | None, *, ended_with_server: bool) -> str:
 
 
 def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
-    """Return the parts of a batch. A command for several ranks is stored once."""
-    # Keyed by identity, because comparing long messages would be slow.
-    receivers_by_message: defaultdict[int, list[int]] = defaultdict(list)
+    """Return the messages of one call as byte strings to be sent in this order. `ranks.messages` has the format.
+
+    Ranks with the same message object share one part of the batch, so the message is sent once.
+    """
+    # Grouped by the object's identity, because comparing long messages would be slow.
+    processes_by_message: defaultdict[int, list[int]] = defaultdict(list)
     for handle, message in messages.items():
-        receivers_by_message[id(message)].append(handle.process)
-    message_by_id = {id(message): message for message in messages.values()}
-    parts: list[bytes] = []
-    head = BATCH.pack(len(receivers_by_message))
-    for message_id, receivers in receivers_by_message.items():
-        message = message_by_id[message_id]
-        # One write for the heads, and one for a long message.
-        head += PART.pack(len(receivers), len(message)) + struct.pack(f"<{len(receivers)}I", *receivers)
-        parts += [head, message]
-        head = b""
-    return parts
+        processes_by_message[id(message)].append(handle.process)
+    message_by_identity = {id(message): message for message in messages.values()}
+    byte_strings: list[bytes] = []
+    header = BATCH.pack(len(processes_by_message))
+    for identity, processes in processes_by_message.items():
+        message = message_by_identity[identity]
+        header += PART.pack(len(processes), len(message)) + struct.pack(f"<{len(processes)}I", *processes)
+        # Headers are joined into one write. A message has its own, so that a long one is not copied.
+        byte_strings += [header, message]
+        header = b""
+    return byte_strings

@@ -30,12 +30,12 @@ class Call:
     def on_answers(self, use: Callable[[Any], object]) -> None:
         """Call `use` with each rank's answer as it arrives, except failed and cancelled ones."""
 
-        def pass_on(answer: asyncio.Future[Any]) -> None:
+        def use_result(answer: asyncio.Future[Any]) -> None:
             if not answer.cancelled() and answer.exception() is None:
                 use(answer.result())
 
         for answer in self.answers.values():
-            answer.add_done_callback(pass_on)
+            answer.add_done_callback(use_result)
 
     def silent(self) -> list[RankHandle]:
         return [handle for handle, answer in self.answers.items() if not answer.done()]

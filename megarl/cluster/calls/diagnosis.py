@@ -42,8 +42,8 @@ class Diagnosis:
     | an answer that the driver cannot decode | `explain` | the driver's own error | none |
     | a rank ended, lost its device or peers, or its node | `explain` | `RankLostError` | these |
     | a rank missed a deadline | `explain` | `RankLostError`; a note has all stacks | silent outside a collective |
-    | a rank is stopped | `watch`, `end_if_stopped` | the same | the stopped ones |
-    | a rank holds up other groups too | `end_if_absent` | the same | silent outside a collective |
+    | a rank is stopped (SIGSTOP) | `watch`, `end_if_stopped` | the same | the stopped ones |
+    | a rank holds up other groups too | `end_if_overdue` | the same | silent outside a collective |
     | a rank has a fault that the driver saw | `end_faulty` | the same | these |
     """
 
@@ -68,26 +68,28 @@ class Diagnosis:
         return await self._end.run_once(end)
 
     async def end_if_stopped(self, fault: str, patience_seconds: float) -> None:
-        """End the group, for this `fault`, if a living rank is stopped.
+        """End the group, for this `fault`, if a living rank is stopped (by SIGSTOP, for example).
 
-        Agents have `patience_seconds` to answer, limited to a few seconds up to a minute.
+        An agent that does not answer within `patience_seconds` (limited to a few seconds up to a minute) counts as
+        stopped, with all its ranks.
         """
         if self._end.has_begun:
             return
-        if stopped_handles := list(await self._find_obstacles(self._ranks.handles, patience_seconds)):
+        if stopped_handles := list(await self._find_stopped(self._ranks.handles, patience_seconds)):
             await self._end.run_once(partial(self._end_silent, fault, stopped_handles, await self.read_stacks()))
 
-    async def end_if_absent(self, method: str, limit: Limit) -> None:
-        """End the group if ranks exceed the limit of a call of `method` outside a collective.
+    async def end_if_overdue(self, method: str, limit: Limit) -> None:
+        """End the group if a call of `method` exceeds the limit because of this group's ranks.
 
-        Silent ranks inside a collective may wait for another group's ranks.
+        A silent rank outside a collective is at fault. Silent ranks inside a collective may wait for another group's
+        ranks, so with only these the group goes on.
         """
-        latest_begin = time.monotonic() - limit.seconds
-        late_calls = [call for call in self._calls if call.method == method and call.began < latest_begin]
-        if self._end.has_begun or not late_calls:
+        latest_start = time.monotonic() - limit.seconds
+        overdue_calls = [call for call in self._calls if call.method == method and call.began < latest_start]
+        if self._end.has_begun or not overdue_calls:
             return
         stacks = await self.read_stacks()
-        silent_handles = [handle for call in late_calls for handle in call.silent()]
+        silent_handles = [handle for call in overdue_calls for handle in call.silent()]
         if any(not waits_in_collective(stacks.get(handle.rank, "")) for handle in silent_handles):
             fault = f"did not answer `{method}` within {limit.seconds:g} s"
             await self._end.run_once(partial(self._end_silent, fault, silent_handles, stacks, _remedy(limit)))
@@ -112,7 +114,9 @@ class Diagnosis:
                     late_at = math.inf
                     await self._report_slow(call, seconds)
                 else:
-                    stopped_handles, stacks = await self._find_stopped(call, (call.limit.seconds - extra_seconds) / 2)
+                    stopped_handles, stacks = await self._find_stopped_in_call(
+                        call, (call.limit.seconds - extra_seconds) / 2
+                    )
                     if stopped_handles:
                         fault = f"did not answer `{call.method}` within {seconds:.0f} s"
                         await self._end.run_once(partial(self._end_silent, fault, stopped_handles, stacks))
@@ -180,7 +184,7 @@ class Diagnosis:
         stopped_handles = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         cause = f"{name_handles(stopped_handles)} of {self._ranks.part.num_ranks} {fault}"
         # Before the end, which kills the processes.
-        obstacles = dict.fromkeys(filter(None, (await self._find_obstacles(stopped_handles, 0.0)).values()))
+        obstacles = dict.fromkeys(filter(None, (await self._find_stopped(stopped_handles, 0.0)).values()))
         report_path = await self._write_report(cause, fault, stopped_handles, stacks)
         await self._end.kill(stopped_handles)
         if waiting_handles := [handle for handle in silent if handle not in stopped_handles]:
@@ -222,11 +226,12 @@ class Diagnosis:
                 + summary({handle.rank: stacks[handle.rank] for handle in slow_handles})
             )
 
-    async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
-        """Return the ranks that cannot run, each with its obstacle: empty for a stopped process.
+    async def _find_stopped(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
+        """Return the living ranks that cannot run, each with the obstacle in words.
 
-        An agent without an answer within `patience_seconds` counts for all its ranks. The time is limited to a few
-        seconds up to a minute.
+        The text is empty if the rank's own process is stopped (SIGSTOP, for example). Other obstacles are a stopped
+        fork server, and an agent without an answer within `patience_seconds`; all ranks of the agent then count. The
+        time is limited to a few seconds up to a minute.
         """
         limited_seconds = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
         answers = await self._ranks.request("stopped", handles, limited_seconds)
@@ -234,14 +239,16 @@ class Diagnosis:
         obstacles = {handle: silent_agent if text is None else text for handle, text in answers.items()}
         return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
 
-    async def _find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-        """Return a call's stopped ranks, and all stacks if there are any."""
-        stopped_handles = await self._find_obstacles(call.silent(), patience_seconds)
+    async def _find_stopped_in_call(
+        self, call: Call, patience_seconds: float
+    ) -> tuple[list[RankHandle], Mapping[int, str]]:
+        """Return a call's stopped ranks, and the stacks of all ranks by rank. No stopped rank: no stacks."""
+        stopped_handles = await self._find_stopped(call.silent(), patience_seconds)
         if not stopped_handles:
             return [], {}
         stacks = await self.read_stacks()
         # One may have continued or ended meanwhile.
-        still_stopped = await self._find_obstacles([h for h in call.silent() if h in stopped_handles], patience_seconds)
+        still_stopped = await self._find_stopped([h for h in call.silent() if h in stopped_handles], patience_seconds)
         return list(still_stopped), stacks
 
     async def describe_places(self, stacks: Mapping[int, str]) -> dict[int, list[str]]:

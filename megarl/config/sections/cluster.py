@@ -129,8 +129,8 @@ class ClusterConfig(Section):
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
     """Reaction to a lost trainer process. stop: end with exit code 76. restart: start all ranks again, if necessary on
-    another node. shrink: go on with fewer data-parallel replicas; grows back (slurm, ray). Default: restart on GPUs
-    with room for checkpoint.replicate, else stop. See megarl/loops/README.md#lost-ranks-and-other-sizes."""
+    another node. shrink: go on with fewer data-parallel replicas, later grow back (slurm, ray). Default: stop; on GPUs
+    restart, if host memory can hold checkpoint.replicate's copies. megarl/loops/README.md#lost-ranks-and-other-sizes"""
     spare_nodes: NonNegativeInt = 0
     """Nodes of the Slurm job beyond cluster.nodes. With cluster.recover=restart, a spare node replaces a dead one.
     `megarl slurm` requests these nodes. A batch script of your own must request them, and set MEGARL_SPARE_NODES to

@@ -34,16 +34,20 @@ class DistillationConfig(Section):
     """Maximum tokens of the teacher's prompt and the sample together. Longer samples are not trained (metric
     distillation/too_long). Default: twice data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
     tp: PositiveInt | None = None
-    """Tensor-parallel size of the teachers. Default: without any parallel size of the teachers, they have the trainer's
-    sizes; otherwise 1."""
+    """Tensor-parallel size of the teachers. Default: trainer.tp if distillation.tp, pp, cp, ep and etp are all left
+    out, otherwise 1."""
     pp: PositiveInt | None = None
-    """Pipeline-parallel size of the teachers. Default: as for distillation.tp."""
+    """Pipeline-parallel size of the teachers. Default: trainer.pp if distillation.tp, pp, cp, ep and etp are all left
+    out, otherwise 1."""
     cp: PositiveInt | None = None
-    """Context-parallel size of the teachers. Default: as for distillation.tp."""
+    """Context-parallel size of the teachers. Default: trainer.cp if distillation.tp, pp, cp, ep and etp are all left
+    out, otherwise 1."""
     ep: PositiveInt | None = None
-    """Expert-parallel size of the teachers. Default: as for distillation.tp."""
+    """Expert-parallel size of the teachers. Default: trainer.ep if distillation.tp, pp, cp, ep and etp are all left
+    out, otherwise 1."""
     etp: PositiveInt | None = None
-    """Expert-tensor-parallel size of the teachers. Default: as for distillation.tp."""
+    """Expert-tensor-parallel size of the teachers. Default: trainer.etp if distillation.tp, pp, cp, ep and etp are all
+    left out, otherwise 1."""
     loss: Literal["sampled_token", "top_k", "full_vocabulary"] = "sampled_token"
     """Loss on the policy's samples. sampled_token (default): policy gradient (algorithm.policy_loss); a token's
     advantage is its teacher log-prob minus its policy log-prob. top_k, full_vocabulary: divergence of policy and

@@ -402,9 +402,9 @@ class AlgorithmConfig(Section):
     kl_unbiased: Annotated[
         bool, OnlyIf(KL, one_of("algorithm.kl_placement", "loss"), one_of("algorithm.kl_estimator", "k3", "k1"))
     ] = False
-    """Multiply a token's KL in the loss by its probability ratio, gradient included (DeepSeek-V3.2, arXiv 2512.02556):
-    the gradient is then the KL's, also for samples of old weights. Without it, k3's gradient is biased. Default: false.
-    """
+    """true: multiply each token's KL term by its probability ratio new / old; gradients flow through the ratio too
+    (DeepSeek-V3.2, arXiv 2512.02556). The loss then has the exact KL's gradient, also on samples of older weights.
+    false (default): no factor; the gradient of k3 is biased."""
     kl_target: Annotated[PositiveFloat | None, OnlyIf(KL)] = None
     """Target of the adaptive KL controller, in nats per token. Default: none, kl_coefficient stays constant."""
     kl_horizon: Annotated[PositiveFloat, OnlyIf(KL, non_empty("algorithm.kl_target"))] = 10000.0

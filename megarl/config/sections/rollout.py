@@ -241,7 +241,7 @@ class RolloutConfig(Section):
     (default): keep the earlier tokens. render: render all messages again; each changed history becomes a separate
     training sequence. refuse: the run does not start. The start reports such a template."""
     budget: Annotated[BudgetConfig, OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = BudgetConfig()
-    """Limits of a multi-turn attempt: tokens, tool calls, seconds, starts."""
+    """Limits of a multi-turn attempt: its tokens, its tool calls, its seconds, and how often it may begin."""
     # park is partial rollouts: requests pause with their tokens while the engines sleep, and environments continue
     # meanwhile. The pauses depend on the clock, so two runs differ; a checkpoint contains all paused groups. A resumed
     # attempt replays its turns. If its environment then differs from the recorded one, the attempt starts again

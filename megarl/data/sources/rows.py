@@ -86,7 +86,7 @@ def data_files(source: str | Path) -> list[Path]:
     plain = {file for file in inside if file.suffix.lower() not in COMPRESSIONS}
     inside = [file for file in inside if file in plain or file.with_suffix("") not in plain]
     files = _files_of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
-    _check_configurations(source, files, place, is_hub_data_set=not Path(place).exists())
+    _refuse_several_configurations(source, files, place, is_hub_data_set=not Path(place).exists())
     _check_shards(source, files)
     inside = list(files)
     if not inside:
@@ -205,19 +205,24 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
     return matches
 
 
-def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_hub_data_set: bool) -> None:
-    """Raise DataError if a split has files in several folders, like a data set with several configurations.
+def _refuse_several_configurations(
+    source: str | Path, files: dict[Path, Path], place: str, *, is_hub_data_set: bool
+) -> None:
+    """Raise DataError if the files of one split are in several folders.
 
-    A local folder without split names may have files in several subfolders.
+    A data set on the Hub can have several configurations (its languages, for example), each with its own folder and the
+    same splits. `files` has each file's path inside the folder `place`. In a local folder, only files named after a
+    split, or in a folder named after one, are checked: other files may be in several subfolders.
     """
-    folders = {
+    # Without the folders of splits, configuration/train and configuration/test are one folder.
+    configuration_folders = {
         "/".join(part for part in inside.parts[:-1] if part not in SPLITS)
         for inside in files.values()
         if is_hub_data_set or any(map(_split_words, _name_parts(inside)[:2]))
     }
-    if len(folders) < 2:
+    if len(configuration_folders) < 2:
         return
-    choices = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in folders)
+    choices = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in configuration_folders)
     raise DataError(
         f"{source}: files of one split are in several folders, as in a data set with several configurations: "
         f"{', '.join(choices)}; give one of the folders"

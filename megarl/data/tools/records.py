@@ -75,11 +75,12 @@ def _read_arguments(value: Any) -> Mapping[str, Any]:
 
 
 def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
-    """Return the tools in a record's field, a list or its JSON text, as {"type": "function", "function": {...}}.
+    """Return a record's tools, each as {"type": "function", "function": {...}}.
 
-    Null and empty text are no tools. A tool may be JSON text, or have the flat form {"name", "parameters"}. Null
-    entries of a tool are dropped: exports in columns give all tools the same keys. Raises ValueError for unreadable
-    values, and the errors of `check_tools`.
+    `value` is the record's field: a list of tools, the same list as JSON text, or null or empty text for no tools. Each
+    tool may itself be JSON text, or have the flat form {"name", "parameters"}. Null entries of a tool are dropped:
+    exports in columns give all tools the same keys. Raises ValueError for unreadable values, and the errors of
+    `check_tools`.
     """
     if isinstance(value, str):
         value = _parse_json(value) if value.strip() else None

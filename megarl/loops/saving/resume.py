@@ -157,7 +157,7 @@ def find_origin(
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_optimizers(earlier, recipe)
         _refuse_other_updates(earlier, recipe)
-        _refuse_other_kl(earlier, recipe)
+        _refuse_changed_kl_coefficient(earlier, recipe)
         _refuse_other_drafter(earlier, recipe)
         _refuse_changed_drafter(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
@@ -432,8 +432,11 @@ def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         )
 
 
-def _refuse_other_kl(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError for another algorithm.kl_coefficient under a target: the checkpoint's adapted one continues."""
+def _refuse_changed_kl_coefficient(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if algorithm.kl_coefficient has changed in a run with algorithm.kl_target.
+
+    The run continues with the adapted coefficient of its checkpoint, so the recipe's change would have no effect.
+    """
     coefficient = recipe.algorithm.kl_coefficient
     coefficient_before = _value_at(earlier["recipe"], "algorithm.kl_coefficient")
     if (

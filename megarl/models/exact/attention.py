@@ -34,14 +34,14 @@ class ExactAttention(PackedAttention):
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
 
-        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_like_engine(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = part.num_queries, part.num_keys
             return attention.attend(q, k, v, *lengths, scale=self.scale, window=self.window)
 
-        def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_like_trainer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return PackedAttention._attend_padded(self, q, k, v, part)
 
-        return _TwoKernels.apply(q, k, v, kernel, usual)
+        return _TwoKernels.apply(q, k, v, attend_like_engine, attend_like_trainer)
 
 
 class _TwoKernels(torch.autograd.Function):

@@ -103,29 +103,29 @@ def _adapt_experts(rank_device: torch.device) -> None:
     if rank_device.type != "cpu":
         return
 
-    # gloo gathers and scatters only equal blocks, so pad each part to the largest size.
-    def gather_unlike(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    # gloo gathers and scatters only equal blocks, so pad each rank's block to the largest size.
+    def gather_unequal(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
         padded = input_.new_zeros(max(sizes), *input_.shape[1:])
         padded[: len(input_)] = input_
-        parts = gather(padded, group).split(max(sizes))
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        padded_blocks = gather(padded, group).split(max(sizes))
+        return torch.cat([block[:size] for block, size in zip(padded_blocks, sizes, strict=True)])
 
-    def reduce_scatter_unlike(
+    def reduce_scatter_unequal(
         input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
         padded = input_.new_zeros(len(sizes), max(sizes), *input_.shape[1:])
-        for part, target in zip(input_.split(sizes), padded, strict=True):
-            target[: len(part)] = part
+        for block, padded_block in zip(input_.split(sizes), padded, strict=True):
+            padded_block[: len(block)] = block
         return reduce_scatter(padded.flatten(0, 1), group)[: sizes[group.rank()]]
 
-    mappings._gather_along_first_dim = gather_unlike
-    mappings._reduce_scatter_along_first_dim = reduce_scatter_unlike
+    mappings._gather_along_first_dim = gather_unequal
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_unequal
 
 
 def adapt_hybrid_optimizer() -> None:
@@ -174,17 +174,18 @@ def _on_device(factory: Any, rank_device: torch.device) -> Any:
     """Return a tensor factory that replaces device "cuda" by `rank_device` and pins no memory."""
 
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make_on_rank_device(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = rank_device
         # Without CUDA, torch cannot pin memory.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
-    return make
+    return make_on_rank_device
 
 
 def _replace_tensor_methods(rank_device: torch.device) -> None:
+    """Let `Tensor.cuda` move tensors to `rank_device`, and `Tensor.type` name them like CUDA tensors."""
     type_of = torch.Tensor.type
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -172,9 +172,10 @@ def _with_sinks_of_any_type(kernel):
         kernel(query=query, output=plain, s_aux=None, **kwargs)
         with_sinks, without = output.view(query.shape).float(), plain.view(query.shape).float()
         # Without sinks the weights of all keys sum to one. With sinks they sum to this share.
-        share = (with_sinks * without).sum(-1) / without.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        to_sink = (1 / share - 1) * (s_aux.float() - rounded.float()).exp()
-        output.copy_((without / (1 + to_sink[..., None])).to(output.dtype).view(output.shape))
+        key_share = (with_sinks * without).sum(-1) / without.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        # Weight of the sink relative to all keys, with the sink before its rounding.
+        sink_ratio = (1 / key_share - 1) * (s_aux.float() - rounded.float()).exp()
+        output.copy_((without / (1 + sink_ratio[..., None])).to(output.dtype).view(output.shape))
 
     return attend
 
@@ -203,7 +204,7 @@ def _adapt_check(check_and_update_config):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     @functools.wraps(check_and_update_config)
-    def check(vllm_config) -> None:
+    def check_and_restore(vllm_config) -> None:
         if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
             vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         preloaded = os.environ.get("LD_PRELOAD")
@@ -213,7 +214,7 @@ def _adapt_check(check_and_update_config):
         else:
             os.environ["LD_PRELOAD"] = preloaded
 
-    return staticmethod(check)
+    return staticmethod(check_and_restore)
 
 
 def _keep_thread_control(init_device):

@@ -55,6 +55,7 @@ class LedgerComparison:
         wide = {step.tensor.name for step in plan.steps if plan.width(step.tensor) > 1}
 
         def make_ledger(holder: str, pieces: Mapping[int, Piece], tensors: Mapping[str, Tensor]) -> Ledger:
+            """Return the checksums of these pieces, boxes of `tensors` [*shape]. `holder`: trainer or engine."""
             dtypes = [torch.float32 if piece.box.name in wide else dtype for piece in pieces.values()]
             return Ledger(f"{holder} rank {rank}", tuple(pieces.values()), tensors, cast_to=dtypes)
 
@@ -118,6 +119,7 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
 
     @cache
     def roles(overlap: Overlap) -> list[tuple[bool, bool]]:
+        """Return for each flow whether this rank holds its source, and whether it takes a copy."""
         return [(rank in flow.holders, rank in flow.takers) for flow in overlap.flows]
 
     sources: dict[int, Piece] = {}

@@ -264,7 +264,8 @@ def _make_format_step(method: Any) -> Any:
     scale = method.weight_scale_name
     names = ("w13_weight", "w2_weight", f"w13_{scale}", f"w2_{scale}")
 
-    def set_up(layer: Any, *args: Any, **kwargs: Any) -> None:
+    def reorder_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Convert the layer's weights and scales to the kernel's format, with the arguments of vLLM's own step."""
         arguments = dict(
             zip(("w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"), args, strict=False)
         )
@@ -274,7 +275,7 @@ def _make_format_step(method: Any) -> Any:
         for name, tensor in zip(names, tensors, strict=True):
             replace_parameter(layer, name, tensor)
 
-    return set_up
+    return reorder_weights
 
 
 def _shape_dtype_strides(tensor: Tensor) -> tuple[Any, ...]:

@@ -16,6 +16,8 @@ ANY_SEPARATOR = r"(?:,\\!|,|\{,\}|\\!|\\,|\\ | |~)"
 """Matches separators of thousands: only a comma, or all of LaTeX's separators."""
 
 _EXPONENT = r"(?:(?<=[\d.])[eE](?P<exponent>[+-]?\d+)(?![\d.A-Za-z]))?"
+# Two notations. A period under an overline, bar or dot, 0.1\overline{6}: `fixed` is 0.1, and the period 6 is `braced`,
+# or `bare` without braces. Dots after repeated digits, 0.1666...: `dotted` is 0.1666, `period` is 6.
 _REPEATING = re.compile(
     r"(?P<fixed>\d*\.\d*)(?:\\overline|\\bar|\\dot)\s*(?:\{\s*(?P<braced>\d+)\s*\}|(?P<bare>\d))(?!\d)"
     r"|(?P<dotted>\d*\.\d*?(?P<period>\d+?)(?P=period)+)(?:\s*\\[lc]?dots(?![A-Za-z])|\.\.\.)",
@@ -50,7 +52,7 @@ def read_number(text: str, position: int, separator: str | None = None) -> tuple
         or repeating["dotted"].endswith(3 * repeating["period"])
     ):
         _check_length(repeating)
-        return _repeating_value(repeating), repeating.end()
+        return _repeating_decimal(repeating), repeating.end()
     decimal = _decimal_pattern(separator).match(text, position)
     if decimal is None or decimal.end() == position:
         return None
@@ -97,13 +99,15 @@ def _check_length(match: re.Match[str]) -> None:
         raise NotMathematicsError("a number has more than MAX_DIGITS digits")
 
 
-def _repeating_value(match: re.Match[str]) -> Fraction:
-    start, period = match["fixed"], match["braced"] or match["bare"]
-    if match["dotted"] is not None:
-        period = match["period"]
-        start = match["dotted"]
-        while start.endswith(period):
-            start = start.removesuffix(period)
-    integer_digits, _, decimals = start.partition(".")
+def _repeating_decimal(match: re.Match[str]) -> Fraction:
+    """Return the exact value of a repeating decimal, from a match of `_REPEATING`."""
+    if match["dotted"] is None:
+        digits, period = match["fixed"], match["braced"] or match["bare"]
+    else:
+        digits, period = match["dotted"], match["period"]
+        while digits.endswith(period):
+            digits = digits.removesuffix(period)
+    integer_digits, _, decimals = digits.partition(".")
+    # 0.1666... is 1 / 10 + (6 / 9) / 10; its digits before the period are 0.1.
     scale = Fraction(10) ** len(decimals)
     return int(integer_digits + decimals or "0") / scale + Fraction(int(period), 10 ** len(period) - 1) / scale

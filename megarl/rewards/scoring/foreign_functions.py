@@ -25,10 +25,11 @@ def result_of(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
 
-    async def wait() -> Any:
+    # The runner takes only coroutines, and `value` may be another awaitable.
+    async def await_value() -> Any:
         return await value
 
-    return _runner().run(wait())
+    return _runner().run(await_value())
 
 
 @cache

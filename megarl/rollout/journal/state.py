@@ -431,7 +431,7 @@ class JournalState:
         # Move the tokens from the earlier try, so that they are counted once.
         origin_try, origin_number = values["from"]
         if self.tries[origin_try].answers.pop(_count(origin_number)).num_tokens != num_tokens:
-            raise ValueError("an answer that is repeated differs from the first")
+            raise ValueError("an answer taken from an earlier try has another number of tokens there")
 
     def _apply_aborted(self, values: Mapping[str, Any]) -> None:
         """Count the tokens of a call that ended without an answer."""

@@ -48,9 +48,10 @@ _FIRST_ARRAYS = (
 
 OTHER_LAYOUT_TOLERANCE = 1e-5
 """Relative tolerance for records of different parallel sizes: their float32 sums have different orders."""
-STATE_FACTOR = 10
-"""Factor from the tolerance of other values to that of state tensors. Gradients of small tensors, for example norms,
-are sums that cancel, and Adam divides by their size. 2.2e-5 was measured between dp 2 and tp 2 in float32.
+STATE_TOLERANCE_FACTOR = 10
+"""A state tensor may differ by this factor times OTHER_LAYOUT_TOLERANCE, relative to its norm. Gradients of small
+tensors, for example norms, are sums that cancel, and Adam divides by their size. A relative distance of 2.2e-5 was
+measured between dp 2 and tp 2 in float32.
 """
 
 _FIRST_MOMENTS = (".exp_avg.", ".momentum_buffer.")
@@ -308,9 +309,9 @@ def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Differen
     """Yield the differences between two executions of a step, in the order in which a step computes the values.
 
     With equal parallel sizes, all values must be bit-equal, and state tensors are compared rank by rank. With different
-    sizes, a value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), and a state tensor by STATE_FACTOR times the
-    tolerance of its norm. State tensors are then compared as a whole, and arrays only if both records hold their
-    values.
+    sizes, a value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), and a state tensor by
+    STATE_TOLERANCE_FACTOR * OTHER_LAYOUT_TOLERANCE of its norm. State tensors are then compared as a whole, and arrays
+    only if both records hold their values.
     """
     tolerance = 0.0 if recorded.layout == replayed.layout else OTHER_LAYOUT_TOLERANCE
     yield from _find_array_differences(recorded, replayed, tolerance)
@@ -413,7 +414,11 @@ def _is_close(before: NDArray[Any], now: NDArray[Any], tolerance: float) -> NDAr
 def _find_state_differences(
     name: str, recorded: StepRecord, replayed: StepRecord, tolerance: float
 ) -> Iterator[Difference]:
-    """Yield a difference if a tensor of the trainer's state differs, or exists in one of the records only."""
+    """Yield a difference if a tensor of the trainer's state differs, or exists in one of the records only.
+
+    With equal parallel sizes, the fingerprints of each rank's part must be equal. Otherwise ranks hold other parts, so
+    only the whole tensor is compared: its fingerprint is the sum over its parts.
+    """
     recorded_parts, replayed_parts = recorded.state.get(name, {}), replayed.state.get(name, {})
     if not recorded_parts or not replayed_parts:
         yield Difference(name, "", _MISSING if recorded_parts else _ADDED, distance=1.0)
@@ -428,10 +433,10 @@ def _find_state_differences(
                 name, f"on rank {differing_ranks[0]}", f"relative distance about {distance:.2g}", distance=distance
             )
         return
-    # With other parallel sizes the ranks hold other parts, so compare the whole tensor.
-    distance = sum(recorded_parts.values(), Fingerprint()).distance(sum(replayed_parts.values(), Fingerprint()))
+    recorded_whole, replayed_whole = (sum(parts.values(), Fingerprint()) for parts in (recorded_parts, replayed_parts))
+    distance = recorded_whole.distance(replayed_whole)
     # `not <=` rather than `>`, so that NaN counts as a difference.
-    if not distance <= STATE_FACTOR * tolerance:
+    if not distance <= STATE_TOLERANCE_FACTOR * tolerance:
         yield Difference(name, "", f"relative distance about {distance:.2g}", distance=distance)
 
 

@@ -166,8 +166,8 @@ def _fill_template(template: str, messages: Sequence[Mapping[str, Any]], context
     )
     if last_user_index is None or not isinstance(messages[last_user_index].get("content"), str):
         raise MegarlError(
-            "distillation.teacher_prompt: a prompt has no user message with a text; leave these records out, or the "
-            "field"
+            "distillation.teacher_prompt: a prompt has no user message, or its last user message is not plain text; "
+            "remove such records, or leave out distillation.teacher_prompt"
         )
     prompt = messages[last_user_index]["content"]
     rewritten = {

@@ -102,6 +102,7 @@ def hold(
     ours, theirs = socket.socketpair()
 
     def start_place() -> ApptainerPlace:
+        """In the new namespaces: map users, mount the layer's folder, send the listening socket, start a container."""
         if user:
             map_users(proc, user=user, group=group)
         # Private propagation: no mount below is seen outside this namespace.
@@ -115,11 +116,11 @@ def hold(
         theirs.close()
         return ApptainerPlace(settings)
 
-    def begin() -> None:
+    def run_first_process() -> None:
         ours.close()
         serve(start_place)
 
-    first = fork_child(begin, lambda: clone(flags))
+    first = fork_child(run_first_process, lambda: clone(flags))
     os.close(proc)
     # If this end stayed open, `recv_fds` would never return for a child without a listener.
     theirs.close()

@@ -94,7 +94,8 @@ class CommandLinePlace:
         """Return a socket listening on the loopback of the container. Raises OSError."""
         ours, theirs = socket.socketpair()
 
-        def enter() -> None:
+        def enter_and_listen() -> None:
+            """In a child process: enter the container's network, and send the socket, or the error's text."""
             try:
                 # An ordinary user has the rights over the network only within the container's user namespace.
                 if os.geteuid() != 0:
@@ -105,7 +106,7 @@ class CommandLinePlace:
             except OSError as error:
                 theirs.send((error.strerror or str(error)).encode())
 
-        child = fork_child(enter)
+        child = fork_child(enter_and_listen)
         text, listeners, _, _ = socket.recv_fds(ours, 1000, 1)
         os.waitpid(child, 0)
         if not listeners:

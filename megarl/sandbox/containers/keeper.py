@@ -84,6 +84,7 @@ def _hold_apptainer(settings: dict[str, Any], connection: socket.socket, listene
     url = f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"])
 
     def serve(start_place: Callable[[], Place]) -> None:
+        """In the container's first process: start the container, then answer requests. A failed start is reported."""
         try:
             if (cpus := settings["limits"]["cpus"]) is not None:
                 _use_cpus(math.ceil(cpus))
@@ -149,7 +150,8 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
     is_alone = settings["network"] == "endpoint"
     ours, theirs = socket.socketpair()
 
-    def begin() -> None:
+    def run_first_process() -> None:
+        """In the new namespaces: complete the container's root, give up all rights, then answer requests."""
         ours.close()
         try:
             map_users(proc, user=user, group=group)
@@ -177,7 +179,7 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
             parent,
         )
 
-    first = fork_child(begin, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
+    first = fork_child(run_first_process, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
     os.close(proc)
     # If this end stayed open, `recv_fds` would never return for a child without a listener.
     theirs.close()

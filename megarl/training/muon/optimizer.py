@@ -128,14 +128,15 @@ class MuonRule:
         rate = self._config.muon.adam_rate
         rates = {"max_lr": self._config.learning_rate * rate, "min_lr": self._config.min_learning_rate * rate}
 
-        def key(name: str, *, is_matrix: bool) -> ParamKey:
+        def group_key(name: str, *, is_matrix: bool) -> ParamKey:
+            """Return the key of a parameter group: Muon's matrices, or all other parameters."""
             return ParamKey(predicate=ParamPredicate(name, lambda parameter: (id(parameter) in matrices) is is_matrix))
 
         return {
             **get_standard_config_overrides(settings),
             # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys, such as `is_decoupled_lr`.
-            key("matrices", is_matrix=True): {_IS_MATRIX: True, "is_decoupled_lr": True},
-            **({} if rate == 1 else {key("other parameters", is_matrix=False): rates}),
+            group_key("matrices", is_matrix=True): {_IS_MATRIX: True, "is_decoupled_lr": True},
+            **({} if rate == 1 else {group_key("other parameters", is_matrix=False): rates}),
         }
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:

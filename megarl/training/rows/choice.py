@@ -1,4 +1,7 @@
-"""Choice of how a batch becomes a row: packed, or stored as a tree of prefixes. No other place chooses."""
+"""Makes one row of tokens from the sequences of a batch: one after another, or as a tree of their shared prefixes.
+
+No other module chooses between the two forms.
+"""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ def pack_row(
     select_row_part = partial(select_local, padded=padded, local=local, device=device)
 
     def select_predictions(values: np.ndarray) -> Tensor:
+        """Return values [tokens] of predicted tokens, stored one position earlier, for this rank."""
         return select_row_part(values[predicted], places=places[predicted] - 1)
 
     support = None

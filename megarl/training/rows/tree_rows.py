@@ -76,6 +76,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     edges[tokens - 1] = edge
 
     def predictions(values: np.ndarray) -> Tensor:
+        """Return values [tokens] of predicted tokens, stored at the token before each one, for this rank."""
         shifted = np.zeros_like(values)
         shifted[tokens - 1] = values[tokens]
         return torch.from_numpy(shifted[local]).to(device)
