@@ -84,9 +84,11 @@ def search_layouts(
     searchable, or its GPUs are unknown.
     """
     from megarl.console.predictions import print_layouts
-    from megarl.planner.layouts.search import search_of
+    from megarl.planner.layouts.search import make_layout_search
 
-    result = search_of(recipe, _choose_lengths(recipe, run, mean_tokens), max_staleness, file.refusal).search(count)
+    result = make_layout_search(recipe, _choose_lengths(recipe, run, mean_tokens), max_staleness, file.refusal).search(
+        count
+    )
     if as_json:
         print(json.dumps({"recipe": recipe.name, "model": recipe.model.path, **result.as_json()}))
     else:

@@ -47,30 +47,30 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     """
     recipe = with_chosen_sync(recipe, is_trained=is_trained)
     trainer = recipe.trainer
-    wants_cache = recipe.has_engine and not sets_cache_size(recipe)
-    wants_rows = is_trained and trainer.max_tokens_per_forward is None
-    wants_savings = is_trained and not (_sets_field(recipe, _OFFLOAD) and _sets_field(recipe, _RECOMPUTE))
-    wants_logits = is_trained and trainer.keep_logits is None
-    wants_recovery = is_trained and leaves_recovery_open(recipe)
-    wants_any = wants_cache or wants_rows or wants_savings or wants_logits or wants_recovery
-    if not wants_any or (is_start and ranks_on_cpu(recipe)):
+    needs_cache = recipe.has_engine and not sets_cache_size(recipe)
+    needs_rows = is_trained and trainer.max_tokens_per_forward is None
+    needs_savings = is_trained and not (_sets_field(recipe, _OFFLOAD) and _sets_field(recipe, _RECOMPUTE))
+    needs_logits = is_trained and trainer.keep_logits is None
+    needs_recovery = is_trained and leaves_recovery_open(recipe)
+    needs_any = needs_cache or needs_rows or needs_savings or needs_logits or needs_recovery
+    if not needs_any or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (judge := _make_judge(recipe)) is None:
         return recipe
     # An evaluation loads no trainer, so the cache may take the trainer's memory.
     if not is_trained:
         judge = MemoryJudge(Models(_engines_alone(judge.models.policy), None, {}), judge.gpus)
-    if wants_savings:
+    if needs_savings:
         recipe = _Savings(recipe, judge).choose()
-    if wants_cache:
+    if needs_cache:
         recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, judge)})
-    if wants_logits and can_keep_logits(with_logits := with_field_values(recipe, {KEEP_LOGITS: True}), judge):
+    if needs_logits and can_keep_logits(with_logits := with_field_values(recipe, {KEEP_LOGITS: True}), judge):
         recipe = with_logits
     # Chosen last, because these rows may take as much memory as an update.
-    if wants_rows and (row_tokens := forward_row_tokens(recipe, judge)) is not None:
+    if needs_rows and (row_tokens := forward_row_tokens(recipe, judge)) is not None:
         recipe = with_field_values(recipe, {_ROWS: row_tokens})
     # Chosen after offloading, because offloaded states take host memory too.
-    return with_recovery(recipe, judge) if wants_recovery else recipe
+    return with_recovery(recipe, judge) if needs_recovery else recipe
 
 
 def can_keep_logits(recipe: Recipe, judge: MemoryJudge) -> bool:
@@ -104,7 +104,11 @@ def with_chunk_tokens(recipe: Recipe) -> Recipe:
     In a run each model chooses its own number. Unchanged: a recipe that sets the field, computes no log-probs, or has
     an unreadable model.
     """
-    if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
+    if (
+        recipe.trainer.logprob_chunk_tokens is not None
+        or unmet(recipe, _CHUNK) is not None
+        or any(sizes.find_rank_faults(recipe))
+    ):
         return recipe
     try:
         models = models_of(recipe, sizes.parallel_of(recipe))
@@ -207,24 +211,24 @@ class _Savings:
         The reason for the cheapest value is the GPU memory left free. The reason for a dearer value is what the next
         cheaper value lacks: GPU memory or KV cache.
         """
-        choices = self._list_values(field)
-        place = next(
-            place
-            for place, values in enumerate(choices)
+        values_by_cost = self._list_values(field)
+        cost_rank = next(
+            cost_rank
+            for cost_rank, values in enumerate(values_by_cost)
             if all(value_at(completed, name) == value for name, value in values.items())
         )
-        if place == 0:
-            fullest = self._find_fullest(field, completed)
-            return f"{fullest.name} {_format_left(self.judge.free_gib(fullest), 'leaves', 'takes')}"
-        cheaper = with_field_values(completed, choices[place - 1])
-        prediction, present = self._predict(cheaper), self._predict(completed)
-        with_cheaper = f"with {_format_field(cheaper, field)}"
-        if prediction.gib_within_margin < present.gib_within_margin:
-            gpu_text = _format_left(prediction.free_gib, "would leave", "would take")
-            return f"{with_cheaper} {prediction.fullest.name} {gpu_text}"
+        if cost_rank == 0:
+            fullest_phase = self._find_fullest(field, completed)
+            return f"{fullest_phase.name} {_format_left(self.judge.free_gib(fullest_phase), 'leaves', 'takes')}"
+        cheaper = with_field_values(completed, values_by_cost[cost_rank - 1])
+        cheaper_prediction, present_prediction = self._predict(cheaper), self._predict(completed)
+        cheaper_text = f"with {_format_field(cheaper, field)}"
+        if cheaper_prediction.gib_within_margin < present_prediction.gib_within_margin:
+            gpu_text = _format_left(cheaper_prediction.free_gib, "would leave", "would take")
+            return f"{cheaper_text} {cheaper_prediction.fullest.name} {gpu_text}"
         return (
-            f"{with_cheaper} the KV cache would hold {prediction.requests} of {prediction.wanted_requests} concurrent "
-            f"requests of {self._request_tokens:,.0f} tokens"
+            f"{cheaper_text} the KV cache would hold {cheaper_prediction.requests} of "
+            f"{cheaper_prediction.wanted_requests} concurrent requests of {self._request_tokens:,.0f} tokens"
         )
 
     def _find_fullest(self, field: str, recipe: Recipe) -> Phase:
@@ -241,7 +245,7 @@ class _Savings:
 
     def _can_recompute(self, values: Mapping[str, Any]) -> bool:
         # Without this filter, a later check of the recipe would reject the default. The check yields errors.
-        refusals = model_sizes.recomputed_modules_fit(
+        refusals = model_sizes.find_recompute_faults(
             with_field_values(self.recipe, values), self.judge.models.policy.shape
         )
         return next(iter(refusals), None) is None

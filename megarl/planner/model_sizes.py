@@ -26,18 +26,20 @@ and its own layers do not support that.
 """
 
 
-def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
+def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
     """Yield errors of parallel sizes that do not divide the model. `is_sampled`: check the engines too."""
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
-    vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
-    splits = {"trainer.tp": (trainer.tp, True, 0)}
+    engine_vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
+    tp_of_field = {"trainer.tp": (trainer.tp, True, 0)}
     if is_sampled:
-        splits["rollout.tp"] = rollout.tp, has_whole_experts(recipe), vocabulary
-    for field, (tp, whole_experts, rows) in splits.items():
-        if misfits := _tp_misfits(shape, tp, whole_experts, vocabulary=rows):
+        tp_of_field["rollout.tp"] = rollout.tp, has_whole_experts(recipe), engine_vocabulary
+    for field, (tp, whole_experts, padded_vocabulary) in tp_of_field.items():
+        if misfits := _tp_misfits(shape, tp, whole_experts, vocabulary=padded_vocabulary):
             sizes = range(1, shape.num_heads + 1)
-            fitting = [size for size in sizes if not _tp_misfits(shape, size, whole_experts, vocabulary=rows)]
+            fitting = [
+                size for size in sizes if not _tp_misfits(shape, size, whole_experts, vocabulary=padded_vocabulary)
+            ]
             yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {either(fitting)}"
     if trainer.pp * trainer.vpp > shape.num_layers:
         yield (
@@ -46,20 +48,21 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         )
     # If pp is not last, the dense and the expert grid must put the same ranks on a stage. A dense model's second grid
     # has tp only.
-    dense, expert = trainer.tp * trainer.cp, trainer.etp * trainer.ep if shape.num_experts else trainer.tp
-    if not trainer.rank_order.endswith("pp") and trainer.pp > 1 and dense != expert:
+    dense_ranks, expert_ranks = trainer.tp * trainer.cp, trainer.etp * trainer.ep if shape.num_experts else trainer.tp
+    if not trainer.rank_order.endswith("pp") and trainer.pp > 1 and dense_ranks != expert_ranks:
         yield (
-            f"trainer.rank_order = {trainer.rank_order}: Megatron needs tp * cp = {dense} to equal "
-            f"{'etp * ep' if shape.num_experts else 'tp'} = {expert}; leave it out or change those"
+            f"trainer.rank_order = {trainer.rank_order}: Megatron needs tp * cp = {dense_ranks} to equal "
+            f"{'etp * ep' if shape.num_experts else 'tp'} = {expert_ranks}; leave it out or change those"
         )
-    for field, size, number, name in (
+    for field, size, model_size, name in (
         ("trainer.ep", trainer.ep, shape.num_experts, "experts"),
         ("trainer.etp", trainer.etp, shape.moe_intermediate_size, "channels of an expert"),
     ):
         if not shape.num_experts and size > 1:
             yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
-        elif number % size:
-            yield f"{field} = {size}: does not divide the model's {number} {name}; use {either(divisors(number))}"
+        elif model_size % size:
+            fitting_sizes = either(divisors(model_size))
+            yield f"{field} = {size}: does not divide the model's {model_size} {name}; use {fitting_sizes}"
     if trainer.etp > 1 and FAMILIES[shape.family].settings(shape).get("add_bias_linear"):
         # Each rank of a split expert would add the whole bias before their sum (Megatron-Core 0.16.1).
         yield f"trainer.etp = {trainer.etp}: Megatron-Core cannot split experts with biases; set it to 1"
@@ -67,7 +70,7 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
-def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def find_fp8_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error for each number of channels that is not a multiple of the block size of `trainer.fp8`."""
     trainer = recipe.trainer
     if trainer.fp8 == "none":
@@ -92,7 +95,7 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             )
 
 
-def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def find_linear_attention_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of parallel sizes that the model's linear attention does not support."""
     linear, trainer = shape.linear_attention, recipe.trainer
     if linear is None:
@@ -108,7 +111,7 @@ def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"trainer.sequence_parallel = False: {linear.plural} at trainer.tp {trainer.tp} need it; leave it out"
 
 
-def recomputed_modules_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def find_recompute_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of trainer.recompute_modules that this model or this machine's libraries do not support."""
     trainer = recipe.trainer
     if trainer.recompute != "selective":

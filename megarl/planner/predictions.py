@@ -27,13 +27,13 @@ def models_of(recipe: Recipe, parallel: ParallelConfig) -> Models:
 
 def planned_models(recipe: Recipe) -> Models | None:
     """Return the models of a recipe. None: memory cannot be predicted; other checks report the reason."""
-    if any(sizes.ranks(recipe)):
+    if any(sizes.find_rank_faults(recipe)):
         return None
     try:
         models = models_of(recipe, sizes.parallel_of(recipe))
     except DataError:
         return None
-    return None if any(model_sizes.model_fit(recipe, models.policy.shape)) else models
+    return None if any(model_sizes.find_size_faults(recipe, models.policy.shape)) else models
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:

@@ -35,7 +35,7 @@ _GIB = 2**30
 _CACHE, _SHARE = "rollout.kv_cache_gib", "rollout.gpu_memory_utilization"
 
 
-def moves_to_fit(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
+def list_memory_moves(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
     """Return the changes that save GPU memory on the same ranks.
 
     Offloading costs seconds per step. A smaller KV cache, shorter rows, and recomputation (a third of the training
@@ -138,12 +138,12 @@ def remedies(
     `before` are changes made in any case. Each returned change is enough alone, and needs all of its fields. If none is
     enough, the search is repeated with the optimizer on the host.
     """
-    first = dict(before or {})
-    changed = with_field_values(recipe, first)
-    on_host = _optimizer_on_host(changed)
-    for fixed_values in [{}, *([on_host] if on_host is not None else [])]:
-        start = with_field_values(changed, fixed_values)
-        choices = list_choices(moves_to_fit(start, judge), is_partial=True)
+    first_values = dict(before or {})
+    changed_recipe = with_field_values(recipe, first_values)
+    optimizer_on_host = _optimizer_on_host(changed_recipe)
+    for fixed_values in [{}, *([optimizer_on_host] if optimizer_on_host is not None else [])]:
+        start = with_field_values(changed_recipe, fixed_values)
+        choices = list_choices(list_memory_moves(start, judge), is_partial=True)
         if fixed_values:
             # Moving the optimizer to the host may be enough by itself.
             choices = [Choice(values={}), *choices]
@@ -156,7 +156,7 @@ def remedies(
             skips=_changes_more_than_needed,
         )
         if ranking.changes:
-            return [first | fixed_values | {**change.values} for change in ranking.changes]
+            return [first_values | fixed_values | {**change.values} for change in ranking.changes]
     return []
 
 
@@ -177,7 +177,7 @@ def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
     return values
 
 
-def wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | None:
+def find_wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | None:
     """Return a doubled parallel size or number of nodes with which the recipe fits, plus one more change if needed."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
@@ -208,9 +208,9 @@ def wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | None:
 
 
 def _size_faults(recipe: Recipe, models: Models) -> Iterator[str]:
-    yield from sizes.ranks(recipe)
-    yield from sizes.batches(recipe, sizes.parallel_of(recipe).dp)
-    yield from model_sizes.model_fit(recipe, models.policy.shape)
+    yield from sizes.find_rank_faults(recipe)
+    yield from sizes.find_batch_faults(recipe, sizes.parallel_of(recipe).dp)
+    yield from model_sizes.find_size_faults(recipe, models.policy.shape)
 
 
 def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:

@@ -140,16 +140,17 @@ def search(
     `bound` returns a lower bound of the scores of a choice and of all later ones: with it the search ends early.
     `skips` decides from the accepted choices whether to skip a choice. At most `max_judged` choices are judged.
     """
-    best: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
+    best_by_key: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
     num_judged, is_complete = 0, True
-    worst: list[Any] = []
+    worst_scores: list[Any] = []
     for choice in choices:
-        least = None if bound is None else bound(choice)
-        if least is not None and worst and least >= worst[0]:
+        least_score = None if bound is None else bound(choice)
+        # The bound holds for all later choices too: none of them can beat the `count` accepted choices.
+        if least_score is not None and worst_scores and least_score >= worst_scores[0]:
             break
-        if skips is not None and skips(choice, [change.choice for _, change in best.values()]):
+        if skips is not None and skips(choice, [change.choice for _, change in best_by_key.values()]):
             continue
-        if least is not None and choice.key in best and best[choice.key][0] <= least:
+        if least_score is not None and choice.key in best_by_key and best_by_key[choice.key][0] <= least_score:
             continue
         if num_judged == max_judged:
             is_complete = False
@@ -158,11 +159,11 @@ def search(
         change = _judge(recipe, choice, judge)
         if change is None:
             continue
-        total = score(change)
-        if choice.key not in best or total < best[choice.key][0]:
-            best[choice.key] = total, change
-            worst = sorted(total for total, _ in best.values())[count - 1 : count]
-    ranked = sorted(best.values(), key=lambda scored: scored[0])[:count]
+        choice_score = score(change)
+        if choice.key not in best_by_key or choice_score < best_by_key[choice.key][0]:
+            best_by_key[choice.key] = choice_score, change
+            worst_scores = sorted(choice_score for choice_score, _ in best_by_key.values())[count - 1 : count]
+    ranked = sorted(best_by_key.values(), key=lambda scored: scored[0])[:count]
     return Ranking(changes=tuple(change for _, change in ranked), num_judged=num_judged, is_complete=is_complete)
 
 

@@ -64,50 +64,53 @@ def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) 
     return align(shape, parallel, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
-def ranks(recipe: Recipe) -> Iterator[str]:
+def find_rank_faults(recipe: Recipe) -> Iterator[str]:
     """Yield errors if the trainer's parallel sizes do not fit the number of its ranks."""
-    cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
-    if misplaced := [*placement(recipe)]:
+    cluster, trainer, num_ranks = recipe.cluster, recipe.trainer, recipe.trainer_ranks
+    if placement_faults := [*find_placement_faults(recipe)]:
         # Without a valid placement the number of training ranks is unknown: more errors would mislead.
-        yield from misplaced
+        yield from placement_faults
         return
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
     model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
-    product = cluster.rank_product
-    ranks = f"the {world} ranks ({product})"
+    product_text = cluster.rank_product
+    ranks_text = f"the {num_ranks} ranks ({product_text})"
     if recipe.separate_ranks:
-        ranks = f"the {world} training ranks ({product} - rollout.ranks {recipe.separate_ranks})"
-    if world % model_ranks:
-        product = " * ".join(axes)
-        sizes = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
+        ranks_text = f"the {num_ranks} training ranks ({product_text} - rollout.ranks {recipe.separate_ranks})"
+    if num_ranks % model_ranks:
+        product_text = " * ".join(axes)
+        sizes_text = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
         yield (
-            f"{sizes}: {product} = {model_ranks} does not divide {ranks}; "
-            f"make {product} {either(divisors(world))}, or have {_nearest_multiples(world, multiple=model_ranks)} ranks"
+            f"{sizes_text}: {product_text} = {model_ranks} does not divide {ranks_text}; "
+            f"make {product_text} {either(divisors(num_ranks))}, or have "
+            f"{_nearest_multiples(num_ranks, multiple=model_ranks)} ranks"
         )
-    elif trainer.dp is not None and trainer.dp != world // model_ranks:
+    elif trainer.dp is not None and trainer.dp != num_ranks // model_ranks:
         yield (
-            f"trainer.dp = {trainer.dp}: {ranks} / {' * '.join(axes)} {model_ranks} make {world // model_ranks}; "
-            f"set trainer.dp={world // model_ranks}, leave it out, or have {trainer.dp * model_ranks} ranks"
+            f"trainer.dp = {trainer.dp}: {ranks_text} / {' * '.join(axes)} {model_ranks} make "
+            f"{num_ranks // model_ranks}; "
+            f"set trainer.dp={num_ranks // model_ranks}, leave it out, or have {trainer.dp * model_ranks} ranks"
         )
     # Experts have their own grid of ranks (etp * ep * pp), which must divide the same ranks.
     expert_ranks = trainer.etp * trainer.ep * trainer.pp
-    if trainer.etp * trainer.ep > 1 and world % expert_ranks:
+    if trainer.etp * trainer.ep > 1 and num_ranks % expert_ranks:
         yield (
             f"trainer.etp = {trainer.etp}, trainer.ep = {trainer.ep}, trainer.pp = {trainer.pp}: etp * ep * pp = "
-            f"{expert_ranks} does not divide {ranks}; make it {either(divisors(world))}"
+            f"{expert_ranks} does not divide {ranks_text}; make it {either(divisors(num_ranks))}"
         )
     if trainer.vpp > 1 and trainer.pp == 1:
         yield f"trainer.vpp = {trainer.vpp}: needs trainer.pp > 1, which is 1; leave it out or raise trainer.pp"
-    if not recipe.separate_ranks and world % recipe.rollout.tp:
+    if not recipe.separate_ranks and num_ranks % recipe.rollout.tp:
         yield (
-            f"rollout.tp = {recipe.rollout.tp}: does not divide {ranks}; "
-            f"use {either(divisors(world))}, or have {_nearest_multiples(world, multiple=recipe.rollout.tp)} ranks"
+            f"rollout.tp = {recipe.rollout.tp}: does not divide {ranks_text}; "
+            f"use {either(divisors(num_ranks))}, or have {_nearest_multiples(num_ranks, multiple=recipe.rollout.tp)} "
+            "ranks"
         )
     if trainer.sequence_parallel and trainer.tp == 1:
         yield "trainer.sequence_parallel = True: needs trainer.tp > 1, which is 1; leave it out or raise trainer.tp"
 
 
-def placement(recipe: Recipe) -> Iterator[str]:
+def find_placement_faults(recipe: Recipe) -> Iterator[str]:
     """Yield errors if separate engines cannot use their ranks, or if they leave no rank to the trainer."""
     cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
     engines = cluster.groups.engines
@@ -118,20 +121,25 @@ def placement(recipe: Recipe) -> Iterator[str]:
                 "that, or leave the group out"
             )
         return
-    world, tp, product = cluster.world_size, rollout.tp, cluster.rank_product
-    fitting = list(range(tp, world, tp))
-    use = f"use {either(fitting)}" if fitting else f"have more than {tp} ranks (cluster.ranks_per_node)"
+    num_ranks, tp, product_text = cluster.world_size, rollout.tp, cluster.rank_product
+    fitting_counts = list(range(tp, num_ranks, tp))
+    remedy_text = (
+        f"use {either(fitting_counts)}" if fitting_counts else f"have more than {tp} ranks (cluster.ranks_per_node)"
+    )
     if engines is not None:
         yield from _engines_of_a_kind(recipe, engines)
     elif rollout.ranks is None:
         yield (
-            f"rollout.placement = separate: needs rollout.ranks, how many of the {world} ranks ({product}) sample; "
-            f"{use}"
+            f"rollout.placement = separate: needs rollout.ranks, how many of the {num_ranks} ranks ({product_text}) "
+            f"sample; {remedy_text}"
         )
-    elif rollout.ranks >= world:
-        yield f"rollout.ranks = {rollout.ranks}: leaves none of the {world} ranks ({product}) to the trainer; {use}"
+    elif rollout.ranks >= num_ranks:
+        yield (
+            f"rollout.ranks = {rollout.ranks}: leaves none of the {num_ranks} ranks ({product_text}) to the trainer; "
+            f"{remedy_text}"
+        )
     elif rollout.ranks % tp:
-        yield f"rollout.ranks = {rollout.ranks}: is not a multiple of rollout.tp {tp}, an engine's ranks; {use}"
+        yield f"rollout.ranks = {rollout.ranks}: is not a multiple of rollout.tp {tp}, an engine's ranks; {remedy_text}"
     if trainer.router_replay:
         yield (
             "trainer.router_replay = True: an engine's choice of experts stays on its ranks, and with "
@@ -149,30 +157,34 @@ def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
         yield f"rollout.tp = {rollout.tp}: does not divide the {engines.num_ranks} ranks of {setting}; change either"
 
 
-def batches(recipe: Recipe, dp: int) -> Iterator[str]:
+def find_batch_faults(recipe: Recipe, dp: int) -> Iterator[str]:
     train, trainer, is_sampled = recipe.train, recipe.trainer, recipe.is_on_policy
-    updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
-    parts, sequences = updates * dp, train.prompts_per_step * samples
-    if sequences % parts:
-        remainder_text = f"times train.samples_per_prompt {samples} makes {sequences} completions, which do"
+    updates_per_step, samples_per_prompt = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
+    num_parts, num_sequences = updates_per_step * dp, train.prompts_per_step * samples_per_prompt
+    if num_sequences % num_parts:
+        remainder_text = (
+            f"times train.samples_per_prompt {samples_per_prompt} makes {num_sequences} completions, which do"
+        )
         remainder_text = remainder_text if is_sampled else "does"
+        prompts_multiple = num_parts // math.gcd(num_parts, samples_per_prompt)
         yield (
             f"train.prompts_per_step = {train.prompts_per_step}: {remainder_text} not divide by "
-            f"{f'train.updates_per_step {updates} * ' if is_sampled else ''}the data-parallel size {dp} (trainer.dp); "
-            f"use {_nearest_multiples(train.prompts_per_step, multiple=parts // math.gcd(parts, samples))}"
+            f"{f'train.updates_per_step {updates_per_step} * ' if is_sampled else ''}the data-parallel size {dp} "
+            "(trainer.dp); use "
+            f"{_nearest_multiples(train.prompts_per_step, multiple=prompts_multiple)}"
         )
-    critic = recipe.critic.updates_per_step if recipe.has_critic else 1
+    critic_updates = recipe.critic.updates_per_step if recipe.has_critic else 1
     # Checked only if the policy's batch divides. Otherwise the error above changes these numbers anyway.
-    if not sequences % dp and sequences % (critic * dp):
+    if not num_sequences % dp and num_sequences % (critic_updates * dp):
         yield (
-            f"critic.updates_per_step = {critic}: times the data-parallel size {dp} does not divide the {sequences} "
-            f"completions of a step; use {either(divisors(sequences // dp))}"
+            f"critic.updates_per_step = {critic_updates}: times the data-parallel size {dp} does not divide the "
+            f"{num_sequences} completions of a step; use {either(divisors(num_sequences // dp))}"
         )
     # Interleaved pipelines of Megatron-Core run groups of pp microbatches.
-    if trainer.vpp > 1 and sequences // parts < trainer.pp:
+    if trainer.vpp > 1 and num_sequences // num_parts < trainer.pp:
         yield (
             f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
-            f"{sequences // parts} sequences for each data-parallel rank; use larger batches or vpp 1"
+            f"{num_sequences // num_parts} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
     if recipe.loop == "preference" and recipe.preference.loss == "kto" and train.prompts_per_step < 2:
         yield (
@@ -181,40 +193,40 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
         )
     advantage = recipe.algorithm.advantage
     # These estimators compare all samples of a step.
-    is_of_step = advantage in ("reinforce_plus_plus", "global_baseline")
-    if recipe.trains_rewards and is_of_step and sequences < 2:
+    compares_whole_step = advantage in ("reinforce_plus_plus", "global_baseline")
+    if recipe.trains_rewards and compares_whole_step and num_sequences < 2:
         yield (
             f"train.prompts_per_step = {train.prompts_per_step}: algorithm.advantage {advantage} compares the samples "
             "of a step, but there is only one; use 2 or more"
         )
-    compares = advantage in taking("algorithm.advantage", "lone_sample")
-    if recipe.trains_rewards and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
+    compares_samples = advantage in taking("algorithm.advantage", "lone_sample")
+    if recipe.trains_rewards and compares_samples and samples_per_prompt < 2 and recipe.algorithm.lone_sample == "zero":
         yield (
-            f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several samples; use 2 or "
-            "more, or set algorithm.lone_sample=reward"
+            f"train.samples_per_prompt = {samples_per_prompt}: algorithm.advantage {advantage} compares several "
+            "samples; use 2 or more, or set algorithm.lone_sample=reward"
         )
 
 
-def lengths(recipe: Recipe) -> Iterator[str]:
+def find_length_faults(recipe: Recipe) -> Iterator[str]:
     if not recipe.is_on_policy:
         return
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
     # The reward model reads its score at one position after the completion.
-    longest = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
+    longest_tokens = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
     multiple = row_multiple(recipe)
-    padded = -(-longest // multiple) * multiple
-    if trainer.max_tokens_per_microbatch < padded:
+    padded_tokens = -(-longest_tokens // multiple) * multiple
+    if trainer.max_tokens_per_microbatch < padded_tokens:
         yield (
             f"trainer.max_tokens_per_microbatch = {trainer.max_tokens_per_microbatch}: one sequence of "
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + rollout.sampling.max_new_tokens "
-            f"{sampling.max_new_tokens} does not fit; raise it to {padded}, or lower these"
+            f"{sampling.max_new_tokens} does not fit; raise it to {padded_tokens}, or lower these"
         )
     forward_tokens = trainer.max_tokens_per_forward or trainer.max_tokens_per_microbatch
-    padded_teacher = -(-recipe.teacher_tokens // multiple) * multiple
-    if padded <= trainer.max_tokens_per_microbatch and forward_tokens < padded_teacher:
+    padded_teacher_tokens = -(-recipe.teacher_tokens // multiple) * multiple
+    if padded_tokens <= trainer.max_tokens_per_microbatch and forward_tokens < padded_teacher_tokens:
         yield (
             f"trainer.max_tokens_per_forward = {forward_tokens}: one sequence of distillation.max_teacher_tokens "
-            f"{recipe.teacher_tokens} does not fit; raise it to {padded_teacher}, or lower "
+            f"{recipe.teacher_tokens} does not fit; raise it to {padded_teacher_tokens}, or lower "
             "distillation.max_teacher_tokens"
         )
     if sampling.temperature == 0:
@@ -222,10 +234,10 @@ def lengths(recipe: Recipe) -> Iterator[str]:
             "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any "
             "value above 0"
         )
-    lowest = {"temperature": sampling.temperature}
+    lowest_temperatures = {"temperature": sampling.temperature}
     if sampling.temperature_schedule != "constant":
-        lowest["end_temperature"] = sampling.end_temperature
-    for field, temperature in lowest.items():
+        lowest_temperatures["end_temperature"] = sampling.end_temperature
+    for field, temperature in lowest_temperatures.items():
         if 0 < temperature < _LOWEST_TEMPERATURE:
             yield (
                 f"rollout.sampling.{field} = {temperature}: the engine would sample at {_LOWEST_TEMPERATURE}, but the "

@@ -18,9 +18,9 @@ from megarl.planner.predictions import models_of
 from megarl.planner.remedies import (
     cache_remedies,
     cache_remedies_on_cpus,
+    find_wider_remedy,
     holds_longest_request,
     remedies,
-    wider_remedy,
 )
 from megarl.platform.memory.host_memory import machine_bytes
 
@@ -60,13 +60,13 @@ def verdict_without_gpus() -> Verdict:
     return Verdict(None, f"no verdict: the memory of the run's GPUs is unknown; {NAME_THE_GPU}", {}, {})
 
 
-def refusal(recipe: Recipe, judge: MemoryJudge, over: Sequence[Phase]) -> str:
+def format_refusal(recipe: Recipe, judge: MemoryJudge, over: Sequence[Phase]) -> str:
     """Return the error for a run that does not fit: phases above the memory limit, and changes that help."""
     text = f"{_name_limits(recipe, judge)}: {_name_excess(judge, over)}"
     # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
     if changes := remedies(recipe, judge):
         return f"{text}; what fits: {', or '.join(map(_as_overrides, changes))}"
-    if (wider := wider_remedy(recipe, judge)) is not None:
+    if (wider := find_wider_remedy(recipe, judge)) is not None:
         return (
             f"{text}; no change of offload, recomputation, KV cache or row length is enough; what does: "
             f"{_as_overrides(wider)}"
@@ -80,28 +80,28 @@ def _as_overrides(values: Mapping[str, Any]) -> str:
 
 def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> Verdict:
     """Return whether a prediction for GPUs fits. Each phase is compared with the GPU of its rank."""
-    limits = {phase.name: int(judge.gpus.gib_for(phase) * _GIB) for phase in table.phases}
-    over = judge.overfull_phases(table)
-    excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
-    if over:
-        text = f"does not fit: {_name_limits(recipe, judge)}: {_name_excess(judge, over)}"
-        changes = remedies(recipe, judge)
+    limit_bytes = {phase.name: int(judge.gpus.gib_for(phase) * _GIB) for phase in table.phases}
+    overfull_phases = judge.overfull_phases(table)
+    excess_bytes = {phase.name: phase.device_bytes - limit_bytes[phase.name] for phase in overfull_phases}
+    if overfull_phases:
+        text = f"does not fit: {_name_limits(recipe, judge)}: {_name_excess(judge, overfull_phases)}"
+        remedy_changes = remedies(recipe, judge)
         # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
-        if not changes and (wider := wider_remedy(recipe, judge)) is not None:
-            changes = [wider]
-        text = text if changes else f"{text}; {_NOTHING}"
-        return Verdict(False, text, limits, excess, tuple(map(_as_overrides, changes)))
+        if not remedy_changes and (wider_change := find_wider_remedy(recipe, judge)) is not None:
+            remedy_changes = [wider_change]
+        text = text if remedy_changes else f"{text}; {_NOTHING}"
+        return Verdict(False, text, limit_bytes, excess_bytes, tuple(map(_as_overrides, remedy_changes)))
     if (text := _too_long_request(table)) is not None:
-        changes = cache_remedies(recipe, judge)
-        text = f"does not fit: {text if changes else f'{text}; {_NOTHING}'}"
-        return Verdict(False, text, limits, excess, tuple(map(_as_overrides, changes)))
-    tightest = min(table.phases, key=lambda phase: limits[phase.name] - phase.device_bytes)
-    needed, limit = tightest.device_bytes / _GIB, judge.gpus.gib_for(tightest)
+        remedy_changes = cache_remedies(recipe, judge)
+        text = f"does not fit: {text if remedy_changes else f'{text}; {_NOTHING}'}"
+        return Verdict(False, text, limit_bytes, excess_bytes, tuple(map(_as_overrides, remedy_changes)))
+    tightest = min(table.phases, key=lambda phase: limit_bytes[phase.name] - phase.device_bytes)
+    needed_gib, limit_gib = tightest.device_bytes / _GIB, judge.gpus.gib_for(tightest)
     text = (
-        f"fits: {_name_limits(recipe, judge)}: {tightest.name} takes the most, {needed:.1f} of {limit:.1f} GiB; "
-        f"{limit - needed:.1f} GiB are left"
+        f"fits: {_name_limits(recipe, judge)}: {tightest.name} takes the most, {needed_gib:.1f} of {limit_gib:.1f} "
+        f"GiB; {limit_gib - needed_gib:.1f} GiB are left"
     )
-    return Verdict(True, text, limits, excess)
+    return Verdict(True, text, limit_bytes, excess_bytes)
 
 
 def _too_long_request(table: MemoryTable) -> str | None:

@@ -15,8 +15,8 @@ from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
 from megarl.findings import Finding
 from megarl.planner.defaults import with_memory_defaults
-from megarl.planner.model_sizes import model_fit
-from megarl.planner.sizes import align_parallel, parallel_of, ranks
+from megarl.planner.model_sizes import find_size_faults
+from megarl.planner.sizes import align_parallel, find_rank_faults, parallel_of
 from megarl.preflight.downloads import download_missing, download_model
 from megarl.preflight.learning import warn_of_shortened_warmups
 from megarl.preflight.memory.disk_space import check_disk
@@ -160,6 +160,6 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     DataError for an invalid config.json, or one ConfigError with all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
-    if misfits := [*ranks(recipe), *model_fit(recipe, shape)]:
+    if misfits := [*find_rank_faults(recipe), *find_size_faults(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", misfits))
     return shape, parallel_of(recipe)

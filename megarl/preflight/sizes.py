@@ -82,8 +82,8 @@ def _find_component_faults(cluster: ClusterConfig) -> Iterator[str]:
         )
 
 
-checks("trainer")(sizes.ranks)
-checks("train")(sizes.batches)
+checks("trainer")(sizes.find_rank_faults)
+checks("train")(sizes.find_batch_faults)
 
 
 @checks("trainer")
@@ -100,4 +100,4 @@ def check_forward_rows(recipe: Recipe) -> Iterator[str]:
         )
 
 
-checks("trainer")(sizes.lengths)
+checks("trainer")(sizes.find_length_faults)

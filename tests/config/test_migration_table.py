@@ -64,7 +64,11 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
             wrong[row.text] = str(error)
             continue
         parallel = sizes.parallel_of(made)
-        faults = [*sizes.ranks(made), *sizes.batches(made, parallel.dp), *sizes.lengths(made)]
+        faults = [
+            *sizes.find_rank_faults(made),
+            *sizes.find_batch_faults(made, parallel.dp),
+            *sizes.find_length_faults(made),
+        ]
         faults += [*learning.check_optimizers(made), *learning.check_algorithm(made), *off_policy.check_sampling(made)]
         faults += [
             *off_policy.check_stragglers(made),
@@ -196,7 +200,7 @@ def update_sizes(made: Recipe) -> list[int]:
         [attempt(prompt, 1.0, 1) for _ in range(train.samples_per_prompt)] for prompt in range(train.prompts_per_step)
     ]
     batch = batch_of([trajectory for group in problems for trajectory in group], made)
-    assert not [*sizes.batches(made, sizes.parallel_of(made).dp)]
+    assert not [*sizes.find_batch_faults(made, sizes.parallel_of(made).dp)]
     return [len(part.cu_seqlens) - 1 for part in batch.minibatches(made, 1)]
 
 

@@ -144,7 +144,7 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
             staleness=load.staleness,
         )
     else:
-        sampled = cost.rollout(
+        sampled = cost.rollout_seconds(
             engines, load.lengths, num_samples=load.num_samples, samples_per_prompt=load.samples_per_prompt
         )
     is_separate = bool(row["engine_gpus"])

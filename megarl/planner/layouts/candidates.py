@@ -82,7 +82,7 @@ class Candidates:
     _expert_faults: dict[tuple[int, int, int, int], list[str]] = field(default_factory=dict)
     _multiples: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def placements(self, staleness: int) -> Iterator[Placement]:
+    def list_placements(self, staleness: int) -> Iterator[Placement]:
         """Yield the placements: colocated, and separate engines on some of the nodes (on a single node: of its ranks).
 
         `staleness`: steps that separate engines sample ahead.
@@ -92,76 +92,90 @@ class Candidates:
             yield Placement(ranks=cluster.groups.engines.num_ranks, staleness=staleness)
             return
         yield Placement(ranks=0, staleness=0)
-        world, node = cluster.world_size, cluster.ranks_per_node
-        unit = node if cluster.nodes > 1 else 1
-        shares = sorted({world * eighths // 8 // unit * unit for eighths in range(1, 8)} - {0, world})
-        for ranks in shares:
+        num_ranks, ranks_per_node = cluster.world_size, cluster.ranks_per_node
+        ranks_per_unit = ranks_per_node if cluster.nodes > 1 else 1
+        engine_rank_counts = sorted(
+            {num_ranks * eighths // 8 // ranks_per_unit * ranks_per_unit for eighths in range(1, 8)} - {0, num_ranks}
+        )
+        for ranks in engine_rank_counts:
             placement = Placement(ranks=ranks, staleness=staleness)
             # Engines of one rank fit any number of ranks, so each remaining error concerns the placement.
             values = placement.values | {"rollout.tp": 1}
-            if not self._count_refusal([*sizes.placement(with_field_values(self.recipe, values))]):
+            if not self._count_refusal([*sizes.find_placement_faults(with_field_values(self.recipe, values))]):
                 yield placement
 
-    def engines(self, placed: Recipe) -> list[EngineSizes]:
+    def list_engines(self, placed: Recipe) -> list[EngineSizes]:
+        """Return the sizes of engines that the recipe's checks accept on the ranks of this placement."""
         engine_sizes = []
-        ranks = placed.separate_ranks or placed.cluster.world_size
-        has_whole = has_whole_experts(placed)
-        for tp, ep in product(divisors(ranks, limit=self.shape.num_heads), (has_whole, not has_whole)):
+        num_ranks = placed.separate_ranks or placed.cluster.world_size
+        recipe_has_whole_experts = has_whole_experts(placed)
+        for tp, ep in product(
+            divisors(num_ranks, limit=self.shape.num_heads), (recipe_has_whole_experts, not recipe_has_whole_experts)
+        ):
             # The cost model treats whole and split experts alike, so prefer the recipe's choice.
-            if ep != has_whole and (
-                tp == 1 or not self.shape.num_experts or EngineSizes(tp, has_whole) in engine_sizes
+            if ep != recipe_has_whole_experts and (
+                tp == 1 or not self.shape.num_experts or EngineSizes(tp, recipe_has_whole_experts) in engine_sizes
             ):
                 continue
             values = {"rollout.tp": tp, "rollout.vllm": vllm_with(placed, ep)}
             candidate = with_field_values(placed, values | dict(SMALLEST))
-            if not self._count_refusal([*sizes.ranks(candidate), *model_sizes.model_fit(candidate, self.shape)]):
+            if not self._count_refusal(
+                [*sizes.find_rank_faults(candidate), *model_sizes.find_size_faults(candidate, self.shape)]
+            ):
                 engine_sizes.append(EngineSizes(tp, ep))
         return engine_sizes
 
-    def trainers(self, placed: Recipe) -> list[TrainerSizes]:
+    def list_trainers(self, placed: Recipe) -> list[TrainerSizes]:
+        """Return the sizes of a trainer that the recipe's checks accept on the ranks of this placement.
+
+        First the sizes of the dense layers are checked, with whole experts. Then each accepted combination is checked
+        with each way to split the experts.
+        """
         trainer_sizes = []
-        world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
+        num_ranks, ranks_per_node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
-        dense = product(
-            divisors(world, limit=min(node, self.shape.num_heads)),
-            divisors(world, limit=self.shape.num_layers),
-            divisors(world, limit=_MOST_CP),
+        dense_combinations = product(
+            divisors(num_ranks, limit=min(ranks_per_node, self.shape.num_heads)),
+            divisors(num_ranks, limit=self.shape.num_layers),
+            divisors(num_ranks, limit=_MOST_CP),
             _VPP,
         )
-        experts = [(1, 1)]
+        expert_combinations = [(1, 1)]
         if self.shape.num_experts:
-            expert_splits = divisors(self.shape.moe_intermediate_size, limit=node)
-            experts = [*product(divisors(self.shape.num_experts), expert_splits)]
-        for tp, pp, cp, vpp in dense:
-            if world % (tp * pp * cp):
-                self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(experts)
+            expert_splits = divisors(self.shape.moe_intermediate_size, limit=ranks_per_node)
+            expert_combinations = [*product(divisors(self.shape.num_experts), expert_splits)]
+        for tp, pp, cp, vpp in dense_combinations:
+            if num_ranks % (tp * pp * cp):
+                self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(
+                    expert_combinations
+                )
                 continue
-            dense_sizes = TrainerSizes(tp=tp, pp=pp, cp=cp, vpp=vpp, ep=1, etp=1, dp=world // (tp * pp * cp))
+            dense_sizes = TrainerSizes(tp=tp, pp=pp, cp=cp, vpp=vpp, ep=1, etp=1, dp=num_ranks // (tp * pp * cp))
             candidate = with_field_values(with_small_engines, dense_sizes.values)
-            rules = (sizes.ranks, _batches, sizes.lengths)
-            if self._count_refusal([fault for rule in rules for fault in rule(candidate)], len(experts)):
+            rules = (sizes.find_rank_faults, _find_batch_faults, sizes.find_length_faults)
+            if self._count_refusal([fault for rule in rules for fault in rule(candidate)], len(expert_combinations)):
                 continue
-            if self._count_refusal([*self._model_faults(candidate)], len(experts)):
+            if self._count_refusal([*self._model_faults(candidate)], len(expert_combinations)):
                 continue
-            for ep, etp in experts:
+            for ep, etp in expert_combinations:
                 if ep * etp == 1:
                     trainer_sizes.append(dense_sizes)
                     continue
-                if world % (ep * etp * pp):
+                if num_ranks % (ep * etp * pp):
                     self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
                     continue
                 expert_sizes = replace(dense_sizes, ep=ep, etp=etp)
                 # Errors of experts do not depend on pp and vpp, which were checked above.
-                key = (tp, cp, ep, etp)
-                if key not in self._expert_faults:
-                    self._expert_faults[key] = [
+                expert_key = (tp, cp, ep, etp)
+                if expert_key not in self._expert_faults:
+                    self._expert_faults[expert_key] = [
                         *self._model_faults(with_field_values(with_small_engines, expert_sizes.values))
                     ][:1]
-                if not self._count_refusal(self._expert_faults[key]):
+                if not self._count_refusal(self._expert_faults[expert_key]):
                     trainer_sizes.append(expert_sizes)
         return trainer_sizes
 
-    def row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
+    def list_row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
         """Return the row lengths to try, in tokens: one to four times the longest sequence."""
         # The multiple of row lengths depends only on tp and cp.
         multiple = self._multiples.get((trainer.tp, trainer.cp))
@@ -172,9 +186,9 @@ class Candidates:
         return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
 
     def _model_faults(self, candidate: Recipe) -> Iterator[str]:
-        yield from model_sizes.model_fit(candidate, self.shape, is_sampled=False)
-        yield from model_sizes.linear_attention_fit(candidate, self.shape)
-        yield from model_sizes.fp8_channels(candidate, self.shape)
+        yield from model_sizes.find_size_faults(candidate, self.shape, is_sampled=False)
+        yield from model_sizes.find_linear_attention_faults(candidate, self.shape)
+        yield from model_sizes.find_fp8_faults(candidate, self.shape)
 
     def _count_refusal(self, faults: list[str], times: int = 1) -> bool:
         """Return whether there are errors. Add `times` to the count of the first error's reason."""
@@ -189,8 +203,8 @@ SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp
 """Trainer sizes of 1, for checking engines alone."""
 
 
-def _batches(recipe: Recipe) -> Iterator[str]:
-    return sizes.batches(recipe, sizes.parallel_of(recipe).dp)
+def _find_batch_faults(recipe: Recipe) -> Iterator[str]:
+    return sizes.find_batch_faults(recipe, sizes.parallel_of(recipe).dp)
 
 
 def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:

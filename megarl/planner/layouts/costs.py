@@ -96,7 +96,7 @@ class LayoutCosts:
             host_share=self.recipe.trainer.optimizer_offload_fraction,
         )
 
-    def update(
+    def update_seconds(
         self,
         layouts: Layouts,
         recomputations: Sequence[Recomputation],
@@ -112,7 +112,7 @@ class LayoutCosts:
             attention=np.array([recomputation.attention_share for recomputation in recomputations]),
             feed_forward=np.array([recomputation.feed_forward_share for recomputation in recomputations]),
         )
-        return self.trainer_cost.update(
+        return self.trainer_cost.update_seconds(
             layouts,
             recomputed,
             tokens=self.load.tokens,
@@ -191,7 +191,7 @@ class LayoutCosts:
         """The seconds of a step outside all phases, equal for all layouts."""
         return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
 
-    def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
+    def rollout_seconds(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout if each engine has a KV cache of `cache_tokens`."""
         ranks = placement.ranks or self.recipe.cluster.world_size
         engines = EngineLayout(
@@ -212,7 +212,9 @@ class LayoutCosts:
                 samples_per_prompt=load.samples_per_prompt,
                 staleness=placement.staleness,
             )
-        return cost.rollout(engines, load.lengths, num_samples=num_sampled, samples_per_prompt=load.samples_per_prompt)
+        return cost.rollout_seconds(
+            engines, load.lengths, num_samples=num_sampled, samples_per_prompt=load.samples_per_prompt
+        )
 
     def token_bytes(self, engine: EngineSizes) -> int:
         """Return the bytes of a token in an engine rank's KV cache."""

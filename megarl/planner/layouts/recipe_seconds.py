@@ -9,7 +9,7 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.planner import sizes
 from megarl.planner.layouts.candidates import EngineSizes, Placement
-from megarl.planner.layouts.search import search_of
+from megarl.planner.layouts.search import make_layout_search
 from megarl.planner.savings import Recomputation
 from megarl.planner.seconds.lengths import assumed_lengths
 from megarl.planner.seconds.step import StepSeconds
@@ -27,12 +27,12 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
         limit=recipe.rollout.sampling.max_new_tokens, max_prompt_tokens=recipe.data.max_prompt_tokens
     )
     try:
-        costs = search_of(recipe, lengths).costs
+        costs = make_layout_search(recipe, lengths).costs
     except ConfigError:
         return None
     trainer, parallel = recipe.trainer, sizes.parallel_of(recipe)
     layouts = Layouts.of({axis: getattr(parallel, axis) for axis in ("tp", "pp", "cp", "vpp", "ep", "etp", "dp")})
-    update = costs.update(
+    update = costs.update_seconds(
         layouts,
         [Recomputation(trainer.recompute, trainer.recompute_modules)],
         row_tokens=np.array([float(trainer.max_tokens_per_microbatch)]),
@@ -47,7 +47,7 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
     cache = math.inf if has_share else recipe.rollout.kv_cache_gib * 2**30 / costs.token_bytes(engine)
     offload = costs.waiting_seconds(layouts) + costs.offload_seconds(costs.rank_state_bytes(layouts), trainer.offload)
     return StepSeconds(
-        rollout=costs.rollout(placement, engine, cache).seconds,
+        rollout=costs.rollout_seconds(placement, engine, cache).seconds,
         logprobs=float(logprobs[0]),
         train=float(update.seconds[0]),
         reshard=costs.reshard_seconds(placement, engine),

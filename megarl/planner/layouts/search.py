@@ -74,8 +74,8 @@ class LayoutSearch:
         candidates = Candidates(self.recipe, self.shape, refused)
         groups = [
             group
-            for placement in candidates.placements(self.costs.staleness)
-            if (group := self._group(candidates, placement))
+            for placement in candidates.list_placements(self.costs.staleness)
+            if (group := self._make_combinations(candidates, placement))
         ]
         ranking = search(
             self.recipe,
@@ -97,89 +97,107 @@ class LayoutSearch:
             lengths=self.costs.lengths.source,
         )
 
-    def _group(self, candidates: Candidates, placement: Placement) -> Combinations | None:
+    def _make_combinations(self, candidates: Candidates, placement: Placement) -> Combinations | None:
         """Return the combinations of a placement; None: there are none."""
-        fields_of_placement = placement_values(self.recipe, placement)
-        placed = with_field_values(self.recipe, fields_of_placement)
-        engines = candidates.engines(placed)
-        trainers = candidates.trainers(placed)
+        values_of_placement = placement_values(self.recipe, placement)
+        placed = with_field_values(self.recipe, values_of_placement)
+        engines = candidates.list_engines(placed)
+        trainers = candidates.list_trainers(placed)
         if not engines or not trainers:
             return None
-        choices = recomputations(self.recipe, self.shape)
+        recompute_choices = recomputations(self.recipe, self.shape)
+        # A row is a trainer's layout: sizes, recomputation and length of its packed rows.
         rows = [
             Row(trainer, recomputation, row_tokens)
             for trainer in trainers
-            for row_tokens in dict.fromkeys(candidates.row_lengths(placed, trainer))
-            for recomputation in choices
+            for row_tokens in dict.fromkeys(candidates.list_row_lengths(placed, trainer))
+            for recomputation in recompute_choices
         ]
         layouts = Layouts.of(*(row.trainer.by_axis for row in rows))
         state_bytes = self.costs.rank_state_bytes(layouts)
-        states = self._least_states(state_bytes)
-        # Count only the trainer's states here.
-        fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
-        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int((~fits).sum())
-        if not fits.any():
+        least_state_bytes = self._least_state_bytes(state_bytes)
+        # Drop rows whose trainer states alone exceed a GPU.
+        is_fitting = least_state_bytes + CONTEXT_BYTES <= self.gpus.trainer * _GIB
+        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int(
+            (~is_fitting).sum()
+        )
+        if not is_fitting.any():
             return None
-        rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
-        layouts, states = layouts.select(fits), states[fits]
-        state_bytes = {state: num_bytes[fits] for state, num_bytes in state_bytes.items()}
+        rows = [row for row, is_row_fitting in zip(rows, is_fitting, strict=True) if is_row_fitting]
+        layouts, least_state_bytes = layouts.select(is_fitting), least_state_bytes[is_fitting]
+        state_bytes = {state: num_bytes[is_fitting] for state, num_bytes in state_bytes.items()}
         row_tokens = np.array([float(row.row_tokens) for row in rows])
-        update, without_logits = (
-            self.costs.update(
+        # Predict the seconds of each phase: per row, per row and offloaded states, or per engine.
+        update_seconds, update_seconds_without_logits = (
+            self.costs.update_seconds(
                 layouts, [row.recomputation for row in rows], row_tokens=row_tokens, keeps_logits=keeps_logits
             )
             for keeps_logits in (True, False)
         )
-        logprobs = self.costs.scoring_seconds(layouts, row_tokens=row_tokens)
+        logprob_seconds = self.costs.scoring_seconds(layouts, row_tokens=row_tokens)
         offload_choices = offloads(placed)
-        waiting = self.costs.waiting_seconds(layouts)
-        offload = np.stack(
-            [waiting + self.costs.offload_seconds(state_bytes, states) for states in offload_choices], axis=1
+        waiting_seconds = self.costs.waiting_seconds(layouts)
+        offload_seconds = np.stack(
+            [
+                waiting_seconds + self.costs.offload_seconds(state_bytes, least_state_bytes)
+                for least_state_bytes in offload_choices
+            ],
+            axis=1,
         )
-        rollout = np.array([self.costs.rollout(placement, engine, math.inf).seconds for engine in engines])
-        reshard = np.array([self.costs.reshard_seconds(placement, engine) for engine in engines])
-        trainer_seconds = (update.seconds + logprobs)[:, None]
-        phase_seconds = np.maximum(trainer_seconds, rollout) if placement.staleness else trainer_seconds + rollout
-        bound = (phase_seconds + reshard)[:, :, None] + offload[:, None, :] + self.costs.other_seconds
+        rollout_seconds = np.array(
+            [self.costs.rollout_seconds(placement, engine, math.inf).seconds for engine in engines]
+        )
+        reshard_seconds = np.array([self.costs.reshard_seconds(placement, engine) for engine in engines])
+        # The least seconds of a step, [rows, engines, offloads]. Engines that sample ahead overlap with the trainer.
+        trainer_seconds = (update_seconds.seconds + logprob_seconds)[:, None]
+        phase_seconds = (
+            np.maximum(trainer_seconds, rollout_seconds) if placement.staleness else trainer_seconds + rollout_seconds
+        )
+        least_seconds = (
+            (phase_seconds + reshard_seconds)[:, :, None] + offload_seconds[:, None, :] + self.costs.other_seconds
+        )
+        # Colocated engines need GPU memory in addition to the trainer's states, so some combinations cannot fit.
         if not placement.ranks:
-            bound = np.where(self._is_overfull(state_bytes, engines, offload_choices), math.inf, bound)
+            least_seconds = np.where(self._is_overfull(state_bytes, engines, offload_choices), math.inf, least_seconds)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
         return Combinations(
             placement=placement,
-            placement_values=fields_of_placement,
+            placement_values=values_of_placement,
             placed=placed,
             rows=rows,
             engines=engines,
             offloads=offload_choices,
-            update=update,
-            update_without_logits=without_logits,
-            logprobs=logprobs,
-            offload=offload,
-            reshard=reshard,
-            bound=bound,
-            states=states,
+            update=update_seconds,
+            update_without_logits=update_seconds_without_logits,
+            logprobs=logprob_seconds,
+            offload=offload_seconds,
+            reshard=reshard_seconds,
+            bound=least_seconds,
+            states=least_state_bytes,
             least_cache_gib=[self._least_cache_gib(engine) for engine in engines],
             settings=settings,
             refused=candidates.refused,
         )
 
-    def _least_states(self, state_bytes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    def _least_state_bytes(self, state_bytes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
         """Return a lower bound of the bytes of a rank's states on its GPU during an update [layouts]."""
-        on_gpu = (1 - self.recipe.trainer.optimizer_offload_fraction) * self.recipe.trainer.distributed_optimizer
-        return state_bytes["weights"] + state_bytes["gradients"] + on_gpu * state_bytes["optimizer"]
+        optimizer_share_on_gpu = (
+            1 - self.recipe.trainer.optimizer_offload_fraction
+        ) * self.recipe.trainer.distributed_optimizer
+        return state_bytes["weights"] + state_bytes["gradients"] + optimizer_share_on_gpu * state_bytes["optimizer"]
 
-    def _is_row_overfull(self, group: Combinations, number: int) -> bool:
-        if number not in group.overfull and number not in group.examined:
-            self._examine(group, number)
-        return number in group.overfull
+    def _is_row_overfull(self, group: Combinations, row_number: int) -> bool:
+        if row_number not in group.overfull and row_number not in group.examined:
+            self._mark_if_overfull(group, row_number)
+        return row_number in group.overfull
 
-    def _examine(self, group: Combinations, number: int) -> None:
+    def _mark_if_overfull(self, group: Combinations, row_number: int) -> None:
         """Mark a row as overfull if its states and saved activations exceed the GPU of the first pipeline stage.
 
         Rows that need at least as much memory are marked too. This lower bound is cheaper than a full prediction.
         """
-        group.examined.add(number)
-        row = group.rows[number]
+        group.examined.add(row_number)
+        row = group.rows[row_number]
         parallel = replace(group.parallel, **row.trainer.by_axis)
         settings = replace(
             group.settings,
@@ -188,15 +206,20 @@ class LayoutSearch:
             recomputes_layers=row.recomputation.recompute == "full",
             recomputed=frozenset(row.recomputation.modules if row.recomputation.recompute == "selective" else ()),
         )
-        layers = self.shape.num_layers
+        num_layers = self.shape.num_layers
         # The first stage has at least the mean number of layers, rounded down.
-        share = layers // parallel.pp * parallel.pp / layers
-        saved = activations.stage_bytes(self.shape, parallel, 0, settings)
-        if share * group.states[number] + saved + CONTEXT_BYTES <= (self.gpus.trainer - MARGIN_GIB) * _GIB:
+        share_of_layers = num_layers // parallel.pp * parallel.pp / num_layers
+        saved_bytes = activations.stage_bytes(self.shape, parallel, 0, settings)
+        if (
+            share_of_layers * group.states[row_number] + saved_bytes + CONTEXT_BYTES
+            <= (self.gpus.trainer - MARGIN_GIB) * _GIB
+        ):
             return
-        as_full = group.at_least_as_full(row)
-        group.refused["memory: states and activations of an update exceed a GPU"] += len(as_full - group.overfull)
-        group.overfull |= as_full
+        indices_as_full = group.at_least_as_full(row)
+        group.refused["memory: states and activations of an update exceed a GPU"] += len(
+            indices_as_full - group.overfull
+        )
+        group.overfull |= indices_as_full
 
     def _is_overfull(
         self,
@@ -209,16 +232,18 @@ class LayoutSearch:
         Counts the trainer states on the GPU and the engine's weights, without a KV cache. `state_bytes` has a rank's
         bytes by state, each [layouts].
         """
-        on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
+        states_on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
         # A reshard reads the parameters on the GPU, even if they are offloaded at other times.
-        resident = [
-            state_bytes["weights"] + sum(state_bytes[state] for state in on_gpu if state not in offloaded)
+        state_bytes_of_offloads = [
+            state_bytes["weights"] + sum(state_bytes[state] for state in states_on_gpu if state not in offloaded)
             for offloaded in offloads
         ]
-        weights = self.costs.engine_item_bytes * model_work(self.shape).weights
-        awake = np.array([weights / engine.tp for engine in engines])
-        total = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
-        return total > (self.gpus.trainer - MARGIN_GIB) * _GIB
+        engine_bytes = self.costs.engine_item_bytes * model_work(self.shape).weights
+        engine_bytes_of_rank = np.array([engine_bytes / engine.tp for engine in engines])
+        total_bytes = (
+            np.stack(state_bytes_of_offloads, axis=1)[:, None, :] + engine_bytes_of_rank[None, :, None] + CONTEXT_BYTES
+        )
+        return total_bytes > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
     def _plan_layout(self, recipe: Recipe, choice: LayoutChoice, refused: Counter[str]) -> FoundLayout | None:
         """Return a layout with its predicted memory, KV cache and seconds; None: it does not fit.
@@ -226,41 +251,42 @@ class LayoutSearch:
         `recipe` already has the values of `choice`. `refused` counts the reasons against layouts.
         """
         group, row, engine, index = choice.group, choice.row, choice.engine, choice.index
-        least = group.least_cache_gib[choice.engine_number]
+        least_gib = group.least_cache_gib[choice.engine_number]
         parallel = sizes.parallel_of(recipe)
         judge = MemoryJudge(self._models_on(parallel), self.gpus, _fullest_stages(parallel))
         table = judge.predict(recipe)
         # Leave the same margin for prediction errors in all phases as for the default KV cache.
-        if over := judge.overfull_phases(table, margin_gib=MARGIN_GIB):
-            refused[f"memory: {over[0].name} exceeds a GPU"] += 1
-            if any(phase.metric in ("train", "logprobs") for phase in over):
+        if overfull_phases := judge.overfull_phases(table, margin_gib=MARGIN_GIB):
+            refused[f"memory: {overfull_phases[0].name} exceeds a GPU"] += 1
+            if any(phase.metric in ("train", "logprobs") for phase in overfull_phases):
                 group.overfull |= group.at_least_as_full(row)
             return None
-        cache = max(least, cache_within(table, self.gpus.engine - MARGIN_GIB))
-        tokens = cache * _GIB / self.costs.token_bytes(engine)
-        rollout = self.costs.rollout(group.placement, engine, tokens)
+        # Give the KV cache all memory that is left, and predict the seconds of a rollout with it.
+        cache_gib = max(least_gib, cache_within(table, self.gpus.engine - MARGIN_GIB))
+        cache_tokens = cache_gib * _GIB / self.costs.token_bytes(engine)
+        rollout = self.costs.rollout_seconds(group.placement, engine, cache_tokens)
         # A start decides about keep_logits in the same way.
         keeps_logits = can_keep_logits(with_field_values(recipe, {KEEP_LOGITS: True}), judge)
-        update = group.update if keeps_logits else group.update_without_logits
+        update_seconds = group.update if keeps_logits else group.update_without_logits
         seconds = StepSeconds(
             rollout=rollout.seconds,
             logprobs=float(group.logprobs[index[0]]),
-            train=float(update.seconds[index[0]]),
+            train=float(update_seconds.seconds[index[0]]),
             reshard=float(group.reshard[index[1]]),
             offload=float(group.offload[index[0], index[2]]),
             other=self.costs.other_seconds,
             is_concurrent=group.placement.staleness > 0,
         )
-        further_bytes = (cache - least) * _GIB
-        gib = {
-            phase.name: (phase.device_bytes + (further_bytes if phase.use("KV cache").device_bytes else 0)) / _GIB
+        added_cache_bytes = (cache_gib - least_gib) * _GIB
+        gib_by_phase = {
+            phase.name: (phase.device_bytes + (added_cache_bytes if phase.use("KV cache").device_bytes else 0)) / _GIB
             for phase in table.phases
         }
-        # The placement replaces the values of fields without effect under it.
-        values = choice.layout_values | dict(group.placement_values) | {"rollout.kv_cache_gib": round(cache, 1)}
+        # With this placement some fields have no effect. Its values replace theirs.
+        values = choice.layout_values | dict(group.placement_values) | {"rollout.kv_cache_gib": round(cache_gib, 1)}
         overrides = overrides_between(self.recipe, values)
-        if self.refusal is not None and (fault := self.refusal(overrides)) is not None:
-            refused[reason_of(fault)] += 1
+        if self.refusal is not None and (refusal_text := self.refusal(overrides)) is not None:
+            refused[reason_of(refusal_text)] += 1
             return None
         return FoundLayout(
             overrides=overrides,
@@ -269,9 +295,9 @@ class LayoutSearch:
             placement=group.placement,
             seconds=seconds,
             rollout=rollout,
-            update=update.at(index[0]),
-            gib=gib,
-            kv_cache_gib=cache,
+            update=update_seconds.at(index[0]),
+            gib=gib_by_phase,
+            kv_cache_gib=cache_gib,
         )
 
     def _models_on(self, parallel: ParallelConfig) -> Models:
@@ -302,7 +328,7 @@ def _fullest_stages(parallel: ParallelConfig) -> list[int]:
     return sorted({0, min(1, parallel.pp - 1), parallel.pp - 1})
 
 
-def search_of(
+def make_layout_search(
     recipe: Recipe,
     lengths: Lengths,
     max_staleness: int | None = None,

@@ -103,49 +103,55 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
     attention = (
         _linear_attention(shape.linear_attention, shape.hidden_size, parallel, settings)
         if kind.mixer == "linear_attention" and shape.linear_attention
-        else _attention(shape, widths(shape, parallel), parallel, settings)
+        else _attention_bytes(shape, widths(shape, parallel), parallel, settings)
     )
-    feed_forward = _experts(shape, parallel, settings) if kind.has_experts else _dense(shape, parallel, settings)
+    feed_forward = (
+        _expert_bytes(shape, parallel, settings) if kind.has_experts else _dense_bytes(shape, parallel, settings)
+    )
     return attention + feed_forward
 
 
 def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
     """Return the peak bytes saved on a pipeline stage: its layers for all rows in flight, and the head for one row."""
-    kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
-    rows = rows_in_flight(parallel, stage)
-    by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(kinds)}
-    largest_layer = max(by_kind.values())
+    layer_kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
+    num_rows = rows_in_flight(parallel, stage)
+    bytes_by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(layer_kinds)}
+    largest_layer_bytes = max(bytes_by_kind.values())
     is_last = stage == parallel.pp - 1
-    head = _head(shape, parallel, settings) if is_last else 0
+    head_bytes = _head_bytes(shape, parallel, settings) if is_last else 0
     if is_last and shape.num_draft_layers:
         # The draft layer, like the head, holds tensors of a single row: the row whose loss is computed.
-        head += _draft_layer(shape, parallel, settings)
+        head_bytes += _draft_layer_bytes(shape, parallel, settings)
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens remain.
-        angles = rows * _tokens(parallel, settings) * shape.rotary_channels * FLOAT32
-        layer_input = _layer_input(shape, parallel, settings)
+        angle_bytes = num_rows * _count_rank_tokens(parallel, settings) * shape.rotary_channels * FLOAT32
+        layer_input_bytes = _layer_input_bytes(shape, parallel, settings)
         # In float32 the norm reads the layer's input in place. In other types it saves a copy.
-        shared = layer_input if settings.itemsize == FLOAT32 else 0
-        return rows * len(kinds) * layer_input + angles + max(largest_layer - shared, head)
+        bytes_in_place = layer_input_bytes if settings.itemsize == FLOAT32 else 0
+        return (
+            num_rows * len(layer_kinds) * layer_input_bytes
+            + angle_bytes
+            + max(largest_layer_bytes - bytes_in_place, head_bytes)
+        )
     # The bytes of a part: a layer that saves it, minus a layer that recomputes it. One part of one layer is recomputed
     # at a time, after the head's tensors are freed. So take the maximum.
     saving_one_part = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     recomputed_bytes = max(
         (
-            layer_bytes(shape, parallel, part_settings, kind) - by_kind[kind]
+            layer_bytes(shape, parallel, part_settings, kind) - bytes_by_kind[kind]
             for part_settings in saving_one_part
-            for kind in by_kind
+            for kind in bytes_by_kind
         ),
         default=0,
     )
-    return rows * sum(by_kind[kind] for kind in kinds) + max(head, recomputed_bytes)
+    return num_rows * sum(bytes_by_kind[kind] for kind in layer_kinds) + max(head_bytes, recomputed_bytes)
 
 
 def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
     """Return the bytes of hidden states from the previous pipeline stage, for all rows in flight."""
     if parallel.pp == 1:
         return 0.0
-    return rows_in_flight(parallel, stage) * parallel.vpp * _layer_input(shape, parallel, settings)
+    return rows_in_flight(parallel, stage) * parallel.vpp * _layer_input_bytes(shape, parallel, settings)
 
 
 def carried_bytes(
@@ -158,7 +164,7 @@ def carried_bytes(
     """
     chunks = parallel.layers_of_chunks(shape.num_layers, stage)
     num_received = sum(number < chunk.start for chunk in chunks for number in layers)
-    return rows_in_flight(parallel, stage) * num_received * _layer_input(shape, parallel, settings)
+    return rows_in_flight(parallel, stage) * num_received * _layer_input_bytes(shape, parallel, settings)
 
 
 def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
@@ -190,7 +196,7 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
 
 def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of temporary gradients in a feed-forward layer, the widest part of the backward pass."""
-    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     width, layer_sizes = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
         routed = _routed_tokens(shape, parallel, settings)
@@ -206,7 +212,7 @@ def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSe
 
 def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of one layer's tensors in a forward pass without gradients, without logits."""
-    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(parallel, settings)
     hidden_states = tokens * shape.hidden_size * size
     layer_sizes = []
@@ -219,7 +225,7 @@ def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
     return residual + hidden_states + max(layer_sizes)
 
 
-def _tokens(parallel: ParallelConfig, settings: PassSettings) -> int:
+def _count_rank_tokens(parallel: ParallelConfig, settings: PassSettings) -> int:
     return settings.row_tokens // parallel.cp
 
 
@@ -227,16 +233,16 @@ def _split(parallel: ParallelConfig, settings: PassSettings) -> int:
     return parallel.tp if settings.sequence_parallel else 1
 
 
-def _layer_input(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    return _tokens(parallel, settings) * shape.hidden_size * settings.itemsize / _split(parallel, settings)
+def _layer_input_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+    return _count_rank_tokens(parallel, settings) * shape.hidden_size * settings.itemsize / _split(parallel, settings)
 
 
-def _norm(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
+def _norm_bytes(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
     """Return the bytes saved by a norm, including the input of the linear layer after it.
 
     `is_fused`: Transformer Engine's linear layer contains the norm.
     """
-    size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _split(parallel, settings)
     if "layernorm" in settings.recomputed and not (is_fused and settings.spec == "transformer_engine"):
         # Saves only its input, the residual. The output is recomputed before the next layer's gradient.
         return tokens * width * size
@@ -248,11 +254,11 @@ def _norm(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fu
     return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
 
 
-def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    size, tokens = settings.itemsize, _tokens(parallel, settings)
+def _attention_bytes(shape: ModelShape, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     if isinstance(shape.attention, Latent):
-        return _latent_attention(shape.attention, width, parallel, settings)
-    saved = _norm(parallel, settings, width.hidden, is_fused=True)
+        return _latent_attention_bytes(shape.attention, width, parallel, settings)
+    saved = _norm_bytes(parallel, settings, width.hidden, is_fused=True)
     # Views keep the fused projection in memory. If ranks outnumber the key-value heads, it holds the heads of all
     # ranks. Queries of several groups are copied out of it. Recomputed core attention reads its values from it.
     is_gathered = shape.num_kv_heads < parallel.tp
@@ -266,25 +272,27 @@ def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, setti
         saved += tokens * fused * size
     copied = width.query if width.kv_heads > 1 and width.heads != width.kv_heads else 0
     if shape.attention.qk_norm:
-        saved += tokens * _head_norms(width, settings, copied)
+        saved += tokens * _head_norm_bytes(width, settings, copied)
     if settings.spec == "local":
         saved += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
-    # Saves the output, the input of the next linear layer. `_core` counts the rotated queries and keys.
+    # Saves the output, the input of the next linear layer. `_core_attention_bytes` counts the rotated queries and keys.
     saved += tokens * (width.query + 2 * settings.lora_rank) * size
-    return saved + _core(width, parallel, settings)
+    return saved + _core_attention_bytes(width, parallel, settings)
 
 
-def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _latent_attention_bytes(
+    attention: Latent, width: Widths, parallel: ParallelConfig, settings: PassSettings
+) -> float:
     """Return the bytes saved by latent attention: projections, norms, rotary channels, core attention."""
-    size, tokens = settings.itemsize, _tokens(parallel, settings)
-    saved = _norm(parallel, settings, width.hidden, is_fused=False)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
+    saved = _norm_bytes(parallel, settings, width.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
-        saved += _norm(parallel, settings, rank, is_fused=True) + tokens * rank * size
+        saved += _norm_bytes(parallel, settings, rank, is_fused=True) + tokens * rank * size
     raised = width.heads * (attention.plain_channels + attention.value_head_dim)
     # Views keep the projected heads in memory. Queries and keys are copies, joined with rotated channels.
     saved += tokens * (width.query + raised + width.heads * attention.value_head_dim) * size
     saved += tokens * (width.query + 2 * settings.lora_rank) * size
-    return saved + _core(width, parallel, settings)
+    return saved + _core_attention_bytes(width, parallel, settings)
 
 
 def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -292,14 +300,14 @@ def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelCo
 
     With context parallelism, a rank has all tokens of some heads. They are as many numbers as some tokens of all heads.
     """
-    tokens = _tokens(parallel, settings) / parallel.tp
+    tokens = _count_rank_tokens(parallel, settings) / parallel.tp
     # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.
     num_in_dtype, num_in_float32 = linear.saved_numbers(in_torch=settings.pads_attention)
     saved = tokens * (num_in_dtype * settings.itemsize + num_in_float32 * FLOAT32)
-    return _norm(parallel, settings, hidden, is_fused=True) + saved
+    return _norm_bytes(parallel, settings, hidden, is_fused=True) + saved
 
 
-def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:
+def _head_norm_bytes(width: Widths, settings: PassSettings, copied: int) -> float:
     """Return the bytes per token saved by the norms of queries and keys.
 
     Rotary embeddings do not save the norms' outputs. `copied`: query channels copied out of the fused projection.
@@ -314,32 +322,32 @@ def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:
     return FLOAT32 * inputs + (width.query + width.key) * normed + statistics
 
 
-def _core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _core_attention_bytes(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of core attention: its inputs, and the tensors it saves."""
-    size, tokens = settings.itemsize, _tokens(parallel, settings)
-    inputs = tokens * (width.query + width.key) * size
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
+    input_bytes = tokens * (width.query + width.key) * size
     if "core_attn" in settings.recomputed:
-        return inputs
+        return input_bytes
     if settings.shares_prefixes:
         # On one rank, the values are part of the fused projection. Values gathered from several ranks are copies.
-        copies = 2 * parallel.cp if parallel.cp > 1 else 1
-        return tokens * (width.query + copies * width.key) * size + tokens * FLOAT32 * width.heads
+        copies_of_values = 2 * parallel.cp if parallel.cp > 1 else 1
+        return tokens * (width.query + copies_of_values * width.key) * size + tokens * FLOAT32 * width.heads
     if parallel.cp > 1 and settings.spec == "local":
         # Keys and values of all ranks. A rank has two parts of the queries. Together they attend to (2 cp + 1) / (2 cp)
         # of the keys.
         attended_tokens = tokens * parallel.cp * (2 * parallel.cp + 1) / (2 * parallel.cp)
-        gathered_inputs = tokens * width.query * size + 2 * attended_tokens * width.key * size
+        gathered_bytes = tokens * width.query * size + 2 * attended_tokens * width.key * size
         if not settings.pads_attention:
-            return gathered_inputs + tokens * FLOAT32 * width.heads
+            return gathered_bytes + tokens * FLOAT32 * width.heads
         chunk = settings.longest / (2 * parallel.cp)
-        masks = settings.row_tokens / settings.longest * chunk * chunk * (2 * parallel.cp + 1) * size
-        return 2 * gathered_inputs + masks + tokens * (width.query * size + FLOAT32 * width.heads)
-    return inputs + _inside_core(width, parallel, settings)
+        mask_bytes = settings.row_tokens / settings.longest * chunk * chunk * (2 * parallel.cp + 1) * size
+        return 2 * gathered_bytes + mask_bytes + tokens * (width.query * size + FLOAT32 * width.heads)
+    return input_bytes + _saved_core_bytes(width, parallel, settings)
 
 
-def _inside_core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _saved_core_bytes(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes saved by core attention in addition to its inputs and its output."""
-    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     if settings.pads_attention:
         return tokens * ((2 * width.query + 2 * width.key) * size + FLOAT32 * width.heads)
     # One float32 per token and head: the log-sum-exp of the attention scores.
@@ -347,13 +355,13 @@ def _inside_core(width: Widths, parallel: ParallelConfig, settings: PassSettings
     return tokens * (values + FLOAT32 * width.heads)
 
 
-def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _dense_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     channels = widths(shape, parallel).feed_forward * settings.itemsize
-    norm = _norm(parallel, settings, shape.hidden_size, is_fused=True)
+    norm = _norm_bytes(parallel, settings, shape.hidden_size, is_fused=True)
     if "mlp" in settings.recomputed:
         # Transformer Engine's layer contains the norm, so only the residual is saved.
-        return norm if settings.spec == "local" else _layer_input(shape, parallel, settings)
-    return norm + _tokens(parallel, settings) * (
+        return norm if settings.spec == "local" else _layer_input_bytes(shape, parallel, settings)
+    return norm + _count_rank_tokens(parallel, settings) * (
         _gated_bytes(channels, settings) + 2 * settings.lora_rank * settings.itemsize
     )
 
@@ -371,35 +379,40 @@ def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSe
     """Return the tokens that a rank's experts process for one row. A token counts once per chosen expert."""
     # An expert-parallel group shares the tokens of all its ranks, which tensor parallelism splits. If ranks split an
     # expert, each of them receives all of its tokens.
-    rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
+    rank_tokens = _count_rank_tokens(parallel, settings) / _split(parallel, settings)
     load = settings.expert_load if parallel.ep > 1 else 1.0
     return rank_tokens * parallel.etp * shape.top_k * load
 
 
-def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     size = settings.itemsize
-    rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
-    channels = shape.moe_intermediate_size // parallel.etp * size
-    total = _norm(parallel, settings, shape.hidden_size, is_fused=False)
+    rank_tokens = _count_rank_tokens(parallel, settings) / _split(parallel, settings)
+    channel_bytes = shape.moe_intermediate_size // parallel.etp * size
+    saved_bytes = _norm_bytes(parallel, settings, shape.hidden_size, is_fused=False)
     if "moe" in settings.recomputed:
-        return total
+        return saved_bytes
     # The router in float32 (logits, softmax, map), and the int64 indices of the permutation.
-    total += rank_tokens * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
+    saved_bytes += rank_tokens * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
     # Saves the dispatched tokens and the expert's activations. Without a fused kernel, the product is saved again
     # before it is scaled by its probability.
-    weighed = 0 if settings.fuses_activation else channels
-    inside = (shape.hidden_size + 2 * settings.lora_rank) * size
-    activated = 2 * channels if "moe_act" in settings.recomputed else _gated_bytes(channels, settings) + weighed
-    total += _routed_tokens(shape, parallel, settings) * (inside + activated)
+    weighed_bytes = 0 if settings.fuses_activation else channel_bytes
+    input_bytes_per_token = (shape.hidden_size + 2 * settings.lora_rank) * size
+    activation_bytes_per_token = (
+        2 * channel_bytes if "moe_act" in settings.recomputed else _gated_bytes(channel_bytes, settings) + weighed_bytes
+    )
+    saved_bytes += _routed_tokens(shape, parallel, settings) * (input_bytes_per_token + activation_bytes_per_token)
     if shape.shared_intermediate_size and "shared_experts" not in settings.recomputed:
-        shared = shape.shared_intermediate_size // parallel.tp * size
-        total += _tokens(parallel, settings) * _gated_bytes(shared, settings) + rank_tokens * shape.hidden_size * size
-    return total
+        shared_bytes = shape.shared_intermediate_size // parallel.tp * size
+        saved_bytes += (
+            _count_rank_tokens(parallel, settings) * _gated_bytes(shared_bytes, settings)
+            + rank_tokens * shape.hidden_size * size
+        )
+    return saved_bytes
 
 
-def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of the last norm, of the hidden states of all tokens, and of tensors saved for log-probs."""
-    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     split = _split(parallel, settings)
     # In a tree, the head also gathers hidden states for the edges, about one for each token.
     gathered = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
@@ -407,15 +420,15 @@ def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -
     return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS
 
 
-def _draft_layer(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _draft_layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of a trained draft layer: two norms and their projection, the layer, the head.
 
     With recomputed layers, the draft layer is recomputed while its head's tensors exist.
     """
-    size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _split(parallel, settings)
     layer = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)
     # Both norms' outputs are copied into one tensor, the input of the projection.
-    norms = 2 * _norm(parallel, settings, shape.hidden_size, is_fused=False)
+    norms = 2 * _norm_bytes(parallel, settings, shape.hidden_size, is_fused=False)
     if settings.spec == "local":
         # The embeddings have no gradient here, so their norm saves no input.
         norms -= tokens * (shape.hidden_size + 1) * FLOAT32
@@ -423,5 +436,7 @@ def _draft_layer(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
             # This norm reads the hidden states in place. The model's head has already saved them.
             norms -= tokens * shape.hidden_size * size
     if settings.recomputes_layers:
-        return _layer_input(shape, parallel, settings) + max(norms + layer, _head(shape, parallel, settings))
-    return norms + layer + _head(shape, parallel, settings)
+        return _layer_input_bytes(shape, parallel, settings) + max(
+            norms + layer, _head_bytes(shape, parallel, settings)
+        )
+    return norms + layer + _head_bytes(shape, parallel, settings)

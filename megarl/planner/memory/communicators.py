@@ -50,7 +50,7 @@ class Communicator:
         return collectives + channels * CHANNEL_BYTES * self.num_peers + NETWORK_BYTES * self.spans_nodes
 
 
-def communicators_of(
+def list_communicators(
     parallel: ParallelConfig,
     ranks_per_node: int,
     *,
@@ -62,7 +62,7 @@ def communicators_of(
     balance_losses: Collection[str] = (),
     gathers_matrices: bool = False,
 ) -> list[Communicator]:
-    """Return a rank's communicators of two or more ranks. The rank trains, samples, or does both.
+    """Return the communicators of two or more ranks to which a rank belongs. The rank trains, samples, or does both.
 
     `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the first and last stage
     both have the embedding, and this rank is on one of them. `balance_losses`: losses that balance the experts.
@@ -70,25 +70,25 @@ def communicators_of(
     """
     communicators: list[Communicator] = []
     if has_trainer:
-        communicators += _trainer(parallel, ranks_per_node)
-        communicators += _gradient_norm(parallel, has_experts=has_experts, is_distributed=is_distributed)
+        communicators += _list_trainer_groups(parallel, ranks_per_node)
+        communicators += _list_norm_groups(parallel, has_experts=has_experts, is_distributed=is_distributed)
         if gathers_matrices:
-            communicators.append(_matrices(parallel, ranks_per_node))
+            communicators.append(_make_matrix_group(parallel, ranks_per_node))
         if shares_embedding:
             communicators.append(Communicator("embedding", min(2, parallel.pp)))
         if has_experts:
-            communicators += _experts(parallel, ranks_per_node)
-            communicators += _balance(parallel, balance_losses)
+            communicators += _list_expert_groups(parallel, ranks_per_node)
+            communicators += _list_balance_groups(parallel, balance_losses)
     if has_engine:
         communicators.append(Communicator("engine's tensor parallelism", parallel.rollout_tp))
         if not has_trainer:
             communicators.append(Communicator("engine's world", parallel.rollout_tp))
     if has_engine or parallel.is_separate:
-        communicators.append(_reshard(parallel, ranks_per_node, has_experts=has_experts))
+        communicators.append(_make_reshard_group(parallel, ranks_per_node, has_experts=has_experts))
     return [communicator for communicator in communicators if communicator.num_bytes]
 
 
-def _trainer(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+def _list_trainer_groups(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
     yield Communicator("tensor parallelism", parallel.tp)
     yield Communicator("context parallelism", parallel.cp)
     yield Communicator("data and context parallelism", parallel.dp * parallel.cp)
@@ -104,7 +104,7 @@ def _trainer(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communic
     )
 
 
-def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
+def _list_norm_groups(parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
     """Yield the groups that sum the gradient's norm. With a distributed optimizer, each rank has a part of the
     gradient.
     """
@@ -116,30 +116,34 @@ def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distribute
         yield Communicator("experts and pipeline parallelism", parallel.etp * parallel.ep * parallel.pp)
 
 
-def _matrices(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
+def _make_matrix_group(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
     """Return the group in which the ranks of a pipeline stage gather whole weight matrices for Muon."""
-    stage = parallel.world_size // parallel.pp
-    peers = min(stage, ranks_per_node) - 1
+    stage_ranks = parallel.world_size // parallel.pp
+    num_peers = min(stage_ranks, ranks_per_node) - 1
     return Communicator(
-        "whole matrices", stage, has_collectives=False, num_peers=peers, spans_nodes=stage > ranks_per_node
+        "whole matrices",
+        stage_ranks,
+        has_collectives=False,
+        num_peers=num_peers,
+        spans_nodes=stage_ranks > ranks_per_node,
     )
 
 
-def _experts(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
-    experts = parallel.ep * parallel.etp
+def _list_expert_groups(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+    expert_ranks = parallel.ep * parallel.etp
     yield Communicator(
         "expert parallelism",
         parallel.ep,
         has_collectives=False,
         num_peers=min(parallel.ep, max(1, ranks_per_node // parallel.etp)) - 1,
-        spans_nodes=experts > ranks_per_node,
+        spans_nodes=expert_ranks > ranks_per_node,
     )
     yield Communicator("expert tensor parallelism", parallel.etp)
-    yield Communicator("expert and expert tensor parallelism", experts)
-    yield Communicator("data parallelism of experts", parallel.world_size // (experts * parallel.pp))
+    yield Communicator("expert and expert tensor parallelism", expert_ranks)
+    yield Communicator("data parallelism of experts", parallel.world_size // (expert_ranks * parallel.pp))
 
 
-def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
+def _list_balance_groups(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
     """Yield the groups that sum token counts for balancing losses.
 
     Megatron creates them even if other groups have the same ranks.
@@ -152,18 +156,18 @@ def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Comm
         yield Communicator("tensor, data and context parallelism", parallel.world_size // parallel.pp)
 
 
-def _reshard(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
+def _make_reshard_group(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
     """Return the group of a reshard. A rank reads from every trainer rank that has a part of its weights."""
-    parts = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
+    num_parts = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
     # A colocated rank has one of the parts itself.
-    peers = min(parts * parallel.pp, parallel.world_size) - (not parallel.is_separate)
+    num_peers = min(num_parts * parallel.pp, parallel.world_size) - (not parallel.is_separate)
     spans_nodes = parallel.num_ranks > ranks_per_node
     # The order of ranks puts parts on the same node where possible. Separate engines have nodes of their own.
-    near = 0 if parallel.is_separate and spans_nodes else min(peers, ranks_per_node - 1)
+    num_near_peers = 0 if parallel.is_separate and spans_nodes else min(num_peers, ranks_per_node - 1)
     return Communicator(
         "reshard",
-        parallel.num_ranks if peers else 1,
+        parallel.num_ranks if num_peers else 1,
         has_collectives=False,
-        num_peers=near,
-        spans_nodes=spans_nodes and peers > 0,
+        num_peers=num_near_peers,
+        spans_nodes=spans_nodes and num_peers > 0,
     )

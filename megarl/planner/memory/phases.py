@@ -51,8 +51,8 @@ def memory_table(
     phases = tuple(
         max(rank_phases, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for rank_phases in by_name.values()
     )
-    sampling = next((memory for memory in memories if memory.has_engine), None)
-    cache = None if sampling is None else sampling.cache_capacity()
+    engine_memory = next((memory for memory in memories if memory.has_engine), None)
+    cache = None if engine_memory is None else engine_memory.cache_capacity()
     return MemoryTable(phases=phases, cache=cache, is_gpu=platform.is_gpu)
 
 
@@ -66,57 +66,74 @@ class RankPhases:
         part: Literal["", "trainer", "engine"] = ""
         if self.memory.parallel.is_separate:
             part = "trainer" if self.memory.has_trainer else "engine"
-        moments = self._list_trainer_phases() if self.memory.has_trainer else self._list_engine_phases()
-        for name, uses in moments.items():
-            all_uses = tuple(self._add_libraries([*uses, *self._background_send(name)]))
+        uses_by_phase = self._list_trainer_phases() if self.memory.has_trainer else self._list_engine_phases()
+        for name, uses in uses_by_phase.items():
+            all_uses = tuple(self._add_libraries([*uses, *self._list_send_uses(name)]))
             yield Phase(name=name, rank=self.memory.rank, uses=all_uses, part=part)
 
     def _list_engine_phases(self) -> dict[str, list[Use]]:
-        return {"start engine": self._start(), "rollout": self._rollout(), "reshard engine": self._reshard()}
+        return {
+            "start engine": self._list_start_uses(),
+            "rollout": self._list_rollout_uses(),
+            "reshard engine": self._list_reshard_uses(),
+        }
 
     def _list_trainer_phases(self) -> dict[str, list[Use]]:
-        moments = {"start": self._start()}
+        uses_by_phase = {"start": self._list_start_uses()}
         if self.memory.has_engine:
-            moments["rollout"] = self._rollout()
+            uses_by_phase["rollout"] = self._list_rollout_uses()
         if self.memory.recipe.has_engine:
-            moments["reshard"] = self._reshard()
+            uses_by_phase["reshard"] = self._list_reshard_uses()
         if self.memory.recipe.is_on_policy:
-            moments["logprobs"] = self._scoring("policy")
-        moments |= {f"logprobs {name}": self._scoring(name) for name in self.memory.frozen}
+            uses_by_phase["logprobs"] = self._list_scoring_uses("policy")
+        uses_by_phase |= {f"logprobs {name}": self._list_scoring_uses(name) for name in self.memory.frozen}
         if self.memory.models.critic is not None:
-            moments["logprobs critic"] = self._scoring("critic")
-        moments["train"] = self._training("policy")
+            uses_by_phase["logprobs critic"] = self._list_scoring_uses("critic")
+        uses_by_phase["train"] = self._list_training_uses("policy")
         if self.memory.models.critic is not None:
-            moments["train critic"] = self._training("critic")
-        moments["save"] = self._save()
-        return moments
+            uses_by_phase["train critic"] = self._list_training_uses("critic")
+        uses_by_phase["save"] = self._list_save_uses()
+        return uses_by_phase
 
-    def _start(self) -> list[Use]:
+    def _list_start_uses(self) -> list[Use]:
         """Return the uses at the fullest moment of a start: engine built, all models loaded, or first reshard."""
         # Before the first update, the optimizer has no moments.
-        began = replace(self.memory.policy, moments=0)
-        building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
+        states_at_start = replace(self.memory.policy, moments=0)
+        uses_while_building = [
+            *self._list_state_uses(states_at_start, _ALL),
+            *self._list_critic_uses(()),
+            *self._list_idle_engine(),
+            *self._list_idle_models(),
+        ]
         if built := max(self.memory.policy.built, self.memory.critic.built):
             on_host = max(self.memory.policy.built_on_host, self.memory.critic.built_on_host)
-            building.append(Use("optimizer being built", device_bytes=built, host_bytes=on_host))
-        moments = [building]
+            uses_while_building.append(Use("optimizer being built", device_bytes=built, host_bytes=on_host))
+        moments = [uses_while_building]
         if self.memory.recipe.has_engine:
-            moments += [self._awake_engine(), self._reshard(began), self._rollout(began)]
+            moments += [
+                self._list_awake_engine(),
+                self._list_reshard_uses(states_at_start),
+                self._list_rollout_uses(states_at_start),
+            ]
         return max(moments, key=lambda uses: sum(use.device_bytes for use in uses))
 
-    def _rollout(self, policy: TrainerStates | None = None) -> list[Use]:
+    def _list_rollout_uses(self, policy: TrainerStates | None = None) -> list[Use]:
         return [
-            *self._states(policy or self.memory.policy, ()),
-            *self._critic(()),
-            *self._awake_engine(),
-            *self._idle_models(),
+            *self._list_state_uses(policy or self.memory.policy, ()),
+            *self._list_critic_uses(()),
+            *self._list_awake_engine(),
+            *self._list_idle_models(),
         ]
 
-    def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
+    def _list_reshard_uses(self, policy: TrainerStates | None = None) -> list[Use]:
         states = policy or self.memory.policy
         # A separate rank has either a trainer or an engine, so nothing is offloaded and no engine sleeps.
         is_alone = self.memory.parallel.is_separate
-        uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._idle_models()]
+        uses = [
+            *self._list_state_uses(states, _ALL if is_alone else ("parameters",)),
+            *self._list_critic_uses(()),
+            *self._list_idle_models(),
+        ]
         if states.merged and not self.memory.recipe.sends_adapter:
             uses.append(Use("merged adapters", device_bytes=states.merged))
         if self.memory.unquantised_weights:
@@ -130,54 +147,61 @@ class RankPhases:
             Use("staging", device_bytes=self.memory.staging),
         ]
 
-    def _scoring(self, name: str) -> list[Use]:
-        built = self._model_named(name)
+    def _list_scoring_uses(self, name: str) -> list[Use]:
+        built = self._find_model(name)
         settings = self.memory.pass_settings(built)
         if (row_tokens := self.memory.recipe.trainer.max_tokens_per_forward) is not None:
             settings = replace(settings, row_tokens=row_tokens)
-        uses = [*self._list_uses_of_pass(name), *self._idle_engine()]
-        forward = activations.forward_bytes(built.shape, built.parallel, settings)
-        logits = activations.logits_bytes(built.shape, built.parallel, settings) if self._is_last(built) else 0
+        uses = [*self._list_uses_of_pass(name), *self._list_idle_engine()]
+        forward_bytes = activations.forward_bytes(built.shape, built.parallel, settings)
+        logit_bytes = activations.logits_bytes(built.shape, built.parallel, settings) if self._is_last(built) else 0
         return [
             *uses,
-            *self._fp8(built),
-            Use("activations", device_bytes=int(forward)),
-            Use("logits", device_bytes=int(logits)),
+            *self._list_fp8_uses(built),
+            Use("activations", device_bytes=int(forward_bytes)),
+            Use("logits", device_bytes=int(logit_bytes)),
         ]
 
-    def _training(self, name: str) -> list[Use]:
-        built = self._model_named(name)
+    def _list_training_uses(self, name: str) -> list[Use]:
+        built = self._find_model(name)
         settings = self.memory.pass_settings(built)
         stage = built.parallel.coordinates(self.memory.rank).pp
-        # A row stored as a tree saves other tensors than separate sequences. The larger size counts.
-        rows = [settings]
+        # A row stored as a tree saves other tensors than a row of separate sequences. The larger of both sizes counts.
+        row_settings = [settings]
         if self.memory.recipe.trainer.share_prefixes == "auto":
-            rows.append(replace(settings, shares_prefixes=True))
-        saved = max(activations.stage_bytes(built.shape, built.parallel, stage, row) for row in rows)
-        passing = activations.backward_bytes(built.shape, built.parallel, settings)
-        head = replace(settings, keeps_logits=bool(self.memory.recipe.trainer.keep_logits))
-        logits = activations.logits_bytes(built.shape, built.parallel, head) if self._is_last(built) else 0
-        passes = [
-            Use("activations", device_bytes=int(saved)),
+            row_settings.append(replace(settings, shares_prefixes=True))
+        saved_bytes = max(
+            activations.stage_bytes(built.shape, built.parallel, stage, settings_of_row)
+            for settings_of_row in row_settings
+        )
+        backward_bytes = activations.backward_bytes(built.shape, built.parallel, settings)
+        head_settings = replace(settings, keeps_logits=bool(self.memory.recipe.trainer.keep_logits))
+        logit_bytes = (
+            activations.logits_bytes(built.shape, built.parallel, head_settings) if self._is_last(built) else 0
+        )
+        pass_uses = [
+            Use("activations", device_bytes=int(saved_bytes)),
             Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))),
-            Use("backward", device_bytes=int(passing)),
-            Use("logits", device_bytes=int(logits)),
+            Use("backward", device_bytes=int(backward_bytes)),
+            Use("logits", device_bytes=int(logit_bytes)),
             *([Use("drafts", device_bytes=self.memory.drafter_pass())] if built is self.memory.models.policy else []),
         ]
         # The optimizer steps after the activations are freed.
-        temporary = max(passes, self._optimizer_step(name), key=lambda uses: sum(use.device_bytes for use in uses))
-        return [*self._list_uses_of_pass(name), *self._idle_engine(), *self._fp8(built), *temporary]
+        temporary_uses = max(
+            pass_uses, self._list_optimizer_uses(name), key=lambda uses: sum(use.device_bytes for use in uses)
+        )
+        return [*self._list_uses_of_pass(name), *self._list_idle_engine(), *self._list_fp8_uses(built), *temporary_uses]
 
-    def _optimizer_step(self, name: str) -> list[Use]:
+    def _list_optimizer_uses(self, name: str) -> list[Use]:
         recipe = self.memory.recipe
         optimizer = recipe.critic.optimizer if name == "critic" else recipe.optimizer
         if optimizer.name != "muon":
             return []
         product_bytes = 2 if optimizer.muon.products == "bfloat16" else 4
-        matrix_bytes = trainer_bytes.whole_matrix_bytes(self._model_named(name).layouts, product_bytes=product_bytes)
+        matrix_bytes = trainer_bytes.whole_matrix_bytes(self._find_model(name).layouts, product_bytes=product_bytes)
         return [Use("whole matrices", device_bytes=matrix_bytes)]
 
-    def _fp8(self, built: Built) -> Iterator[Use]:
+    def _list_fp8_uses(self, built: Built) -> Iterator[Use]:
         """Yield the FP8 copies of weights in an update. The policy keeps its copies until the engine samples.
 
         FP8 also makes saved activations smaller; this is not counted.
@@ -187,16 +211,16 @@ class RankPhases:
             copies = sum(trainer_bytes.fp8_bytes(layouts, self.memory.rank) for layouts in models.values())
             yield Use("weights in FP8", device_bytes=copies)
 
-    def _save(self) -> list[Use]:
+    def _list_save_uses(self) -> list[Use]:
         saved = (self.memory.policy + self.memory.critic).saved
         # Checkpoints are staged in whole blocks of page-locked memory.
         if self.memory.platform.is_gpu:
             saved = -(-saved // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
         return [
-            *self._states(self.memory.policy, _ALL),
-            *self._critic(_ALL),
-            *self._idle_engine(),
-            *self._idle_models(),
+            *self._list_state_uses(self.memory.policy, _ALL),
+            *self._list_critic_uses(_ALL),
+            *self._list_idle_engine(),
+            *self._list_idle_models(),
             Use("checkpoint", host_bytes=saved),
         ]
 
@@ -206,10 +230,18 @@ class RankPhases:
         The policy is offloaded while the critic computes. A scoring model is loaded in addition to the policy.
         """
         if name == "critic":
-            return [*self._states(self.memory.policy, ()), *self._critic(_ALL), *self._idle_models()]
-        return [*self._states(self.memory.policy, _ALL), *self._critic(()), *self._idle_models(at_work=name)]
+            return [
+                *self._list_state_uses(self.memory.policy, ()),
+                *self._list_critic_uses(_ALL),
+                *self._list_idle_models(),
+            ]
+        return [
+            *self._list_state_uses(self.memory.policy, _ALL),
+            *self._list_critic_uses(()),
+            *self._list_idle_models(at_work=name),
+        ]
 
-    def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
+    def _list_state_uses(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
         """Yield the memory of a trained model's states.
 
         States in `awake`, and states that are never offloaded, are on the device. All others are on the host.
@@ -224,15 +256,15 @@ class RankPhases:
         if states.on_host:
             yield Use("optimizer on the host", host_bytes=states.on_host)
 
-    def _critic(self, awake: Collection[str]) -> Iterator[Use]:
-        uses = [*self._states(self.memory.critic, awake)]
+    def _list_critic_uses(self, awake: Collection[str]) -> Iterator[Use]:
+        uses = [*self._list_state_uses(self.memory.critic, awake)]
         yield Use(
             "critic",
             device_bytes=sum(use.device_bytes for use in uses),
             host_bytes=sum(use.host_bytes for use in uses),
         )
 
-    def _background_send(self, phase: str) -> Iterator[Use]:
+    def _list_send_uses(self, phase: str) -> Iterator[Use]:
         """Yield the memory of a reshard during training: a copy of the weights, and its buffers."""
         if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
             return
@@ -242,7 +274,7 @@ class RankPhases:
         if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
             yield Use("staging", device_bytes=self.memory.staging)
 
-    def _idle_models(self, at_work: str = "") -> Iterator[Use]:
+    def _list_idle_models(self, at_work: str = "") -> Iterator[Use]:
         """Yield the memory of the scoring models. On GPUs all wait in host memory, except the model `at_work`."""
         for name, size in self.memory.frozen.items():
             is_on_device = name == at_work or not self.memory.platform.is_gpu
@@ -252,21 +284,21 @@ class RankPhases:
                 host_bytes=size if self.memory.platform.is_gpu else 0,
             )
 
-    def _awake_engine(self) -> list[Use]:
+    def _list_awake_engine(self) -> list[Use]:
         return [
             Use("engine weights", device_bytes=self.memory.engine_weights),
             Use("KV cache", device_bytes=self.memory.cache_bytes),
             Use("engine step", device_bytes=self.memory.engine_step),
         ]
 
-    def _idle_engine(self) -> list[Use]:
+    def _list_idle_engine(self) -> list[Use]:
         """Return the memory of an engine that does not sample.
 
         On a GPU it sleeps without GPU memory; with a LoRA adapter or an EAGLE-3 drafter, its weights then are in host
         memory. On a CPU it cannot sleep.
         """
         if not self.memory.platform.is_gpu:
-            return self._awake_engine()[:2]
+            return self._list_awake_engine()[:2]
         has_drafter = self.memory.has_engine and self.memory.recipe.drafter is not None
         is_copied = has_drafter or self.memory.adapter_slots > 0
         return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if is_copied else []
@@ -280,8 +312,8 @@ class RankPhases:
             yield Use("CUDA graphs", device_bytes=self.memory.cuda_graphs)
             # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
             # wastes more, by an unknown amount.
-            temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
-            yield Use("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary))
+            temporary_bytes = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
+            yield Use("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary_bytes))
             if self.memory.has_trainer and self.memory.recipe.trainer.moe_dispatcher == "flex":
                 yield Use("DeepEP", device_bytes=self.memory.deep_ep_buffers)
         else:
@@ -293,7 +325,7 @@ class RankPhases:
             yield Use("copies of the state", host_bytes=num_copies * (self.memory.policy + self.memory.critic).saved)
         yield Use("libraries", host_bytes=LIBRARY_BYTES)
 
-    def _model_named(self, name: str) -> Built:
+    def _find_model(self, name: str) -> Built:
         if name == "critic":
             assert self.memory.models.critic is not None
             return self.memory.models.critic

@@ -16,7 +16,7 @@ from megarl.families.shape import ModelShape
 from megarl.files.model_folder import find_folder
 from megarl.planner.memory import activations, engine_bytes, trainer_bytes
 from megarl.planner.memory.activations import PassSettings, carried_bytes
-from megarl.planner.memory.communicators import Communicator, communicators_of
+from megarl.planner.memory.communicators import Communicator, list_communicators
 from megarl.planner.memory.deep_ep import NUM_SMS, deep_ep_bytes
 from megarl.planner.memory.devices import CONTEXT_BYTES, Platform
 from megarl.planner.memory.drafter_bytes import drafter_bytes
@@ -221,7 +221,7 @@ class RankMemory:
     def communicators(self) -> list[Communicator]:
         cluster, engines = self.recipe.cluster, self.recipe.cluster.groups.engines
         nodes = cluster if self.has_trainer or engines is None else engines
-        return communicators_of(
+        return list_communicators(
             self.parallel,
             nodes.ranks_per_node,
             has_trainer=self.has_trainer,

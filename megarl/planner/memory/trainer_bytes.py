@@ -94,26 +94,30 @@ def trainer_states(
     (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`: share of the
     parameters whose optimizer is on the host.
     """
-    frozen, merged = 0, 0
+    frozen_bytes, merged_bytes = 0, 0
     trained = layouts
     if adapters is not None:
         # The base weights are frozen: no gradients, no optimizer states. They may be offloaded.
         shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
-        linears = {
+        adapted_weights = {
             name.partition("adapter.")[0] + "weight"
             for name in parameter_shapes(adapters, layouts.parallel.coordinates(rank))
         }
-        frozen = sum(map(math.prod, shapes.values())) * itemsize
-        merged = sum(math.prod(shape) for name, shape in shapes.items() if name in linears) * itemsize
+        frozen_bytes = sum(map(math.prod, shapes.values())) * itemsize
+        merged_bytes = sum(math.prod(shape) for name, shape in shapes.items() if name in adapted_weights) * itemsize
         trained = adapters
-    states = TrainerStates(parameters=frozen, merged=merged)
+    states = TrainerStates(parameters=frozen_bytes, merged=merged_bytes)
     parallel, coordinates = layouts.parallel, layouts.parallel.coordinates(rank)
     num_moments = 0 if optimizer == "sgd" else 2
-    further = [Parameter(math.prod(shape), is_vector=len(shape) == 1, num_moments=num_moments) for shape in whole]
-    buffers = [*buffers_of(trained, rank, optimizer)]
-    if further:
+    whole_parameters = [
+        Parameter(math.prod(shape), is_vector=len(shape) == 1, num_moments=num_moments) for shape in whole
+    ]
+    buffers = [*list_gradient_buffers(trained, rank, optimizer)]
+    if whole_parameters:
         dense_shard = coordinates.dp * parallel.cp + coordinates.cp
-        buffers.append(GradientBuffer(parameters=further, num_shards=parallel.dp * parallel.cp, shard=dense_shard))
+        buffers.append(
+            GradientBuffer(parameters=whole_parameters, num_shards=parallel.dp * parallel.cp, shard=dense_shard)
+        )
     for buffer in buffers:
         states += _buffer_states(
             buffer.parameters,
@@ -166,7 +170,7 @@ class GradientBuffer:
     shard: int
 
 
-def buffers_of(layouts: MegatronLayouts, rank: int, optimizer: OptimizerName) -> Iterator[GradientBuffer]:
+def list_gradient_buffers(layouts: MegatronLayouts, rank: int, optimizer: OptimizerName) -> Iterator[GradientBuffer]:
     """Yield the gradient buffers of a rank, for each model chunk: dense parameters, then experts."""
     parallel = layouts.parallel
     coordinates = parallel.coordinates(rank)
@@ -228,17 +232,17 @@ def _buffer_states(
             moments=moments * FLOAT32,
             saved=(numel * (itemsize + FLOAT32 * has_main) + moments * FLOAT32) // num_shards,
         )
-    buckets = _buckets(parameters, num_shards)
-    size = buckets[-1].stop
+    buckets = _make_buckets(parameters, num_shards)
+    padded_numel = buckets[-1].stop
     overlaps = [
-        _overlap((start, stop), bucket.shard(shard, num_shards=num_shards))
+        _count_overlap((start, stop), bucket.shard(shard, num_shards=num_shards))
         for bucket in buckets
         for start, stop in bucket.parameters
     ]
     owned_parts = [overlap for overlap in overlaps if overlap > 0]
     owned_numel = sum(owned_parts)
     is_vector = [parameter.is_vector for parameter in reversed(parameters)]
-    moved = _numels_on_host(overlaps, is_vector, host_fraction)
+    numels_on_host = _numels_on_host(overlaps, is_vector, host_fraction)
     owned_moments = sum(
         overlap * parameter.num_moments
         for overlap, parameter in zip(overlaps, reversed(parameters), strict=True)
@@ -246,23 +250,25 @@ def _buffer_states(
     )
     # Only Adam moves to the host. Its parameters all have the same number of moments.
     num_moments = max(parameter.num_moments for parameter in parameters)
-    on_device = owned_numel - sum(moved)
+    numel_on_device = owned_numel - sum(numels_on_host)
     numels = [parameter.numel for parameter in parameters]
-    copied = _numels_on_host(numels, [parameter.is_vector for parameter in parameters], host_fraction)
+    whole_numels_on_host = _numels_on_host(numels, [parameter.is_vector for parameter in parameters], host_fraction)
     return TrainerStates(
-        parameters=size * itemsize,
-        gradients=size * FLOAT32,
-        main_weights=on_device * FLOAT32 * has_main,
-        moments=(owned_moments - sum(moved) * num_moments) * FLOAT32,
+        parameters=padded_numel * itemsize,
+        gradients=padded_numel * FLOAT32,
+        main_weights=numel_on_device * FLOAT32 * has_main,
+        moments=(owned_moments - sum(numels_on_host) * num_moments) * FLOAT32,
         # One of the ranks that hold a weight writes it. Each rank writes its own part of the optimizer, in float32 even
         # if the weights serve as main weights.
         saved=numel * itemsize // num_shards + (owned_numel + owned_moments) * FLOAT32,
         # Weights move to the host through pinned copies, which torch's allocator does not free.
-        on_host=sum((1 + num_moments) * part * FLOAT32 + _pinned_bytes(part * FLOAT32, is_pinned) for part in moved)
-        + is_pinned * sum(_pinned_bytes(part * itemsize, True) for part in copied),
+        on_host=sum(
+            (1 + num_moments) * part * FLOAT32 + _pinned_bytes(part * FLOAT32, is_pinned) for part in numels_on_host
+        )
+        + is_pinned * sum(_pinned_bytes(part * itemsize, True) for part in whole_numels_on_host),
         # Megatron-Core first builds the optimizer for whole parameters, then for this rank's parts.
-        built=(numel - sum(copied)) * FLOAT32 * has_main if moved else 0,
-        built_on_host=sum(copied) * FLOAT32,
+        built=(numel - sum(whole_numels_on_host)) * FLOAT32 * has_main if numels_on_host else 0,
+        built_on_host=sum(whole_numels_on_host) * FLOAT32,
     )
 
 
@@ -293,34 +299,34 @@ class _Bucket:
         return self.start + index * part, self.start + (index + 1) * part
 
 
-def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
+def _make_buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
     multiple = math.lcm(num_shards, _BUCKET_MULTIPLE)
     # Buckets are padded so that they split evenly over the shards. Megatron-Core also requires multiples of 128.
     buckets: list[_Bucket] = []
-    inside: list[tuple[int, int]] = []
-    begin = position = 0
+    ranges_in_bucket: list[tuple[int, int]] = []
+    bucket_start = position = 0
 
-    def close(end: int) -> int:
-        nonlocal begin, inside
+    def close_bucket(end: int) -> int:
+        nonlocal bucket_start, ranges_in_bucket
         stop = _round_up(end, multiple=multiple)
-        buckets.append(_Bucket(start=begin, stop=stop, parameters=tuple(inside)))
-        begin, inside = stop, []
+        buckets.append(_Bucket(start=bucket_start, stop=stop, parameters=tuple(ranges_in_bucket)))
+        bucket_start, ranges_in_bucket = stop, []
         return stop
 
     for parameter in reversed(parameters):
         position = _round_up(position, multiple=_PARAMETER_MULTIPLE)
-        if parameter.has_own_bucket and inside:
-            position = close(position)
-        inside.append((position, position + parameter.numel))
+        if parameter.has_own_bucket and ranges_in_bucket:
+            position = close_bucket(position)
+        ranges_in_bucket.append((position, position + parameter.numel))
         position += parameter.numel
         if parameter.has_own_bucket:
-            position = close(position)
-    if inside:
-        close(position)
+            position = close_bucket(position)
+    if ranges_in_bucket:
+        close_bucket(position)
     return buckets
 
 
-def _overlap(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
+def _count_overlap(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
     """Return the elements shared by two ranges (first, end). Zero or negative: none."""
     return min(parameter[1], shard[1]) - max(parameter[0], shard[0])
 

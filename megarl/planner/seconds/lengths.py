@@ -80,15 +80,15 @@ def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = 
     """
     mean = min(mean, 0.98 * limit)
     normal = NormalDist()
-    places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
-    scale = np.exp(sigma * np.array([normal.inv_cdf(place) for place in places]))
+    quantile_ranks = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+    lengths_of_median_1 = np.exp(sigma * np.array([normal.inv_cdf(place) for place in quantile_ranks]))
     # Find by bisection the median with which the mean after the cut is `mean`.
     low, high = math.log(1e-3), math.log(1e3 * limit)
     for _ in range(60):
-        middle = (low + high) / 2
-        too_short = np.minimum(math.exp(middle) * scale, limit).mean() < mean
-        low, high = (middle, high) if too_short else (low, middle)
-    quantiles = np.clip(math.exp(low) * scale, 1, limit)
+        log_median = (low + high) / 2
+        too_short = np.minimum(math.exp(log_median) * lengths_of_median_1, limit).mean() < mean
+        low, high = (log_median, high) if too_short else (low, log_median)
+    quantiles = np.clip(math.exp(low) * lengths_of_median_1, 1, limit)
     return Lengths(
         quantiles=quantiles,
         limit=limit,

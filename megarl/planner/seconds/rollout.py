@@ -68,36 +68,45 @@ class RolloutCost:
     cache_item_bytes: float = _ITEM_BYTES
     """Bytes of a number in the KV cache: 2, 4 in float32, 1 in FP8."""
 
-    def rollout(
+    def rollout_seconds(
         self, engines: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int
     ) -> RolloutSeconds:
         """Return the seconds until all samples of a step are complete."""
+        # Requests that an engine decodes at once: limited by its samples, by the recipe, or by the KV cache.
         engine_samples = num_samples / engines.num_engines
-        mean_age = lengths.mean_age
-        fitting_requests = engines.cache_tokens / (lengths.prompt_tokens + mean_age)
-        requests = max(1.0, min(engine_samples, engines.max_requests, fitting_requests))
-        full = 0.0
+        mean_sampled_tokens = lengths.mean_age
+        requests_in_cache = engines.cache_tokens / (lengths.prompt_tokens + mean_sampled_tokens)
+        requests = max(1.0, min(engine_samples, engines.max_requests, requests_in_cache))
+        # While requests wait for a place, the engine always decodes `requests`, each of the mean sampled length.
+        full_seconds = 0.0
         if engine_samples > requests:
-            step = self.step_seconds(
-                engines.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + mean_age])
+            decode_seconds = self.step_seconds(
+                engines.tp,
+                requests=np.array([requests]),
+                context=np.array([lengths.prompt_tokens + mean_sampled_tokens]),
             )
-            full = float((engine_samples - requests) * lengths.mean / requests * step[0])
-        grid, alive = self._tail(lengths, waits=engine_samples > requests, num_samples=requests * engines.num_engines)
-        active = np.maximum(requests * alive, 1.0)
-        contexts = lengths.prompt_tokens + np.minimum(
-            grid + (mean_age if engine_samples > requests else 0.0), lengths.limit
+            full_seconds = float((engine_samples - requests) * lengths.mean / requests * decode_seconds[0])
+        # Then no request waits. Integrate the steps' seconds over the tokens until the longest request ends.
+        tail_tokens, share_running = self._tail(
+            lengths, waits=engine_samples > requests, num_samples=requests * engines.num_engines
         )
-        steps = self.step_seconds(engines.tp, requests=active, context=contexts)
-        tail = float(np.trapezoid(steps, grid))
-        prompts = num_samples / samples_per_prompt / engines.num_engines
-        rate = self.constants.gemm_efficiency * self.gpu.flops * engines.tp
-        prefill = prompts * lengths.prompt_tokens * (self.work.layer_flops + self.work.expert_flops) / rate
+        running_requests = np.maximum(requests * share_running, 1.0)
+        context_tokens = lengths.prompt_tokens + np.minimum(
+            tail_tokens + (mean_sampled_tokens if engine_samples > requests else 0.0), lengths.limit
+        )
+        decode_seconds_in_tail = self.step_seconds(engines.tp, requests=running_requests, context=context_tokens)
+        tail_seconds = float(np.trapezoid(decode_seconds_in_tail, tail_tokens))
+        num_prompts = num_samples / samples_per_prompt / engines.num_engines
+        flops_per_second = self.constants.gemm_efficiency * self.gpu.flops * engines.tp
+        prefill_seconds = (
+            num_prompts * lengths.prompt_tokens * (self.work.layer_flops + self.work.expert_flops) / flops_per_second
+        )
         return RolloutSeconds(
-            prefill=prefill,
-            full=full,
-            tail=tail,
+            prefill=prefill_seconds,
+            full=full_seconds,
+            tail=tail_seconds,
             requests=requests,
-            limited_by_cache=fitting_requests < min(engine_samples, engines.max_requests),
+            limited_by_cache=requests_in_cache < min(engine_samples, engines.max_requests),
         )
 
     def steady_seconds(
@@ -107,15 +116,15 @@ class RolloutCost:
 
         The samples of `staleness` steps are in flight at once. A step's tail overlaps the next steps.
         """
-        batches = max(1, staleness)
-        all_batches = self.rollout(
-            engines, lengths, num_samples=num_samples * batches, samples_per_prompt=samples_per_prompt
+        num_batches = max(1, staleness)
+        all_batches = self.rollout_seconds(
+            engines, lengths, num_samples=num_samples * num_batches, samples_per_prompt=samples_per_prompt
         )
         return replace(
             all_batches,
-            prefill=all_batches.prefill / batches,
-            full=all_batches.full / batches,
-            tail=all_batches.tail / batches,
+            prefill=all_batches.prefill / num_batches,
+            full=all_batches.full / num_batches,
+            tail=all_batches.tail / num_batches,
         )
 
     def step_seconds(self, tp: int, *, requests: Numbers, context: Numbers) -> Numbers:
@@ -123,23 +132,26 @@ class RolloutCost:
         work, constants, gpu = self.work, self.constants, self.gpu
         shape = work.shape
         # An engine rank reads its part of the weights, and the keys and values of its heads.
-        experts = work.expert_weights * self._chosen_share(requests)
-        head = shape.vocab_size * shape.hidden_size
-        weights = (work.layer_weights + experts + head) * self.item_bytes / tp
-        cached = shape.attention.cached_numbers(tp) * self.cache_item_bytes
-        memory = constants.decode_bandwidth * gpu.memory
+        expert_weights = work.expert_weights * self._chosen_share(requests)
+        head_weights = shape.vocab_size * shape.hidden_size
+        weight_bytes = (work.layer_weights + expert_weights + head_weights) * self.item_bytes / tp
+        cached_bytes_per_token = shape.attention.cached_numbers(tp) * self.cache_item_bytes
+        bytes_per_second = constants.decode_bandwidth * gpu.memory
         flops = requests * (work.layer_flops + work.expert_flops + work.head_flops) / tp
-        compute = flops / (constants.gemm_efficiency * gpu.flops)
-        seconds = np.maximum(weights / memory, compute) + requests * work.attended_tokens(context) * cached / memory
+        compute_seconds = flops / (constants.gemm_efficiency * gpu.flops)
+        seconds = (
+            np.maximum(weight_bytes / bytes_per_second, compute_seconds)
+            + requests * work.attended_tokens(context) * cached_bytes_per_token / bytes_per_second
+        )
         seconds = seconds + constants.engine_step_seconds + constants.decode_layer_seconds * work.num_layers
         seconds = seconds + constants.decode_expert_layer_seconds * work.num_expert_layers
         if tp > 1:
             is_near = tp <= gpu.nvlink_gpus
             latency = constants.reduce_seconds if is_near else constants.network_reduce_seconds
-            link = constants.link_efficiency * (gpu.nvlink if is_near else gpu.network)
-            sent = 2 * requests * shape.hidden_size * self.activation_bytes * (tp - 1) / tp
+            link_bytes_per_second = constants.link_efficiency * (gpu.nvlink if is_near else gpu.network)
+            sent_bytes = 2 * requests * shape.hidden_size * self.activation_bytes * (tp - 1) / tp
             # Two all-reduces per layer.
-            seconds = seconds + 2 * work.num_layers * (latency + sent / link)
+            seconds = seconds + 2 * work.num_layers * (latency + sent_bytes / link_bytes_per_second)
         return seconds
 
     def _chosen_share(self, requests: Numbers) -> Numbers | float:

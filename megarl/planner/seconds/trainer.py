@@ -144,7 +144,7 @@ class TrainerCost:
     host_share: float = 0.0
     """Share of the parameters that Adam updates on the CPU, from 0 to 1."""
 
-    def update(
+    def update_seconds(
         self,
         layouts: Layouts,
         recomputed: Recomputed,
@@ -159,28 +159,29 @@ class TrainerCost:
         `tokens`: of the whole batch. `row_tokens` [layouts]: capacity of a row, over all context-parallel ranks.
         `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). False: it computes them again.
         """
-        rows, tokens_in_row = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
-        attention, feed_forward = self._layer_parts(layouts, tokens_in_row)
-        head = self._head(layouts, tokens_in_row, products=3 if keeps_logits else 4, layer_passes=3)
-        backward = Parts(
+        num_rows, tokens_in_row = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
+        attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
+        head_seconds = self._head_seconds(layouts, tokens_in_row, products=3 if keeps_logits else 4, layer_passes=3)
+        # A backward pass has two matrix products for each one of the forward pass: for the inputs and for the weights.
+        backward_factors = Parts(
             compute=2.0,
             launches=2.0,
             tensor_exchange=_BACKWARD_COLLECTIVES,
             context_exchange=2.0,
             expert_exchange=1.0,
         )
-        row = attention.multiply(backward) + feed_forward.multiply(backward) + head
-        row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
-        passes = row * rows
-        bubble = Parts(bubble=row.seconds * (layouts.pp - 1) / layouts.vpp)
-        seconds = (passes + bubble) * _BALANCE + self._end_of_update(layouts)
+        seconds_per_row = attention.multiply(backward_factors) + feed_forward.multiply(backward_factors) + head_seconds
+        seconds_per_row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
+        pass_seconds = seconds_per_row * num_rows
+        bubble_seconds = Parts(bubble=seconds_per_row.seconds * (layouts.pp - 1) / layouts.vpp)
+        seconds = (pass_seconds + bubble_seconds) * _BALANCE + self._optimizer_seconds(layouts)
         return seconds * updates
 
     def scoring(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
         """Return the seconds of one pass without gradients over the batch, by cause, each [layouts]."""
         rows, tokens_in_row = self._rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
-        attention, feed_forward = self._layer_parts(layouts, tokens_in_row)
-        row = attention + feed_forward + self._head(layouts, tokens_in_row, products=1, layer_passes=1)
+        attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
+        row = attention + feed_forward + self._head_seconds(layouts, tokens_in_row, products=1, layer_passes=1)
         return (row * rows + Parts(bubble=row.seconds * (layouts.pp - 1))) * _BALANCE
 
     def _rows(
@@ -194,54 +195,61 @@ class TrainerCost:
             rows = np.where(layouts.vpp > 1, np.ceil(rows / layouts.pp) * layouts.pp, rows)
         return rows, rank_tokens / rows
 
-    def _layer_parts(self, layouts: Layouts, tokens: Numbers) -> LayerParts:
+    def _forward_seconds(self, layouts: Layouts, tokens: Numbers) -> LayerParts:
         """Return the seconds of a row's forward pass through a stage's layers: attention, and feed-forward."""
         work, constants, gpu = self.work, self.constants, self.gpu
-        stage = np.ceil(work.num_layers / layouts.pp)
-        share = stage / work.num_layers
+        stage_layers = np.ceil(work.num_layers / layouts.pp)
+        share_of_model = stage_layers / work.num_layers
         rank_tokens = tokens / layouts.cp
-        gemm = self._gemm(rank_tokens) * layouts.tp
-        projections = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
-        projections = min(projections, work.layer_flops)
-        width = rank_tokens * work.shape.hidden_size * self.item_bytes
-        link = self._link(layouts.tp)
+        flops_per_second = self._gemm_flops_per_second(rank_tokens) * layouts.tp
+        projection_flops = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
+        projection_flops = min(projection_flops, work.layer_flops)
+        hidden_bytes = rank_tokens * work.shape.hidden_size * self.item_bytes
+        link_bytes_per_second = self._link_bytes_per_second(layouts.tp)
         # Each half of a layer has a gather before it and a reduction after it.
-        exchange = 2 * width * (layouts.tp - 1) / layouts.tp / link * stage
-        cached = work.shape.attention.cached_numbers(1) * self.item_bytes
-        # Keys and values of linear attention are not sent.
-        attending = stage * work.num_attention_layers / work.num_layers
-        context = (
+        tensor_exchange_seconds = (
+            2 * hidden_bytes * (layouts.tp - 1) / layouts.tp / link_bytes_per_second * stage_layers
+        )
+        key_value_bytes = work.shape.attention.cached_numbers(1) * self.item_bytes
+        # Context-parallel ranks exchange keys and values, except those of linear attention.
+        attention_layers = stage_layers * work.num_attention_layers / work.num_layers
+        context_exchange_seconds = (
             tokens
             / layouts.cp
             * (layouts.cp - 1)
-            * cached
+            * key_value_bytes
             / layouts.tp
-            / self._link(layouts.tp * layouts.cp)
-            * attending
+            / self._link_bytes_per_second(layouts.tp * layouts.cp)
+            * attention_layers
         )
         attention = Parts(
-            compute=rank_tokens * (projections + self.score_flops) * share / gemm,
-            launches=constants.layer_seconds * stage,
-            tensor_exchange=exchange,
-            context_exchange=context,
+            compute=rank_tokens * (projection_flops + self.score_flops) * share_of_model / flops_per_second,
+            launches=constants.layer_seconds * stage_layers,
+            tensor_exchange=tensor_exchange_seconds,
+            context_exchange=context_exchange_seconds,
         )
-        expert_stage = stage * work.num_expert_layers / work.num_layers
+        expert_layers = stage_layers * work.num_expert_layers / work.num_layers
         feed_forward = Parts(
-            compute=rank_tokens * (work.layer_flops - projections) * share / gemm,
+            compute=rank_tokens * (work.layer_flops - projection_flops) * share_of_model / flops_per_second,
             # Experts take the tokens of each tensor-parallel rank, so nothing is gathered for them.
-            tensor_exchange=exchange * (1 - work.num_expert_layers / work.num_layers),
+            tensor_exchange=tensor_exchange_seconds * (1 - work.num_expert_layers / work.num_layers),
         )
         if not work.num_expert_layers:
             return LayerParts(attention, feed_forward)
-        routed = rank_tokens / layouts.tp
-        group = layouts.ep * layouts.etp
-        of_expert = routed * group * work.shape.top_k / work.shape.num_experts
-        rate = constants.gemm_efficiency * gpu.flops * of_expert / (of_expert + constants.expert_half_tokens)
-        sent = 2 * routed * work.shape.top_k * work.shape.hidden_size * self.item_bytes * expert_stage
+        routed_tokens = rank_tokens / layouts.tp
+        expert_ranks = layouts.ep * layouts.etp
+        tokens_per_expert = routed_tokens * expert_ranks * work.shape.top_k / work.shape.num_experts
+        expert_flops_per_second = (
+            constants.gemm_efficiency
+            * gpu.flops
+            * tokens_per_expert
+            / (tokens_per_expert + constants.expert_half_tokens)
+        )
+        sent_bytes = 2 * routed_tokens * work.shape.top_k * work.shape.hidden_size * self.item_bytes * expert_layers
         expert_parts = Parts(
-            compute=routed * work.expert_flops * share / rate,
-            launches=constants.expert_layer_seconds * expert_stage,
-            expert_exchange=sent * self._exchange_seconds(group),
+            compute=routed_tokens * work.expert_flops * share_of_model / expert_flops_per_second,
+            launches=constants.expert_layer_seconds * expert_layers,
+            expert_exchange=sent_bytes * self._exchange_seconds(expert_ranks),
         )
         return LayerParts(attention, feed_forward + expert_parts)
 
@@ -252,24 +260,28 @@ class TrainerCost:
         seconds = np.maximum(within / self.gpu.nvlink, across / self.gpu.network)
         return seconds / self.constants.link_efficiency
 
-    def _head(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
+    def _head_seconds(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
         """Return the seconds by which the output layer, with `products` matrix products, delays the slowest stage.
 
         If layers do not divide evenly, the last stage has one layer less. This saves `layer_passes` passes of a layer.
         """
         rank_tokens = tokens / layouts.cp
-        gemm = self._gemm(rank_tokens) * layouts.tp
-        layer = (self.work.layer_flops + self.score_flops) / self.work.num_layers
-        spare = (np.ceil(self.work.num_layers / layouts.pp) - np.floor(self.work.num_layers / layouts.pp)) * layer
+        flops_per_second = self._gemm_flops_per_second(rank_tokens) * layouts.tp
+        layer_flops = (self.work.layer_flops + self.score_flops) / self.work.num_layers
+        spare_flops = (
+            np.ceil(self.work.num_layers / layouts.pp) - np.floor(self.work.num_layers / layouts.pp)
+        ) * layer_flops
         return Parts(
-            compute=rank_tokens * np.maximum(0.0, products * self.work.head_flops - layer_passes * spare) / gemm
+            compute=rank_tokens
+            * np.maximum(0.0, products * self.work.head_flops - layer_passes * spare_flops)
+            / flops_per_second
         )
 
-    def _gemm(self, tokens: Numbers) -> Numbers:
+    def _gemm_flops_per_second(self, tokens: Numbers) -> Numbers:
         """Return the FLOPs per second of matrix products over this many tokens on a rank."""
         return self.constants.gemm_efficiency * self.gpu.flops * tokens / (tokens + self.constants.half_tokens)
 
-    def _link(self, group: NDArray[np.int64]) -> Numbers:
+    def _link_bytes_per_second(self, group: NDArray[np.int64]) -> Numbers:
         """Return the bytes per second that a rank sends within groups of these sizes, over NVLink or the network."""
         speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         return self.constants.link_efficiency * speed
@@ -284,20 +296,23 @@ class TrainerCost:
         )
         return RankWeights(experts=experts, dense=dense)
 
-    def _end_of_update(self, layouts: Layouts) -> Parts:
+    def _optimizer_seconds(self, layouts: Layouts) -> Parts:
         """Return the seconds of an update's gradient reduction and optimizer step, each [layouts]."""
         weights = self.weights_on_rank(layouts)
         experts, dense = weights.experts, weights.dense
-        expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)
-        shards = layouts.dp * layouts.cp
-        speed = np.where(layouts.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
-        sent = experts * (expert_shards - 1) / expert_shards + dense * (shards - 1) / shards
-        shard_weights = experts / expert_shards + dense / shards
-        on_gpu = _OPTIMIZER_BYTES / self.gpu.memory
+        num_expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)
+        num_shards = layouts.dp * layouts.cp
+        bytes_per_second = np.where(layouts.tp * num_shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
+        sent_weights = experts * (num_expert_shards - 1) / num_expert_shards + dense * (num_shards - 1) / num_shards
+        shard_weights = experts / num_expert_shards + dense / num_shards
+        gpu_seconds_per_weight = _OPTIMIZER_BYTES / self.gpu.memory
         # The gradient goes to the host, and the new value comes back.
-        on_host = _OPTIMIZER_BYTES / self.gpu.host_memory + (_GRADIENT_BYTES + self.item_bytes) / self.gpu.pcie
-        sent_bytes = (_GRADIENT_BYTES + self.item_bytes) * sent
+        host_seconds_per_weight = (
+            _OPTIMIZER_BYTES / self.gpu.host_memory + (_GRADIENT_BYTES + self.item_bytes) / self.gpu.pcie
+        )
+        sent_bytes = (_GRADIENT_BYTES + self.item_bytes) * sent_weights
         return Parts(
-            gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * speed),
-            optimizer=((1 - self.host_share) * on_gpu + self.host_share * on_host) * shard_weights,
+            gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * bytes_per_second),
+            optimizer=((1 - self.host_share) * gpu_seconds_per_weight + self.host_share * host_seconds_per_weight)
+            * shard_weights,
         )

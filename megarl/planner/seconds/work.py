@@ -61,15 +61,15 @@ class ModelWork:
 
 @cache
 def model_work(shape: ModelShape) -> ModelWork:
-    experts = embeddings = layers = 0
+    expert_weights = embedding_weights = layer_weights = 0
     for name, size in hf_tensors(shape).items():
         numel = prod(size)
         if ".experts." in name:
-            experts += numel
+            expert_weights += numel
         elif "embed_tokens" in name or "lm_head" in name:
-            embeddings += numel
+            embedding_weights += numel
         else:
-            layers += numel
+            layer_weights += numel
     num_expert_layers = len(shape.expert_layers)
     # A gated expert has three matrices.
     expert_flops = 2.0 * 3 * shape.hidden_size * shape.moe_intermediate_size * shape.top_k * num_expert_layers
@@ -81,7 +81,7 @@ def model_work(shape: ModelShape) -> ModelWork:
         layer_flops=matrix_flops(shape) - expert_flops - head_flops,
         expert_flops=expert_flops,
         head_flops=head_flops,
-        layer_weights=layers,
-        expert_weights=experts,
-        embedding_weights=embeddings,
+        layer_weights=layer_weights,
+        expert_weights=expert_weights,
+        embedding_weights=embedding_weights,
     )

@@ -9,7 +9,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.planner.gpus_of_run import gpu_gib, gpu_memory, uses_this_machine
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.predictions import models_of
-from megarl.planner.verdict import refusal
+from megarl.planner.verdict import format_refusal
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import installed_gpu_gib
 from megarl.types import DataError
@@ -32,7 +32,7 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
     judge = MemoryJudge(models, gpus)
     table = judge.predict(recipe)
     if overfull := judge.overfull_phases(table):
-        yield refusal(recipe, judge, overfull)
+        yield format_refusal(recipe, judge, overfull)
     # With gpu_memory_utilization, the cache gets the rest of the GPU, possibly too little.
     elif table.cache is not None and not table.cache.longest_requests:
         yield (

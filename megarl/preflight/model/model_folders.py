@@ -26,8 +26,8 @@ def check_teachers(recipe: Recipe) -> Iterator[str]:
     # Teachers with their own sizes repeat the trainer's checks. Drop errors already reported for the trainer.
     if recipe.distillation.sizes:
         teacher_recipe = recipe.for_teachers
-        reported_faults = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
-        faults = (*sizes.ranks(teacher_recipe), *sizes.lengths(teacher_recipe))
+        reported_faults = {*sizes.find_rank_faults(recipe), *sizes.find_length_faults(recipe)}
+        faults = (*sizes.find_rank_faults(teacher_recipe), *sizes.find_length_faults(teacher_recipe))
         yield from (_name_teachers_sizes(text) for text in faults if text not in reported_faults)
     if recipe.distillation.teacher is None:
         yield (
@@ -49,7 +49,7 @@ def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
         update={"trainer": teacher_recipe.trainer.model_copy(update={"router_replay": False})}
     )
     for text in (
-        *model_rules.model_fit(teacher_recipe, teacher, is_sampled=False),
+        *model_rules.find_size_faults(teacher_recipe, teacher, is_sampled=False),
         *model_sizes.check_experts(teacher_recipe, teacher),
     ):
         if recipe.distillation.sizes:
@@ -104,7 +104,7 @@ def check_further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             continue
         is_teacher = field.endswith("distillation.teacher")
         size_faults = (
-            *model_rules.model_fit(recipe, further_shape, is_sampled=False),
+            *model_rules.find_size_faults(recipe, further_shape, is_sampled=False),
             *model_sizes.check_positions(recipe, further_shape),
         )
         if is_teacher:
@@ -114,7 +114,7 @@ def check_further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
                 *model_sizes.check_positions(recipe, further_shape, is_evaluated=False),
                 *longest_teacher_sequence(recipe, further_shape),
             )
-        size_faults += tuple(model_rules.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
+        size_faults += tuple(model_rules.find_fp8_faults(recipe.for_teachers if is_teacher else recipe, further_shape))
         yield from (f"{field} = {folder}: {text}" for text in size_faults)
         try:
             if _read_vocabulary(folder) != _read_vocabulary(recipe.model.folder):

@@ -13,7 +13,7 @@ from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 from megarl.preflight.registry import checks
 
-checks("trainer")(model_sizes.model_fit)
+checks("trainer")(model_sizes.find_size_faults)
 
 
 @checks("trainer", training_only=True)
@@ -41,10 +41,10 @@ def check_fp8(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> It
             f"{setting}: adapters of lora.rank = {recipe.lora.rank} are too narrow for FP8 blocks; leave one of both "
             "out"
         )
-    yield from model_sizes.fp8_channels(recipe, shape)
+    yield from model_sizes.find_fp8_faults(recipe, shape)
 
 
-checks("trainer")(model_sizes.linear_attention_fit)
+checks("trainer")(model_sizes.find_linear_attention_faults)
 
 
 @checks("trainer")
@@ -66,7 +66,7 @@ def check_experts(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "trainer.recompute=selective"
         )
     yield from _find_dispatcher_faults(recipe, shape)
-    yield from model_sizes.recomputed_modules_fit(recipe, shape)
+    yield from model_sizes.find_recompute_faults(recipe, shape)
 
 
 def _find_dispatcher_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -18,7 +18,7 @@ from megarl.planner.layouts import search as search_module
 from megarl.planner.layouts.candidates import Candidates, EngineSizes, Placement, TrainerSizes
 from megarl.planner.layouts.combinations import LayoutChoice
 from megarl.planner.layouts.recipe_seconds import recipe_seconds
-from megarl.planner.layouts.search import LayoutSearch, search_of
+from megarl.planner.layouts.search import LayoutSearch, make_layout_search
 from megarl.planner.search import with_field_values
 from megarl.planner.seconds.constants import FITTED
 from megarl.planner.seconds.lengths import log_normal
@@ -41,7 +41,7 @@ ROWS = {
 
 def _search(recipe: Recipe, *, mean: float, prompt_tokens: float) -> LayoutSearch:
     limit = recipe.rollout.sampling.max_new_tokens
-    return search_of(recipe, log_normal(mean=mean, limit=limit, prompt_tokens=prompt_tokens))
+    return make_layout_search(recipe, log_normal(mean=mean, limit=limit, prompt_tokens=prompt_tokens))
 
 
 def _recipe_of(row: Mapping[str, Any], folder: Path) -> Recipe:
@@ -83,7 +83,7 @@ def test_seconds_are_those_of_the_check(
     monkeypatch.setattr(Candidates, "engines", lambda *_: [engine])
     monkeypatch.setattr(Candidates, "row_lengths", lambda *_: [row["row_tokens"]])
     placement = Placement(ranks=row["engine_gpus"], staleness=row["staleness"])
-    group = search._group(Candidates(search.recipe, search.shape, Counter()), placement)
+    group = search._make_combinations(Candidates(search.recipe, search.shape, Counter()), placement)
     assert group is not None
     (number,) = [i for i, choice in enumerate(group.rows) if choice.recomputation.recompute == row["recompute"]]
     phases = {"step": 0, "train": 0, "logprobs": 0, "rollout": 0, "reshard": 0, "other": 0}
@@ -95,7 +95,7 @@ def test_seconds_are_those_of_the_check(
     found = {
         "train": float(group.update.seconds[number]),
         "logprobs": float(group.logprobs[number]) / passes * row["scoring_passes"],
-        "rollout": search.costs.rollout(placement, engine, cache_tokens).seconds,
+        "rollout": search.costs.rollout_seconds(placement, engine, cache_tokens).seconds,
         "reshard": float(group.reshard[0]),
         "other": search.costs.other_seconds,
     }
@@ -114,7 +114,9 @@ def test_an_update_is_that_of_the_start(
 ) -> None:
     """A start keeps the logits where they fit, and the seconds of a planned layout are those of this choice."""
     search = _search(large("qwen3_4b_gsm8k"), mean=1024, prompt_tokens=200.0)
-    group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
+    group = search._make_combinations(
+        Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0)
+    )
     assert group is not None
     if not keeps_logits:
         monkeypatch.setattr(search_module, "can_keep_logits", lambda *_, **__: False)
@@ -142,7 +144,9 @@ def test_wider_tensor_parallelism_sends_more_bytes(
     search = _search(large("qwen3_14b_dapo_h200"), mean=4096, prompt_tokens=512.0)
     sizes = [TrainerSizes(tp=tp, pp=1, cp=1, vpp=1, ep=1, etp=1, dp=8 // tp) for tp in (2, 4, 8)]
     monkeypatch.setattr(Candidates, "trainers", lambda *_: sizes)
-    group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
+    group = search._make_combinations(
+        Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0)
+    )
     assert group is not None
     seconds = [float(group.update.tensor_exchange[group.rows_by_trainer[at][0]]) for at in sizes]
     link = FITTED.on(search.costs.speeds).link_efficiency * search.costs.speeds.nvlink

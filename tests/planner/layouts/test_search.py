@@ -18,12 +18,12 @@ from megarl.config.recipe import load
 from megarl.planner.layouts import search as module
 from megarl.planner.layouts.candidates import Candidates, EngineSizes, Placement, vllm_with
 from megarl.planner.layouts.overrides import overrides_between, placement_values
-from megarl.planner.layouts.search import LayoutSearch, search_of
+from megarl.planner.layouts.search import LayoutSearch, make_layout_search
 from megarl.planner.predictions import table_of
 from megarl.planner.search import with_field_values
 from megarl.planner.seconds.gpus import GPUS
 from megarl.planner.seconds.lengths import log_normal
-from megarl.planner.sizes import batches, lengths, parallel_of
+from megarl.planner.sizes import find_batch_faults, find_length_faults, parallel_of
 from megarl.planner.verdict import verdict_of
 from megarl.preflight import check_plan
 from megarl.preflight.recipe_file import RecipeFile
@@ -36,7 +36,7 @@ __all__ = ["large"]
 
 def _search(recipe: Recipe, max_staleness: int | None = None) -> LayoutSearch:
     limit = recipe.rollout.sampling.max_new_tokens
-    return search_of(recipe, log_normal(mean=limit / 4, limit=limit, prompt_tokens=200.0), max_staleness)
+    return make_layout_search(recipe, log_normal(mean=limit / 4, limit=limit, prompt_tokens=200.0), max_staleness)
 
 
 SEARCHED = (
@@ -75,7 +75,7 @@ def test_printed_overrides_are_accepted_by_a_start(
 ) -> None:
     recipe, path = large(name), RECIPES / f"{name}.yaml"
     limit = recipe.rollout.sampling.max_new_tokens
-    search = search_of(
+    search = make_layout_search(
         recipe, log_normal(mean=limit / 4, limit=limit, prompt_tokens=200.0), staleness, RecipeFile(path).refusal
     )
     result = search.search(20)
@@ -123,7 +123,7 @@ def test_stale_samples_get_a_correction(large: Callable[..., Recipe]) -> None:
 def test_only_the_choice_of_whole_experts_changes_in_fields_of_vllm(large: Callable[..., Recipe]) -> None:
     own = ("rollout.vllm.enforce_eager=true", "rollout.vllm.enable_expert_parallel=true")
     recipe = large("qwen3_30b_a3b_gspo", *own)
-    engines = Candidates(recipe, _search(recipe).shape, Counter()).engines(recipe)
+    engines = Candidates(recipe, _search(recipe).shape, Counter()).list_engines(recipe)
     assert any(engine.ep and engine.tp > 1 for engine in engines)
     assert overrides_between(recipe, {"rollout.vllm": vllm_with(recipe, True)}) == ()
     without = overrides_between(recipe, {"rollout.vllm": vllm_with(recipe, False)})
@@ -136,7 +136,7 @@ def _is_sound(name: str, overrides: tuple[str, ...]) -> bool:
     """Whether a recipe with the overrides of a found layout passes its checks and fits."""
     recipe = load(RECIPES / f"{name}.yaml", overrides)
     parallel = check_plan(recipe)[1]
-    assert [*lengths(recipe), *batches(recipe, parallel.dp)] == []
+    assert [*find_length_faults(recipe), *find_batch_faults(recipe, parallel.dp)] == []
     return bool(verdict_of(recipe, parallel, table_of(recipe, parallel)).fits)
 
 
@@ -196,7 +196,7 @@ def test_refused_choices_are_counted_by_the_recipes_rules(large: Callable[..., R
     recipe = large("qwen3_14b_dapo_h200")
     refused: Counter[str] = Counter()
     candidates = Candidates(recipe, _search(recipe).shape, refused)
-    sizes = candidates.trainers(recipe)
+    sizes = candidates.list_trainers(recipe)
     # 40 heads and 8 ranks: every tensor-parallel size divides them, and no size exceeds the node.
     assert {at.tp for at in sizes} == {1, 2, 4, 8}
     assert all(at.tp * at.pp * at.cp * at.dp == 8 and at.ep == at.etp == 1 for at in sizes)
@@ -214,7 +214,7 @@ def test_a_recipe_without_known_gpus_is_refused(large: Callable[..., Recipe]) ->
     with pytest.raises(ConfigError, match=r"--search needs the kind of the run's GPUs; set cluster.gpu_memory_gib"):
         _search(large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=100"))
     with pytest.raises(ConfigError, match="loop = sft: --search ranks layouts of the loop rl only"):
-        search_of(large("qwen3_8b_sft"), log_normal(mean=10, limit=100, prompt_tokens=1.0))
+        make_layout_search(large("qwen3_8b_sft"), log_normal(mean=10, limit=100, prompt_tokens=1.0))
     with pytest.raises(ConfigError, match=r"lora\.rank = 32: --search ranks training of all weights only"):
         _search(large("qwen3_8b_lora", "lora.rank=32"))
     with pytest.raises(ConfigError, match=r"trainer\.fp8 = blockwise: --search ranks training in bfloat16 only"):
@@ -233,7 +233,9 @@ def test_engines_of_another_kind_have_its_speed(large: Callable[..., Recipe]) ->
         _search(large("qwen3_14b_dapo_h200", *given, f"cluster.groups.engines.gpu_memory_gib={kind}"))
         for kind in ("h200", "h100")
     ]
-    fast, slow = (search.costs.rollout(Placement(ranks=8, staleness=1), EngineSizes(1, False), 1e6) for search in kinds)
+    fast, slow = (
+        search.costs.rollout_seconds(Placement(ranks=8, staleness=1), EngineSizes(1, False), 1e6) for search in kinds
+    )
     assert fast.seconds < slow.seconds and kinds[1].costs.speeds == GPUS["h200"]
     with pytest.raises(ConfigError, match=r"cluster\.groups\.engines\.gpu_memory_gib = 80: --search needs the kind"):
         _search(large("qwen3_14b_dapo_h200", *given, "cluster.groups.engines.gpu_memory_gib=80"))
@@ -243,7 +245,9 @@ def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> No
     shortest = []
     for own in ((), ("reward.model=models/Qwen3-8B",)):
         search = _search(large("qwen3_14b_dapo_h200", "train.updates_per_step=4", *own))
-        group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
+        group = search._make_combinations(
+            Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0)
+        )
         assert group is not None and search.costs.load.scoring_passes == 0.75
         # Rows of a trainer come with the shortest first.
         first = {at: numbers[0] for at, numbers in group.rows_by_trainer.items()}
@@ -265,7 +269,9 @@ def test_engines_ahead_sample_no_surplus(large: Callable[..., Recipe]) -> None:
         (Placement(ranks=4, staleness=0), True),
         (Placement(ranks=4, staleness=1), False),
     ):
-        few, many = (search.costs.rollout(placement, EngineSizes(1, False), 1e6).seconds for search in (one, two))
+        few, many = (
+            search.costs.rollout_seconds(placement, EngineSizes(1, False), 1e6).seconds for search in (one, two)
+        )
         assert (many > few) == is_longer
 
 

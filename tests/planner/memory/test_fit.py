@@ -16,7 +16,7 @@ from megarl.planner.memory.phases import memory_table
 from megarl.planner.predictions import models_of
 from megarl.planner.remedies import remedies
 from megarl.planner.search import with_field_values
-from megarl.planner.sizes import batches, lengths, parallel_of
+from megarl.planner.sizes import find_batch_faults, find_length_faults, parallel_of
 from megarl.preflight.learning import check_optimizers
 from megarl.preflight.memory import memory_fit
 from megarl.preflight.memory.memory_fit import memory_faults
@@ -66,7 +66,9 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
     assert bool(offered) != ("none of the changes tried fits" in text), text
     for overrides in (offer.split() for offer in offered):
         other = large(name, f"cluster.gpu_memory_gib={gib}", *overrides)
-        assert faults(other) == [] and [*lengths(other), *batches(other, parallel_of(other).dp)] == [], overrides
+        assert (
+            faults(other) == [] and [*find_length_faults(other), *find_batch_faults(other, parallel_of(other).dp)] == []
+        ), overrides
         for override in overrides:
             rest = [o for o in overrides if o != override and not o.startswith("trainer.router_replay")]
             if not override.startswith("trainer.router_replay") and "what fits" in text:
@@ -142,7 +144,7 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
 
     cache = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU).cache
     assert cache is not None and cache.longest_requests >= cache.decoding_requests // 8
-    assert [*lengths(recipe), *batches(recipe, parallel_of(recipe).dp)] == []
+    assert [*find_length_faults(recipe), *find_batch_faults(recipe, parallel_of(recipe).dp)] == []
 
 
 def test_a_list_of_recomputed_modules_is_made_longer(large: Callable[..., Recipe]) -> None:

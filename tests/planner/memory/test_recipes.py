@@ -11,7 +11,7 @@ from megarl.planner.defaults import with_memory_defaults
 from megarl.planner.memory.devices import MARGIN_GIB
 from megarl.planner.memory.node_bytes import NodeRanks, fullest_node_bytes
 from megarl.planner.predictions import planned_host_bytes, table_of
-from megarl.planner.sizes import batches, lengths
+from megarl.planner.sizes import find_batch_faults, find_length_faults
 from megarl.planner.verdict import verdict_of
 from megarl.preflight import check_plan
 from tests.planner.memory.conftest import RECIPES, WIDE_MARGIN_GIB
@@ -61,7 +61,7 @@ def test_a_recipe_for_gpus_leaves_a_margin(large: Callable[..., Recipe], name: s
     assert peak_gib - 0.2 < taken <= peak_gib
     assert taken <= LIMITS[kind] - WIDE_MARGIN_GIB.get(name, MARGIN_GIB)
     assert MARGIN_GIB == 8.0
-    assert [*lengths(recipe), *batches(recipe, parallel.dp)] == []
+    assert [*find_length_faults(recipe), *find_batch_faults(recipe, parallel.dp)] == []
 
 
 @pytest.mark.parametrize("name", [name for name in PLANNED if "14b" in name and name != "qwen3_14b_dapo_h200"])

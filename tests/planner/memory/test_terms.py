@@ -15,7 +15,7 @@ from megarl.cli import main
 from megarl.config import Recipe
 from megarl.config.libraries.library_settings import balance_losses
 from megarl.config.parallel import ParallelConfig
-from megarl.planner.memory.communicators import communicators_of
+from megarl.planner.memory.communicators import list_communicators
 from megarl.planner.memory.devices import GPU
 from megarl.planner.memory.engine_bytes import graph_bytes
 from megarl.planner.memory.node_bytes import DRIVER_BYTES, fullest_node_bytes, node_terms
@@ -33,7 +33,7 @@ LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))
 
 def sizes(parallel: ParallelConfig, ranks_per_node: int = 8, **kind: Any) -> dict[str, int]:
     given: Any = {"has_trainer": True, "has_engine": True, "has_experts": False, **kind}
-    return {one.name: one.num_bytes // MIB for one in communicators_of(parallel, ranks_per_node, **given)}
+    return {one.name: one.num_bytes // MIB for one in list_communicators(parallel, ranks_per_node, **given)}
 
 
 def test_a_rank_alone_has_no_communicator() -> None:

@@ -28,7 +28,7 @@ def _update(
 ) -> Parts:
     at = Layouts.of(*layouts)
     share = np.full(len(layouts), again)
-    return cost.update(
+    return cost.update_seconds(
         at,
         Recomputed(attention=share, feed_forward=share),
         tokens=TOKENS,
@@ -110,7 +110,7 @@ def test_a_pass_without_gradients_takes_a_third(cost: TrainerCost) -> None:
     at = Layouts.of({"tp": 2, "dp": 4})
     row_tokens = np.array([16384.0])
     scoring = cost.scoring(at, tokens=TOKENS, row_tokens=row_tokens)
-    update = cost.update(
+    update = cost.update_seconds(
         at, Recomputed(attention=np.zeros(1), feed_forward=np.zeros(1)), tokens=TOKENS, updates=1, row_tokens=row_tokens
     )
     assert float(update.compute[0] / scoring.compute[0]) == pytest.approx(3)
