@@ -67,7 +67,7 @@ class Part:
         A query attends to the last `window` keys up to its own token; 0: to all of them.
         """
         if window not in self._masks:
-            self._masks[window] = self._new_mask(window)
+            self._masks[window] = self._make_mask(window)
         return self._masks[window]
 
     @cached_property
@@ -77,7 +77,7 @@ class Part:
     def _limits(self, window: int) -> bool:
         return 0 < window < self.longest_key
 
-    def _new_mask(self, window: int) -> Tensor:
+    def _make_mask(self, window: int) -> Tensor:
         num_earlier = (self.num_keys - self.num_queries)[:, None, None, None]
         places = np.arange(self.longest_query)[:, None] + num_earlier
         keys = np.arange(self.longest_key)
@@ -117,44 +117,53 @@ class PackedRow(PackedSeqParams):
     ) -> PackedRow:
         """Make a row of sequences with these lengths in tokens. If cp > 1, lengths are multiples of 2 * cp."""
         # Indices are computed on the host: on a GPU, Python would wait for each length that it reads.
-        sizes = np.asarray(lengths, dtype=np.int64)
-        starts, longest = sizes.cumsum() - sizes, int(sizes.max())
-        cu_seqlens = _cumulative_sums(sizes, device)
+        sequence_lengths = np.asarray(lengths, dtype=np.int64)
+        sequence_starts, longest_sequence = sequence_lengths.cumsum() - sequence_lengths, int(sequence_lengths.max())
+        cu_seqlens = _cumulative_sums(sequence_lengths, device)
         if cp == 1:
-            local = np.arange(sizes.sum())
-            parts: tuple[Part, ...] = (_part(None, None, sizes, sizes, device),)
+            local_indices = np.arange(sequence_lengths.sum())
+            parts: tuple[Part, ...] = (_make_part(None, None, sequence_lengths, sequence_lengths, device),)
             order = place = None
         else:
-            chunk = sizes // (2 * cp)
-            tokens_by_rank = [_zigzag(starts, chunk, cp, rank) for rank in range(cp)]
-            local, places = tokens_by_rank[cp_rank], np.argsort(np.concatenate(tokens_by_rank))
-            halves = (cp_rank, 2 * cp - 1 - cp_rank)
-            queries = [ranges((starts // cp) + chunk * back, chunk) for back in (0, 1)]
-            keys = [places[ranges(starts, chunk * (half + 1))] for half in halves]
+            # Each sequence is cut into 2 * cp chunks. Zigzag order: rank r has chunks r and 2 * cp - 1 - r, so that
+            # causal attention is equal work for all ranks.
+            chunk_lengths = sequence_lengths // (2 * cp)
+            tokens_by_rank = [_list_zigzag_indices(sequence_starts, chunk_lengths, cp, rank) for rank in range(cp)]
+            # A row token's index among the tokens of all ranks, gathered rank after rank.
+            local_indices, gathered_indices = tokens_by_rank[cp_rank], np.argsort(np.concatenate(tokens_by_rank))
+            chunk_numbers = (cp_rank, 2 * cp - 1 - cp_rank)
+            query_indices = [
+                ranges((sequence_starts // cp) + chunk_lengths * is_second, chunk_lengths) for is_second in (0, 1)
+            ]
+            key_indices = [
+                gathered_indices[ranges(sequence_starts, chunk_lengths * (chunk_number + 1))]
+                for chunk_number in chunk_numbers
+            ]
             parts = tuple(
-                _part(q, k, chunk, chunk * (half + 1), device) for q, k, half in zip(queries, keys, halves, strict=True)
+                _make_part(q, k, chunk_lengths, chunk_lengths * (chunk_number + 1), device)
+                for q, k, chunk_number in zip(query_indices, key_indices, chunk_numbers, strict=True)
             )
-            order = torch.tensor(np.argsort(np.concatenate(queries)), device=device)
-            place = torch.tensor(places, device=device)
-        sequence = np.repeat(np.arange(len(lengths)), sizes)
+            order = torch.tensor(np.argsort(np.concatenate(query_indices)), device=device)
+            place = torch.tensor(gathered_indices, device=device)
+        sequence_of_token = np.repeat(np.arange(len(lengths)), sequence_lengths)
         # Padded and unpadded lengths are equal here. Given both, Transformer Engine 2.11 compares them on the GPU and
         # waits for the answer in every layer. Its context parallelism requires the padded lengths. Version 2.20 sees
         # that both are one tensor, so `pad_between_seqs` of Megatron-Core 0.19 is not needed.
-        padded = cu_seqlens if cp > 1 else None
+        padded_cu_seqlens = cu_seqlens if cp > 1 else None
         return cls(
             qkv_format=qkv_format,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]  (Megatron's default is None, too)
-            cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            positions=torch.tensor(local - starts[sequence[local]], device=device),
-            local=torch.tensor(local, device=device),
-            host_local=local,
+            cu_seqlens_q_padded=padded_cu_seqlens,  # pyright: ignore[reportArgumentType]  (Megatron's default is None, too)
+            cu_seqlens_kv_padded=padded_cu_seqlens,  # pyright: ignore[reportArgumentType]
+            max_seqlen_q=longest_sequence,
+            max_seqlen_kv=longest_sequence,
+            positions=torch.tensor(local_indices - sequence_starts[sequence_of_token[local_indices]], device=device),
+            local=torch.tensor(local_indices, device=device),
+            host_local=local_indices,
             order=order,
             place=place,
-            longest_part=len(local),
+            longest_part=len(local_indices),
             parts=parts,
         )
 
@@ -175,7 +184,7 @@ class PackedRow(PackedSeqParams):
         return hidden[places]
 
 
-def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
+def _list_zigzag_indices(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
     """Return the row's indices of one rank's tokens in zigzag order: [tokens].
 
     `starts` and `chunk` [sequences]: start of each sequence, and length of its chunks.
@@ -188,7 +197,7 @@ def _cumulative_sums(sizes: np.ndarray, device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes.cumsum().tolist()], dtype=torch.int32, device=device)
 
 
-def _part(
+def _make_part(
     queries: np.ndarray | None, keys: np.ndarray | None, num_q: np.ndarray, num_k: np.ndarray, device: torch.device
 ) -> Part:
     return Part(
@@ -228,10 +237,10 @@ class PackedAttention(nn.Module):
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
         # Named like the sinks of Megatron's and Transformer Engine's own attention.
-        self.softmax_offset = self._new_sinks(config) if config.softmax_type == "learnable" else None
+        self.softmax_offset = self._make_sinks(config) if config.softmax_type == "learnable" else None
         """Score of each head's sink, [heads of this rank]. A sink takes part in the softmax and has no value vector."""
 
-    def _new_sinks(self, config: TransformerConfig) -> nn.Parameter:
+    def _make_sinks(self, config: TransformerConfig) -> nn.Parameter:
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         offset = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         if config.perform_initialization:
@@ -271,8 +280,8 @@ class PackedAttention(nn.Module):
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
         if len(row.parts) > 1:
             k, v = gather_keys(k, v, self.cp_group)
-        outs = [self.attend(q, k, v, part) for part in row.parts]
-        out = outs[0] if row.order is None else torch.cat(outs).index_select(0, row.order)
+        part_outputs = [self.attend(q, k, v, part) for part in row.parts]
+        out = part_outputs[0] if row.order is None else torch.cat(part_outputs).index_select(0, row.order)
         return out.reshape(out.size(0), 1, -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
@@ -283,21 +292,21 @@ class PackedAttention(nn.Module):
         """
         has_varlen = q.is_cuda and q.dtype in _VARLEN_DTYPES
         if self.softmax_offset is not None:
-            kernel = self._varlen_with_sinks if has_varlen else self._with_sinks
+            kernel = self._attend_varlen_with_sinks if has_varlen else self._attend_padded_with_sinks
         else:
-            kernel = self._varlen if has_varlen else self._attend_padded
+            kernel = self._attend_varlen if has_varlen else self._attend_padded
         return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        grouped: dict[str, Any] = {}
-        width = v.size(-1)
+        grouped_arguments: dict[str, Any] = {}
+        value_dim = v.size(-1)
         # The kernel takes one size for all heads. Padded values give outputs of zero, cut off below.
-        v = F.pad(v, (0, k.size(-1) - width))
+        v = F.pad(v, (0, k.size(-1) - value_dim))
         if q.size(1) != k.size(1):
             if _takes_grouped_heads(varlen_attn):
-                grouped = {"enable_gqa": True}
+                grouped_arguments = {"enable_gqa": True}
             else:
                 k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
         out = varlen_attn(
@@ -310,10 +319,10 @@ class PackedAttention(nn.Module):
             part.longest_key,
             scale=self.scale,
             window_size=(self.window - 1, 0),
-            **grouped,
+            **grouped_arguments,
         )
         assert isinstance(out, Tensor)
-        return out.narrow(-1, 0, width)
+        return out.narrow(-1, 0, value_dim)
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         mask = None if part.is_plain(self.window) else part.mask(self.window)
@@ -324,12 +333,12 @@ class PackedAttention(nn.Module):
         )
         return _from_padded(out, part)
 
-    def _varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         assert self.softmax_offset is not None
         lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
         return sinks.attend(q, k, v, self.softmax_offset, sinks.FlashKernel(lengths, self.scale, self.window))
 
-    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_padded_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Compute `attend` with sinks; the softmax is float32 or wider.
 
         All scores exist at once: [sequences, heads, longest_query, longest_key].

@@ -62,14 +62,15 @@ def transformer_config(
     `exact` models pass float32 hidden states from layer to layer. Experts all on one rank always use the dispatcher
     `alltoall`. Raises ConfigError for an unknown override, an override without effect, or one that another field sets.
     """
-    kind = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
-    field_names = {field.name for field in dataclasses.fields(kind)}
+    config_type = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
+    field_names = {field.name for field in dataclasses.fields(config_type)}
     for name in sorted(overrides.keys() - field_names):
-        near = nearest(name, field_names)
-        hint = f" Did you mean {near}?" if near else ""
+        nearest_name = nearest(name, field_names)
+        hint = f" Did you mean {nearest_name}?" if nearest_name else ""
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
     for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
         raise ConfigError(problem)
+    # `settings` follow from the model and the recipe: a user cannot override them. `defaults` can be overridden.
     settings = _model_settings(shape) | _split_settings(parallel, dtype, sequence_parallel)
     settings |= {"pipeline_model_parallel_layout": _uneven_stages(shape, parallel)}
     defaults: dict[str, Any] = {
@@ -101,7 +102,7 @@ def transformer_config(
     for name in sorted(overrides.keys() & (settings.keys() | reserved_settings("architecture").keys())):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
-        return kind(**(defaults | settings | dict(overrides)))
+        return config_type(**(defaults | settings | dict(overrides)))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None
 

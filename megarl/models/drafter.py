@@ -70,21 +70,21 @@ class Drafter(nn.Module):
         """
         super().__init__()
         self.shape = shape
-        for name, size in shape.tensors.items():
-            path = name.split(".")
+        for name, tensor_shape in shape.tensors.items():
+            module_names = name.split(".")
             parent: nn.Module = self
-            for part in path[:-2]:
-                if not hasattr(parent, part):
-                    parent.add_module(part, nn.Module())
-                parent = getattr(parent, part)
-            is_norm = len(size) == 1
+            for module_name in module_names[:-2]:
+                if not hasattr(parent, module_name):
+                    parent.add_module(module_name, nn.Module())
+                parent = getattr(parent, module_name)
+            is_norm = len(tensor_shape) == 1
             # Without initial values, because the drafter's files replace them.
             module = (
-                Norm(size[0], shape.norm_epsilon, dtype)
+                Norm(tensor_shape[0], shape.norm_epsilon, dtype)
                 if is_norm
-                else nn.utils.skip_init(nn.Linear, size[1], size[0], bias=False, dtype=dtype)
+                else nn.utils.skip_init(nn.Linear, tensor_shape[1], tensor_shape[0], bias=False, dtype=dtype)
             )
-            parent.add_module(path[-2], module)
+            parent.add_module(module_names[-2], module)
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.register_buffer("angles", frequencies(shape.rotary, shape.head_dim), persistent=False)
 
@@ -168,31 +168,31 @@ class DrafterHead:
         Step k at position t compares with the policy at t + 1 + k. If that position is in another sequence, the entry
         has no meaning.
         """
-        row, self.row = self.row, None
-        if row is None:
+        drafter_row, self.row = self.row, None
+        if drafter_row is None:
             return None
-        packed: PackedRow = layer_arguments["packed_seq_params"]
-        assert packed.host_local is not None
+        packed_row: PackedRow = layer_arguments["packed_seq_params"]
+        assert packed_row.host_local is not None
         with torch.no_grad():
-            inputs = torch.cat([self._whole_row(states, packed) for states in self._aux_states.take()], dim=-1)
-            targets = self._whole_row(hidden_states.detach(), packed)
-            embeddings = self._embed(row.tokens, self._model.embedding_table())
+            inputs = torch.cat([self._gather_row(states, packed_row) for states in self._aux_states.take()], dim=-1)
+            targets = self._gather_row(hidden_states.detach(), packed_row)
+            embeddings = self._embed(drafter_row.tokens, self._model.embedding_table())
             # The policy's head rows for the drafted tokens, in the drafter's order of tokens.
             target_weight = self._embed(self._drafter.target_ids, weight)
         group: Any = self._model.pg_collection.tp
         num_parts = group.size() if self._model.config.sequence_parallel else 1
-        part = group.rank() if num_parts > 1 else 0
-        places = np.split(packed.host_local, num_parts)[part]
-        losses = self._losses(places, row, inputs, embeddings, targets, target_weight)
+        rank_part = group.rank() if num_parts > 1 else 0
+        rank_places = np.split(packed_row.host_local, num_parts)[rank_part]
+        losses = self._compute_losses(rank_places, drafter_row, inputs, embeddings, targets, target_weight)
         if num_parts == 1:
             return losses
         # Gather all ranks' values. Only this rank's own positions carry gradient.
-        parts = [torch.empty_like(losses) for _ in range(num_parts)]
-        torch.distributed.all_gather(parts, losses.detach().contiguous(), group=group)
-        parts[part] = losses
-        return torch.cat(parts, dim=1)
+        rank_losses = [torch.empty_like(losses) for _ in range(num_parts)]
+        torch.distributed.all_gather(rank_losses, losses.detach().contiguous(), group=group)
+        rank_losses[rank_part] = losses
+        return torch.cat(rank_losses, dim=1)
 
-    def _losses(
+    def _compute_losses(
         self,
         places: NDArray[np.int64],
         row: DrafterRow,
@@ -207,21 +207,21 @@ class DrafterHead:
         [drafted tokens, hidden_size].
         """
         drafter, device = self._drafter, inputs.device
-        fc, norm, head = (getattr(drafter, name) for name in ("fc", "norm", "lm_head"))
-        indices = torch.from_numpy(places).to(device)
+        input_projection, output_norm, output_head = (getattr(drafter, name) for name in ("fc", "norm", "lm_head"))
+        place_indices = torch.from_numpy(places).to(device)
         row_positions = torch.from_numpy(np.arange(len(row.starts)) - row.starts).to(device)
-        positions = row_positions[indices]
+        positions = row_positions[place_indices]
         # Each rank makes the first step's keys of the whole row: cheaper than a gather with a gradient.
-        states = fc(inputs)
+        states = input_projection(inputs)
         layer_inputs = drafter.attention_inputs(embeddings.roll(-1, 0), states)
         keys, values = drafter.keys_and_values(layer_inputs, row_positions)
-        states, layer_inputs = states[indices], layer_inputs[indices]
+        states, layer_inputs = states[place_indices], layer_inputs[place_indices]
         later_keys: list[Tensor] = []
         later_values: list[Tensor] = []
         losses = []
         for step in range(self._num_steps):
             if step:
-                layer_inputs = drafter.attention_inputs(embeddings.roll(-1 - step, 0)[indices], states)
+                layer_inputs = drafter.attention_inputs(embeddings.roll(-1 - step, 0)[place_indices], states)
                 key, value = drafter.keys_and_values(layer_inputs, positions + step)
                 later_keys, later_values = [*later_keys, key], [*later_values, value]
             query = drafter.queries(layer_inputs, positions + step)
@@ -229,9 +229,9 @@ class DrafterHead:
             states = drafter.next_states(attended, states)
             losses.append(
                 vocab_parallel_divergence(
-                    norm(states),
-                    head.weight,
-                    targets.roll(-1 - step, 0)[indices],
+                    output_norm(states),
+                    output_head.weight,
+                    targets.roll(-1 - step, 0)[place_indices],
                     target_weight,
                     forward_kl,
                     group=None,
@@ -255,19 +255,21 @@ class DrafterHead:
 
         `key` and `value` [row tokens, ...] are the first step's. The backward pass computes scores again.
         """
-        outs = []
+        chunk_outputs = []
         for first in range(0, len(places), _CHUNK_QUERIES):
             chunk = slice(first, first + _CHUNK_QUERIES)
             chunk_places, chunk_starts = places[chunk], starts[places[chunk]]
-            span = np.arange(chunk_starts[0], chunk_places[-1] + 1)
-            is_seen = (span >= chunk_starts[:, None]) & (span <= chunk_places[:, None])
-            mask = torch.from_numpy(is_seen).to(query.device)
-            keys = slice(int(span[0]), int(span[-1]) + 1)
-            later = [[tensor[chunk] for tensor in tensors] for tensors in (later_keys, later_values)]
-            outs.append(checkpoint(attend, query[chunk], key[keys], value[keys], *later, mask, use_reentrant=False))
-        return torch.cat(outs)
+            key_places = np.arange(chunk_starts[0], chunk_places[-1] + 1)
+            is_attended = (key_places >= chunk_starts[:, None]) & (key_places <= chunk_places[:, None])
+            mask = torch.from_numpy(is_attended).to(query.device)
+            keys = slice(int(key_places[0]), int(key_places[-1]) + 1)
+            later_chunks = [[tensor[chunk] for tensor in tensors] for tensors in (later_keys, later_values)]
+            chunk_outputs.append(
+                checkpoint(attend, query[chunk], key[keys], value[keys], *later_chunks, mask, use_reentrant=False)
+            )
+        return torch.cat(chunk_outputs)
 
-    def _whole_row(self, states: Tensor, row: PackedRow) -> Tensor:
+    def _gather_row(self, states: Tensor, row: PackedRow) -> Tensor:
         """Gather the states [row tokens, hidden_size] from all ranks. `states`: this rank's part [own tokens, 1,
         hidden_size].
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -62,48 +62,60 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
         "multi_latent_attention": config.multi_latent_attention,
     }
     if uses_transformer_engine():
-        layer = get_gpt_layer_with_transformer_engine_spec(**common)
-        if config.multi_latent_attention:
-            latent_attention.use_transformer_engine_modules(layer)
-        else:
-            fused: Any = layer.submodules
-            inner = fused.self_attention.submodules
-            inner.core_attention = with_trees(PackedAttention if has_sinks(config) else inner.core_attention)
+        layer = _make_transformer_engine_layer(config, common)
     else:
-        layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
-        modules: Any = layer.submodules
-        modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-        attention = modules.self_attention.submodules
-        attention.core_attention = ExactAttention if exact else with_trees(PackedAttention)
-        if exact:
-            modules.self_attn_bda = modules.mlp_bda = wide_addition
-            attention.linear_proj = BlockRowParallelLinear
-            products = modules.mlp.submodules
-            if kind.has_experts:
-                modules.mlp.module, products.router = ExactMoELayer, ExactRouter
-                products.experts.module = ExactExperts
-                products = products.experts.submodules
-            products.linear_fc2 = BlockRowParallelLinear
-        if config.multi_latent_attention:
-            latent_attention.use_local_modules(layer, RMSNorm)
-        elif config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if kind.has_experts and config.add_bias_linear:
-            modules.mlp.submodules.experts.submodules.linear_fc2 = OwnOutput
+        layer = _make_local_layer(config, common, kind, exact=exact)
+    # Variants of attention that some families need, with either implementation.
     if kind.mixer == "attention" and scales_rotated_channels(shape):
-        scaled: Any = layer.submodules
-        inner = scaled.self_attention.submodules
-        inner.core_attention = scale_rotated_queries(inner.core_attention, shape)
+        modules: Any = layer.submodules
+        attention = modules.self_attention.submodules
+        attention.core_attention = scale_rotated_queries(attention.core_attention, shape)
     if config.attention_output_gate and kind.mixer == "attention":
-        gated: Any = layer.submodules
-        gated.self_attention.module = GatedAttention
+        gated_modules: Any = layer.submodules
+        gated_modules.self_attention.module = GatedAttention
     if kind.mixer == "linear_attention":
         layer = with_delta_net(layer, transformer_engine=uses_transformer_engine())
-    parts: Any = layer.submodules
+    # megarl's router applies balancing losses and noise; its MoE layer takes the routes of the rollout.
+    final_modules: Any = layer.submodules
     if kind.has_experts and needs_update_router(config):
-        parts.mlp.submodules.router = UpdateRouter
+        final_modules.mlp.submodules.router = UpdateRouter
     if kind.has_experts and takes_known_counts(config):
-        parts.mlp.module = ReplayedMoELayer
+        final_modules.mlp.module = ReplayedMoELayer
+    return layer
+
+
+def _make_transformer_engine_layer(config: TransformerConfig, common: Mapping[str, Any]) -> Any:
+    layer = get_gpt_layer_with_transformer_engine_spec(**common)
+    if config.multi_latent_attention:
+        latent_attention.use_transformer_engine_modules(layer)
+    else:
+        modules: Any = layer.submodules
+        attention = modules.self_attention.submodules
+        attention.core_attention = with_trees(PackedAttention if has_sinks(config) else attention.core_attention)
+    return layer
+
+
+def _make_local_layer(config: TransformerConfig, common: Mapping[str, Any], kind: LayerKind, *, exact: bool) -> Any:
+    layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
+    modules: Any = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    attention = modules.self_attention.submodules
+    attention.core_attention = ExactAttention if exact else with_trees(PackedAttention)
+    if exact:
+        modules.self_attn_bda = modules.mlp_bda = wide_addition
+        attention.linear_proj = BlockRowParallelLinear
+        feed_forward = modules.mlp.submodules
+        if kind.has_experts:
+            modules.mlp.module, feed_forward.router = ExactMoELayer, ExactRouter
+            feed_forward.experts.module = ExactExperts
+            feed_forward = feed_forward.experts.submodules
+        feed_forward.linear_fc2 = BlockRowParallelLinear
+    if config.multi_latent_attention:
+        latent_attention.use_local_modules(layer, RMSNorm)
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if kind.has_experts and config.add_bias_linear:
+        modules.mlp.submodules.experts.submodules.linear_fc2 = OwnOutput
     return layer
 
 

@@ -34,7 +34,7 @@ from megarl.types import ConfigError
 
 _COLUMN = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
 """Names of column-parallel linear layers (split over output features). All others are row-parallel."""
-_ALIKE, _APART = "adapters-alike", "adapters-apart"
+_EQUAL_DROPOUT, _RANK_DROPOUT = "adapters-alike", "adapters-apart"
 """Names of the dropout's random states: equal, and different, on the tensor-parallel ranks of a replica."""
 
 
@@ -60,15 +60,17 @@ class Adapter(nn.Module):
         self.norm = None
         if hasattr(linear, "layer_norm_weight"):
             self.norm = (linear.layer_norm_weight, linear.eps, linear.zero_centered_gamma)
-        rows, columns = linear.weight.shape
-        place = self.group.rank()
-        a = self._draw(seed, (rank, columns))
+        out_features, in_features = linear.weight.shape
+        tensor_rank = self.group.rank()
+        initial_a = self._draw(seed, (rank, in_features))
         is_gated = key.endswith("linear_fc1")
-        self.a = nn.Parameter(a.to(linear.weight).contiguous())
-        self.b = nn.Parameter(linear.weight.new_zeros((2, rows // 2, rank) if is_gated else (rows, rank)))
+        self.a = nn.Parameter(initial_a.to(linear.weight).contiguous())
+        self.b = nn.Parameter(
+            linear.weight.new_zeros((2, out_features // 2, rank) if is_gated else (out_features, rank))
+        )
         self.split_dims = {"a": None, "b": int(is_gated)} if self.is_column else {"a": 1, "b": None}
         for letter, dim in self.split_dims.items():
-            self._mark(getattr(self, letter), dim, place)
+            self._mark(getattr(self, letter), dim, tensor_rank)
 
     def reset(self, seed: int) -> None:
         """Set the matrices to the values of a new adapter with this seed."""
@@ -107,10 +109,10 @@ class Adapter(nn.Module):
                 x = F.rms_norm(x, x.shape[-1:], weight, epsilon)
         if self.dropout and self.training:
             # Ranks must drop the same elements if and only if they have the same features of the same tokens.
-            is_alike = self.is_column and not self.sequence_parallel
+            drops_alike = self.is_column and not self.sequence_parallel
             tracker = get_cuda_rng_tracker()
             assert tracker is not None
-            with tracker.fork(_ALIKE if is_alike else _APART):
+            with tracker.fork(_EQUAL_DROPOUT if drops_alike else _RANK_DROPOUT):
                 x = F.dropout(x, self.dropout)
         a, b = self.a, self.b.flatten(0, -2)
         if self.is_expert:
@@ -192,6 +194,7 @@ def attach(
                     "lora.targets: Transformer Engine's grouped experts cannot have adapters; leave gate_up_proj and "
                     "down_proj out."
                 )
+            # Name the layer by its place in the whole model: experts are numbered over all ranks.
             if (match := re.search(r"local_experts\.(\d+)", name)) is not None:
                 num_local = len(layer.mlp.experts.local_experts)
                 first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
@@ -199,7 +202,7 @@ def attach(
             key = f"decoder.layers.{layer.layer_number - 1}.{name}"
             linear.adapter = Adapter(linear, key, rank=rank, scale=scale, dropout=dropout, seed=seed).eval()
             if is_exact:
-                linear.register_forward_pre_hook(_with_merged_weight, with_kwargs=True)
+                linear.register_forward_pre_hook(_merge_weight, with_kwargs=True)
                 linear.register_forward_hook(_add_gradient)
             else:
                 linear.register_forward_hook(_add_adapter_output)
@@ -235,19 +238,19 @@ def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
     """Return a chunk's trained parameters by name as Megatron's sharded tensors, for a checkpoint."""
     state = {}
     for _, name, adapter in adapters_of([chunk]):
-        replica = (
+        replica_rank = (
             parallel_state.get_expert_data_parallel_rank()
             if adapter.is_expert
             else parallel_state.get_data_parallel_rank(with_context_parallel=True)
         )
-        place, splits = adapter.group.rank(), adapter.group.size()
+        tensor_rank, num_tensor_ranks = adapter.group.rank(), adapter.group.size()
         for letter, dim in adapter.split_dims.items():
-            cuts = [] if dim is None else [(dim, place, splits)]
+            rank_offsets = [] if dim is None else [(dim, tensor_rank, num_tensor_ranks)]
             state[f"{name}.{letter}"] = ShardedTensor.from_rank_offsets(
                 f"{adapter.key}.adapter.{letter}",
                 getattr(adapter, letter),
-                *cuts,
-                replica_id=(0, place if dim is None else 0, replica),
+                *rank_offsets,
+                replica_id=(0, tensor_rank if dim is None else 0, replica_rank),
             )
     return state
 
@@ -258,7 +261,7 @@ def _add_adapter_output(linear: Any, inputs: tuple[Tensor, ...], output: tuple[T
     return output[0] + linear.adapter(inputs[0]), output[1]
 
 
-def _with_merged_weight(linear: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
+def _merge_weight(linear: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
     """Return the arguments of an exact linear layer, with the merged weight that the next reshard will send."""
     if not linear.adapter.is_on:
         return None
@@ -288,12 +291,12 @@ def _seed_dropout(seed: int) -> None:
     """Seed the random states of the adapters' dropout. Replicas and stages have different seeds."""
     tracker: Any = get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    replica_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    for name, place in ((_ALIKE, ""), (_APART, tp)):
+    for name, rank_text in ((_EQUAL_DROPOUT, ""), (_RANK_DROPOUT, tp)):
         # Several chunks and models of a rank share the tracker. Megatron raises an error for a name added twice.
         if name not in tracker.get_states():
-            tracker.add(name, _seed_of(f"{seed} {name} {replica} {stage} {place}"))
+            tracker.add(name, _seed_of(f"{seed} {name} {replica_rank} {stage} {rank_text}"))
 
 
 def _seed_of(text: str) -> int:

@@ -84,28 +84,29 @@ class MtpHead:
             return None
         model = self._model
         tp_group, row = model.pg_collection.tp, layer_arguments["packed_seq_params"]
-        table = model.embedding_table()
+        embedding_table = model.embedding_table()
 
         def next_embeddings(tokens: Tensor) -> Tensor:
             positions = None if self._sees_first else row.positions
-            embeddings = embed_tokens(tokens, positions, table, model.first_token_id, tp_group)
+            embeddings = embed_tokens(tokens, positions, embedding_table, model.first_token_id, tp_group)
             return scatter_to_sequence_parallel_region(embeddings) if model.config.sequence_parallel else embeddings
 
-        names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+        passed_arguments = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
         layers: Any = model.mtp
-        predicted, _, _ = layers.layers[0](
+        draft_states, _, _ = layers.layers[0](
             input_ids=next_tokens,
             position_ids=None,
             hidden_states=hidden_states,
             embedding=next_embeddings,
-            **{name: layer_arguments[name] for name in names},
+            **{name: layer_arguments[name] for name in passed_arguments},
         )
+        # The loss: the KL from the policy's distribution, or the log-prob of the label.
         if self._learns_distribution:
             with torch.no_grad():
                 # Both distributions are of the same token: the policy predicts it from the state at the next position.
                 targets = next_states(model.gather_states(hidden_states), row)
             return -vocab_parallel_divergence(
-                model.gather_states(predicted),
+                model.gather_states(draft_states),
                 weight,
                 targets,
                 weight,
@@ -115,7 +116,7 @@ class MtpHead:
                 chunk_tokens=model.logprob_chunk_tokens,
             )
         logprobs, _ = vocab_parallel_logprobs(
-            model.gather_states(predicted),
+            model.gather_states(draft_states),
             weight,
             labels,
             first_token_id=model.first_token_id,

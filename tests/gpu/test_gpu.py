@@ -44,7 +44,7 @@ def test_varlen_attention_is_attention(cp: int) -> None:
     gathered = torch.cat([row.local for row in rows])
     for row in rows:
         parts = [
-            attention._varlen(
+            attention._attend_varlen(
                 *(
                     x if index is None else x[index]
                     for x, index in ((q[row.local], part.queries), (k[gathered], part.keys), (v[gathered], part.keys))

@@ -238,7 +238,7 @@ def test_grouped_heads_on_every_torch(has_argument: bool, monkeypatch: pytest.Mo
     attention = PackedAttention(config=config_of(8))
     (part,) = PackedRow.from_lengths([3, 2], CPU, "packed").parts
     q, k, v = (torch.randn(5, n, 8) for n in (4, 2, 2))
-    attention._varlen(q, k, v, part)
+    attention._attend_varlen(q, k, v, part)
     assert given["heads"] == ((4, 2, 2) if has_argument else (4, 4, 4))
     assert given["enable_gqa"] is has_argument
     if not has_argument:

@@ -81,7 +81,7 @@ class DeltaNet(GatedDeltaNet):
         """
         row = packed_seq_params
         projected, _bias = self.in_proj(hidden_states)
-        inputs = _Inputs(*projected.squeeze(1).split(self._widths, dim=-1))
+        inputs = _Inputs(*projected.squeeze(1).split(self._input_widths, dim=-1))
         order = row.place
         if order is not None:
             inputs = _Inputs(*self._exchange_for_heads(inputs, order))
@@ -91,22 +91,25 @@ class DeltaNet(GatedDeltaNet):
         return self.out_proj(out.unsqueeze(1))
 
     @property
-    def _widths(self) -> list[int]:
+    def _input_widths(self) -> list[int]:
         """Channels of the six parts of the projected input on a tensor-parallel rank."""
         heads = self.num_value_heads
         return [width // self.tp_size for width in (self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, heads, heads)]
 
     def _mix_heads(self, inputs: _Inputs, row: PackedRow) -> Tensor:
         """Return the gated and normalised outputs of this rank's heads: [tokens, heads * value_dim]."""
-        lengths = _lengths(row, self.cp_group.size())
+        lengths = _list_lengths(row, self.cp_group.size())
         qkv = torch.cat(inputs[:3], dim=-1)
-        weight = torch.cat([self._own_heads(part) for part in self._convolution_parts()])
-        convolved = F.silu(convolution(qkv, weight, row.cu_seqlens_q, lengths))
+        convolution_weight = torch.cat([self._select_own_heads(part) for part in self._split_convolution()])
+        convolved = F.silu(convolution(qkv, convolution_weight, row.cu_seqlens_q, lengths))
+        # Each query and key head serves several value heads.
         query, key, value = convolved.split([part.size(-1) for part in inputs[:3]], dim=-1)
-        repeats = self.num_value_heads // self.num_key_heads
-        query, key = (x.unflatten(-1, (-1, self.key_head_dim)).repeat_interleave(repeats, dim=1) for x in (query, key))
-        decay = -widen(self._own_heads(self.A_log)).exp() * F.softplus(
-            widen(inputs.alpha) + self._own_heads(self.dt_bias)
+        values_per_key = self.num_value_heads // self.num_key_heads
+        query, key = (
+            x.unflatten(-1, (-1, self.key_head_dim)).repeat_interleave(values_per_key, dim=1) for x in (query, key)
+        )
+        decay = -widen(self._select_own_heads(self.A_log)).exp() * F.softplus(
+            widen(inputs.alpha) + self._select_own_heads(self.dt_bias)
         )
         out = delta_rule(
             query,
@@ -120,10 +123,10 @@ class DeltaNet(GatedDeltaNet):
         gate = widen(inputs.gate.unflatten(-1, (-1, self.value_head_dim)))
         return (self.out_norm(out) * F.silu(gate)).to(out.dtype).flatten(1)
 
-    def _convolution_parts(self) -> Sequence[Tensor]:
-        return self.conv1d.weight.squeeze(1).split(self._widths[:3])
+    def _split_convolution(self) -> Sequence[Tensor]:
+        return self.conv1d.weight.squeeze(1).split(self._input_widths[:3])
 
-    def _own_heads(self, weight: Tensor) -> Tensor:
+    def _select_own_heads(self, weight: Tensor) -> Tensor:
         """Return the rows of a weight for this context-parallel rank's heads.
 
         All other rows have no gradient on this rank. Megatron sums the gradient over the ranks.
@@ -196,10 +199,10 @@ def _fla_kernels() -> _Kernels | None:
     return _Kernels(causal_conv1d, chunk_gated_delta_rule)
 
 
-def _lengths(row: PackedRow, cp: int) -> list[int]:
+def _list_lengths(row: PackedRow, cp: int) -> list[int]:
     # With context parallelism, a part's queries are one of 2 * cp chunks of each sequence.
-    chunks = 1 if cp == 1 else 2 * cp
-    return (row.parts[0].num_queries * chunks).tolist()
+    chunks_per_sequence = 1 if cp == 1 else 2 * cp
+    return (row.parts[0].num_queries * chunks_per_sequence).tolist()
 
 
 def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:

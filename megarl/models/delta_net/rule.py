@@ -60,29 +60,31 @@ def gated_delta_rule(
     Shapes: query and key [tokens, heads, key_dim], value [tokens, heads, value_dim], log_decay and beta [tokens,
     heads]; returns [tokens, heads, value_dim]. The tokens are consecutive sequences with these `lengths`.
     """
-    chunks = _chunks(tuple(lengths), value.device)
-    q = _in_chunks(_normalise(query) * query.size(-1) ** -0.5, chunks)
-    k = _in_chunks(_normalise(key), chunks)
-    v = _in_chunks(widen(value), chunks)
-    decay = _in_chunks(widen(log_decay).unsqueeze(-1), chunks).squeeze(-1).cumsum(-1)
-    rate = _in_chunks(widen(beta).unsqueeze(-1), chunks)
+    # Cut the sequences into chunks: [chunks, heads, tokens of a chunk, channels].
+    chunks = _make_chunks(tuple(lengths), value.device)
+    q = _split_into_chunks(_normalise(query) * query.size(-1) ** -0.5, chunks)
+    k = _split_into_chunks(_normalise(key), chunks)
+    v = _split_into_chunks(widen(value), chunks)
+    decay = _split_into_chunks(widen(log_decay).unsqueeze(-1), chunks).squeeze(-1).cumsum(-1)
+    rate = _split_into_chunks(widen(beta).unsqueeze(-1), chunks)
 
-    ones = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device)
+    all_pairs = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device)
     # Mask before the exponential: later tokens would overflow, and their gradient would be NaN.
-    decay_between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(ones.triu(1), -torch.inf).exp()
+    decay_between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(all_pairs.triu(1), -torch.inf).exp()
     decay_since_start = decay.exp().unsqueeze(-1)
     # The updates of a chunk's tokens depend on each other: a triangular system. Its diagonal of ones is not stored.
-    system = (rate * (k @ k.mT) * decay_between).tril(-1)
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat([rate * v, rate * decay_since_start * k], dim=-1), upper=False, unitriangular=True
+    triangular_system = (rate * (k @ k.mT) * decay_between).tril(-1)
+    solution = torch.linalg.solve_triangular(
+        triangular_system, torch.cat([rate * v, rate * decay_since_start * k], dim=-1), upper=False, unitriangular=True
     )
-    new_values, read_keys = solved.split([v.size(-1), k.size(-1)], dim=-1)
+    new_values, read_keys = solution.split([v.size(-1), k.size(-1)], dim=-1)
     scores = (q @ k.mT) * decay_between
     decayed_queries = q * decay_since_start
-    last = decay[..., -1:]
-    decayed_keys = k * (last - decay).exp().unsqueeze(-1)
-    whole_decay = last.exp().unsqueeze(-1)
+    last_decay = decay[..., -1:]
+    decayed_keys = k * (last_decay - decay).exp().unsqueeze(-1)
+    whole_decay = last_decay.exp().unsqueeze(-1)
 
+    # Only the state goes from chunk to chunk. Each step computes one chunk of every sequence that still has one.
     state = v.new_zeros(len(lengths), v.size(1), k.size(-1), v.size(-1))
     outputs = []
     for step in chunks.steps:
@@ -105,7 +107,7 @@ def _normalise(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _NORM_EPSILON)
 
 
-def _in_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
+def _split_into_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
     """Return [tokens, heads, channels] as [chunks, heads, chunk, channels], padded with zeros.
 
     Zeros do not change the state of the delta rule.
@@ -116,17 +118,19 @@ def _in_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
 
 # All layers and both passes of a row share the chunks, so few rows are in use at a time.
 @lru_cache(maxsize=16)
-def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
-    sizes = np.asarray(lengths, dtype=np.int64)
-    size = int(min(_CHUNK_TOKENS, sizes.max()))
-    counts = -(-sizes // size)
-    first = counts.cumsum() - counts
-    places = ranges(first * size, sizes)
-    longest_first = np.argsort(-counts, kind="stable")
-    steps = [first[longest_first[: int((counts > step).sum())]] + step for step in range(int(counts.max()))]
+def _make_chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
+    sequence_lengths = np.asarray(lengths, dtype=np.int64)
+    chunk_tokens = int(min(_CHUNK_TOKENS, sequence_lengths.max()))
+    num_chunks = -(-sequence_lengths // chunk_tokens)
+    first_chunks = num_chunks.cumsum() - num_chunks
+    places = ranges(first_chunks * chunk_tokens, sequence_lengths)
+    longest_first = np.argsort(-num_chunks, kind="stable")
+    steps = [
+        first_chunks[longest_first[: int((num_chunks > step).sum())]] + step for step in range(int(num_chunks.max()))
+    ]
     return _Chunks(
-        int(counts.sum()),
-        size,
+        int(num_chunks.sum()),
+        chunk_tokens,
         torch.tensor(places, device=device),
         tuple(torch.tensor(step, device=device) for step in steps),
         torch.tensor(np.argsort(np.concatenate(steps)), device=device),

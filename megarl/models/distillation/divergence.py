@@ -60,11 +60,11 @@ class _VocabParallelDivergence(torch.autograd.Function):
     ) -> Tensor:
         blocks = vocabulary_blocks(_BLOCK_SHARE * len(hidden), len(weight), chunk)
         pairs = (hidden, weight), (teacher_hidden, teacher_weight)
-        log_totals = [_log_totals(*pair, blocks, temperature, group) for pair in pairs]
+        log_totals = [_compute_log_totals(*pair, blocks, temperature, group) for pair in pairs]
         sums = torch.zeros(2, len(hidden), dtype=torch.float32, device=hidden.device)
         for block in blocks:
             logprobs = [
-                _logits(*pair, block, temperature).sub_(log_total[:, None])
+                _compute_logits(*pair, block, temperature).sub_(log_total[:, None])
                 for pair, log_total in zip(pairs, log_totals, strict=True)
             ]
             terms, slopes = divergence(*logprobs)
@@ -83,8 +83,8 @@ class _VocabParallelDivergence(torch.autograd.Function):
         scale = (grad / temperature)[:, None]
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
-            logprobs = _logits(hidden, weight, block, temperature).sub_(log_total[:, None])
-            teacher_logprobs = _logits(teacher_hidden, teacher_weight, block, temperature).sub_(
+            logprobs = _compute_logits(hidden, weight, block, temperature).sub_(log_total[:, None])
+            teacher_logprobs = _compute_logits(teacher_hidden, teacher_weight, block, temperature).sub_(
                 teacher_log_total[:, None]
             )
             _, slopes = divergence(logprobs, teacher_logprobs)
@@ -131,14 +131,14 @@ class _VocabParallelGathered(torch.autograd.Function):
         blocks = vocabulary_blocks(len(hidden), len(weight), chunk)
         local = token_ids - first_token_id
         token_logits = torch.zeros_like(local, dtype=torch.float32)
-        block_totals = _empty_totals(hidden, blocks)
+        block_totals = _make_block_totals(hidden, blocks)
         for index, block in enumerate(blocks):
             columns, is_here = columns_of(local, block)
-            logits = _logits(hidden, weight, block, temperature)
+            logits = _compute_logits(hidden, weight, block, temperature)
             token_logits += logits.gather(1, columns) * is_here
             block_totals[index] = _exclude_columns(logits, columns, is_here).logsumexp(-1)
         all_reduce(token_logits, group, dist.ReduceOp.SUM)
-        others_log_total = _log_total(block_totals, group)
+        others_log_total = _reduce_log_total(block_totals, group)
         log_total = torch.logaddexp(token_logits.logsumexp(-1), others_log_total)
         logprobs, others_logprob = token_logits - log_total[:, None], others_log_total - log_total
         ctx.save_for_backward(hidden, weight, local, logprobs, others_log_total, others_logprob)
@@ -159,7 +159,7 @@ class _VocabParallelGathered(torch.autograd.Function):
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
             columns, is_here = columns_of(local, block)
-            logits = _exclude_columns(_logits(hidden, weight, block, temperature), columns, is_here)
+            logits = _exclude_columns(_compute_logits(hidden, weight, block, temperature), columns, is_here)
             grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(others_gradient[:, None])
             grad_logits = grad_logits.scatter_add_(1, columns, chosen_gradient * is_here).to(weight.dtype)
             gradients.add(block, grad_logits)
@@ -187,13 +187,14 @@ def vocab_parallel_top_k(
     token_ids = torch.zeros_like(logits, dtype=torch.int64)
     others_log_total = logits.new_full((len(hidden),), -torch.inf)
     for block in blocks:
-        block_logits = _logits(hidden, weight, block, temperature)
-        largest, places = block_logits.topk(min(k, len(block)), dim=-1)
-        block_total = block_logits.scatter_(-1, places, -torch.inf).logsumexp(-1)
-        parts = (logits, token_ids), (largest, places + block.start + first_token_id)
-        logits, token_ids, remaining_total = _select_top_k(parts, k)
+        block_logits = _compute_logits(hidden, weight, block, temperature)
+        block_top_logits, block_columns = block_logits.topk(min(k, len(block)), dim=-1)
+        block_total = block_logits.scatter_(-1, block_columns, -torch.inf).logsumexp(-1)
+        candidates = (logits, token_ids), (block_top_logits, block_columns + block.start + first_token_id)
+        logits, token_ids, remaining_total = _select_top_k(candidates, k)
         others_log_total = torch.logaddexp(others_log_total, torch.logaddexp(block_total, remaining_total))
-    others_log_total = _log_total(others_log_total[None], group)
+    others_log_total = _reduce_log_total(others_log_total[None], group)
+    # Each rank has the best tokens of its part of the vocabulary. Choose the best of all ranks.
     if group is not None and group.size() > 1:
         rank_parts = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, token_ids)]
         dist.all_gather(rank_parts[0], logits, group=group)
@@ -221,20 +222,20 @@ def _exclude_columns(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor
     )
 
 
-def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature: float, group: Any) -> Tensor:
+def _compute_log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature: float, group: Any) -> Tensor:
     """Return the log of the sum of exponentials of all logits (the normaliser), float32 [tokens]."""
-    parts = _empty_totals(hidden, blocks)
+    parts = _make_block_totals(hidden, blocks)
     for index, block in enumerate(blocks):
-        parts[index] = _logits(hidden, weight, block, temperature).logsumexp(-1)
-    return _log_total(parts, group)
+        parts[index] = _compute_logits(hidden, weight, block, temperature).logsumexp(-1)
+    return _reduce_log_total(parts, group)
 
 
-def _empty_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
+def _make_block_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
     """Return minus infinity, the log of an empty sum, for each block: float32 [blocks or 1, tokens]."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 
-def _log_total(parts: Tensor, group: Any) -> Tensor:
+def _reduce_log_total(parts: Tensor, group: Any) -> Tensor:
     """Return the log of the sum of exponentials [tokens] over the blocks `parts` [parts, tokens] of all ranks."""
     rank_total = parts.logsumexp(0)
     largest = rank_total.clone()
@@ -246,6 +247,6 @@ def _log_total(parts: Tensor, group: Any) -> Tensor:
     return largest + total.log()
 
 
-def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor, block: range, temperature: float) -> Tensor:
     """Return the logits of a block of the vocabulary, float32 [tokens, block]. The product is in the model's dtype."""
     return (hidden @ weight[block.start : block.stop].T).float().div_(temperature)

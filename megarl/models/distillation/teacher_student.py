@@ -61,10 +61,10 @@ class TargetModel(PolicyModel):
         Without any request, return a policy's outputs.
         """
         # A request is valid for one pass only: the next may be an update of this model.
-        is_wanted, self._is_wanted = self._is_wanted, None
-        if is_wanted is None:
+        is_requested, self._is_wanted = self._is_wanted, None
+        if is_requested is None:
             return super()._token_outputs(hidden, weight, labels, row)
-        trained_hidden = row.states_at(hidden, is_wanted)
+        trained_hidden = row.states_at(hidden, is_requested)
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
                 trained_hidden,
@@ -75,12 +75,12 @@ class TargetModel(PolicyModel):
                 temperature=self._distillation.temperature,
                 chunk_tokens=self.logprob_chunk_tokens,
             )
-            parts = token_ids.int(), logprobs[0], logprobs[1][:, None]
-            rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+            target_parts = token_ids.int(), logprobs[0], logprobs[1][:, None]
+            target_bytes = torch.cat([part.contiguous().view(torch.uint8) for part in target_parts], -1)
         else:
-            rows = trained_hidden.contiguous().view(torch.uint8)
-        all_targets = rows.new_zeros(len(is_wanted), rows.size(-1))
-        all_targets[is_wanted] = rows
+            target_bytes = trained_hidden.contiguous().view(torch.uint8)
+        all_targets = target_bytes.new_zeros(len(is_requested), target_bytes.size(-1))
+        all_targets[is_requested] = target_bytes
         return all_targets
 
 

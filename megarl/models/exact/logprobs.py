@@ -36,23 +36,23 @@ class ExactLogprobs(VocabParallelLogprobs):
         ctx.set_materialize_grads(False)
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         logprobs, log_totals, entropies = hidden.new_empty(3, len(targets), dtype=torch.float32)
-        widths = _widths(weight, group)
+        vocabulary_widths = _gather_widths(weight, group)
         # Each rank gets the logits of the whole vocabulary, so compute fewer tokens at once.
-        count = max(1, chunk // len(widths))
-        for start in range(0, len(targets), count):
-            rows = slice(start, start + count)
-            logits = _gather_vocabulary(row_product(hidden[rows], weight), widths, group).float()
+        num_tokens = max(1, chunk // len(vocabulary_widths))
+        for start in range(0, len(targets), num_tokens):
+            rows = slice(start, start + num_tokens)
+            logits = _gather_vocabulary(row_product(hidden[rows], weight), vocabulary_widths, group).float()
             logits /= temperature[rows, None] if isinstance(temperature, Tensor) else temperature
             if support is not None:
-                logits.masked_fill_(_outside_mask(support, start, *logits.shape), -torch.inf)
+                logits.masked_fill_(_mask_outside(support, start, *logits.shape), -torch.inf)
             all_logprobs = logits.log_softmax(-1)
             columns = targets[rows, None]
             logprobs[rows] = all_logprobs.gather(1, columns).squeeze(1)
             log_totals[rows] = logits.gather(1, columns).squeeze(1) - logprobs[rows]
             entropies[rows] = torch.special.entr(all_logprobs.exp_()).sum(-1)
-        cut = None if support is None else Truncation(support, first_token_id, blocks)
+        truncation = None if support is None else Truncation(support, first_token_id, blocks)
         ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
-        ctx.settings = (temperature, blocks, cut, _logits)
+        ctx.settings = (temperature, blocks, truncation, _logits)
         # Logits are not stored: `forward` computes them by tokens, but the backward pass needs blocks of the
         # vocabulary.
         ctx.saved_logits = None
@@ -66,7 +66,7 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
     return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
-def _widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+def _gather_widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     """Return the tokens in each rank's vocabulary part. `weight` is [local_vocabulary, hidden_size]."""
     if group is None or group.size() == 1:
         return [weight.size(0)]
@@ -87,7 +87,7 @@ def _gather_vocabulary(logits: Tensor, widths: Sequence[int], group: dist.Proces
     return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
-def _outside_mask(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
+def _mask_outside(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
     """Return bool [count, vocabulary] for `count` tokens from token `first` on: True for ids outside a token's set.
 
     A token without a set has only False.

@@ -158,14 +158,16 @@ class UpdateRouter(TopKRouter):
         coefficient = self.losses.get("seq_aux_loss")
         if not coefficient:
             return probs
-        tokens = self._tokens
-        routes = (routing_map & (tokens.weights > 0)[:, None]).float()
-        routes, scores = tokens.spread(routes), tokens.spread(scores_for_aux_loss)
-        counts = routes.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, routes)
+        row_tokens = self._tokens
+        routes = (routing_map & (row_tokens.weights > 0)[:, None]).float()
+        routes, scores = row_tokens.spread(routes), row_tokens.spread(scores_for_aux_loss)
+        expert_counts = routes.new_zeros(len(row_tokens.lengths), self.expert_count).index_add_(
+            0, row_tokens.sequences, routes
+        )
         # Add the counts of the tensor- and context-parallel ranks: each has a part of a sequence's tokens.
-        dist.all_reduce(counts, group=self.tp_cp_group)
-        shares = (counts / tokens.lengths[:, None])[tokens.sequences]
-        token_losses = tokens.weigh((scores * shares).sum(1))
+        dist.all_reduce(expert_counts, group=self.tp_cp_group)
+        expert_shares = (expert_counts / row_tokens.lengths[:, None])[row_tokens.sequences]
+        token_losses = row_tokens.weigh((scores * expert_shares).sum(1))
         scale = self.expert_count / (self.topk * self.num_tokens)
         return self._attach(probs, "seq_aux_loss", coefficient, token_losses.sum() * scale)
 

@@ -56,17 +56,17 @@ class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
                 f"routes {self.num_out_tokens}"
             )
         # Megatron orders the expert group's ranks by ep, then etp; it sorts received tokens by etp, then ep.
-        by_rank = received.view(self.ep_size, self.tp_size, self.num_local_experts).transpose(0, 1).contiguous()
-        num_from_rank = by_rank.sum(2)
+        counts_by_rank = received.view(self.ep_size, self.tp_size, self.num_local_experts).transpose(0, 1).contiguous()
+        num_from_rank = counts_by_rank.sum(2)
         self.input_splits: Any = sent.view(self.ep_size, self.num_local_experts).sum(1).numpy()
         self.output_splits: Any = num_from_rank[self.tp_rank].numpy()
         self.output_splits_tp: Any = num_from_rank.sum(1).numpy()
         if self.num_local_experts > 1:
             # Transformer Engine's fused permutation reads these sizes on the device, Megatron's own on the host.
-            self.num_global_tokens_per_local_expert = by_rank.view(-1, self.num_local_experts).to(
+            self.num_global_tokens_per_local_expert = counts_by_rank.view(-1, self.num_local_experts).to(
                 self.permute_idx_device, non_blocking=True
             )
-        return by_rank.sum((0, 1))
+        return counts_by_rank.sum((0, 1))
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Any:
         # Megatron's method copies sizes to the host and waits. Known counts are already there.

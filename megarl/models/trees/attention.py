@@ -73,19 +73,19 @@ class TokenTree:
         segments, starts, ends = self.chunks.T
         queries = self._places(starts), self._places(ends)
         calls = _group_blocks(*queries, starts, ends, is_causal=True, device=device)
-        is_second = np.diff(segments, prepend=-1) == 0
+        is_second_chunk = np.diff(segments, prepend=-1) == 0
         # Both chunks of a segment attend to the same tokens. They use two calls, because the backward pass of a call
         # writes each key's gradient once.
-        for is_chosen in (~is_second, is_second):
-            borders = (x[is_chosen & (starts > segments)] for x in (*queries, segments, starts))
+        for is_chosen_chunk in (~is_second_chunk, is_second_chunk):
+            borders = (x[is_chosen_chunk & (starts > segments)] for x in (*queries, segments, starts))
             calls += _group_blocks(*borders, is_causal=False, device=device)
-        level = self._levels()
+        num_ancestors = self._count_ancestors()
         queries = self._places(self.ends), self._places(self.reaches)
         has_queries = queries[1] > queries[0]
         # Subtrees of one level are disjoint: in one call, each query has at most one part to merge.
-        for depth in range(int(level.max(initial=0)) + 1):
-            is_of_level = has_queries & (level == depth)
-            borders = (x[is_of_level] for x in (*queries, self.starts, self.ends))
+        for depth in range(int(num_ancestors.max(initial=0)) + 1):
+            is_selected = has_queries & (num_ancestors == depth)
+            borders = (x[is_selected] for x in (*queries, self.starts, self.ends))
             calls += _group_blocks(*borders, is_causal=False, device=device)
         return tuple(calls)
 
@@ -112,10 +112,10 @@ class TokenTree:
     def block_mask(self, window: int = 0) -> BlockMask:
         """Return FlexAttention's mask: the blocks of keys for each block of queries."""
         if window not in self._block_masks:
-            self._block_masks[window] = self._new_block_mask(window)
+            self._block_masks[window] = self._make_block_mask(window)
         return self._block_masks[window]
 
-    def limits(self, window: int) -> bool:
+    def window_excludes_tokens(self, window: int) -> bool:
         """Return whether a window (0: none) is at most the largest position, so that it excludes tokens."""
         return 0 < window <= int(self.positions.max(initial=0))
 
@@ -139,7 +139,7 @@ class TokenTree:
     def _block_masks(self) -> dict[int, BlockMask]:
         return {}
 
-    def _levels(self) -> NDArray[np.int64]:
+    def _count_ancestors(self) -> NDArray[np.int64]:
         """Return the number of ancestors of each segment: [segments]."""
         levels = np.zeros(len(self.starts), np.int64)
         open_ends: list[int] = []
@@ -150,22 +150,27 @@ class TokenTree:
             open_ends.append(reach)
         return levels
 
-    def _new_block_mask(self, window: int) -> BlockMask:
-        device, sizes = self.reach.device, (len(self.own_tokens), len(self.positions))
-        reach = np.repeat(self.reaches, self.ends - self.starts)
-        (query_firsts, query_lasts), (firsts, lasts) = (_block_borders(size) for size in sizes)
-        farthest, nearest = np.maximum.reduceat(reach, firsts), np.minimum.reduceat(reach, firsts)
-        queries, keys = np.ix_(np.arange(len(query_firsts)), np.arange(len(firsts)))
-        first_query, last_query = (self.own_tokens[places][queries] for places in (query_firsts, query_lasts))
+    def _make_block_mask(self, window: int) -> BlockMask:
+        device, mask_shape = self.reach.device, (len(self.own_tokens), len(self.positions))
+        reach_of_token = np.repeat(self.reaches, self.ends - self.starts)
+        (query_firsts, query_lasts), (key_firsts, key_lasts) = (_list_block_borders(size) for size in mask_shape)
+        farthest_reach, nearest_reach = (
+            np.maximum.reduceat(reach_of_token, key_firsts),
+            np.minimum.reduceat(reach_of_token, key_firsts),
+        )
+        query_blocks, key_blocks = np.ix_(np.arange(len(query_firsts)), np.arange(len(key_firsts)))
+        first_query, last_query = (self.own_tokens[places][query_blocks] for places in (query_firsts, query_lasts))
         # True if some query may attend to some key of the block. The mask's function then decides for each pair.
-        is_some = (firsts[keys] <= last_query) & (farthest[keys] > first_query)
-        is_full = (lasts[keys] <= first_query) & (nearest[keys] > last_query)
+        is_needed = (key_firsts[key_blocks] <= last_query) & (farthest_reach[key_blocks] > first_query)
+        is_full = (key_lasts[key_blocks] <= first_query) & (nearest_reach[key_blocks] > last_query)
         # FlexAttention reads whole blocks, so the row's incomplete last block needs the function.
-        is_full &= (lasts - firsts == _MASK_BLOCK - 1)[keys] & (query_lasts - query_firsts == _MASK_BLOCK - 1)[queries]
+        is_full &= (key_lasts - key_firsts == _MASK_BLOCK - 1)[key_blocks] & (
+            query_lasts - query_firsts == _MASK_BLOCK - 1
+        )[query_blocks]
         if window:
-            highest = np.maximum.reduceat(self.positions[self.own_tokens], query_firsts)
-            lowest = np.minimum.reduceat(self.positions, firsts)
-            is_full &= highest[queries] - lowest[keys] < window
+            highest_position = np.maximum.reduceat(self.positions[self.own_tokens], query_firsts)
+            lowest_position = np.minimum.reduceat(self.positions, key_firsts)
+            is_full &= highest_position[query_blocks] - lowest_position[key_blocks] < window
         own_tokens, positions, reaches = self._own_on_device, self._positions_on_device, self.reach
 
         def is_attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -174,9 +179,9 @@ class TokenTree:
             mask = (key <= token) & (token < reaches[key])
             return mask & (positions[token] - positions[key] < window) if window else mask
 
-        partial_lists, full_lists = (_block_lists(blocks, device) for blocks in (is_some & ~is_full, is_full))
+        partial_lists, full_lists = (_list_blocks(blocks, device) for blocks in (is_needed & ~is_full, is_full))
         return BlockMask.from_kv_blocks(
-            *partial_lists, *full_lists, BLOCK_SIZE=_MASK_BLOCK, mask_mod=is_attended, seq_lengths=sizes
+            *partial_lists, *full_lists, BLOCK_SIZE=_MASK_BLOCK, mask_mod=is_attended, seq_lengths=mask_shape
         )
 
 
@@ -207,19 +212,19 @@ class TreePart:
 
     def padded_queries(self, x: Tensor) -> Tensor:
         """Return the queries' entries of `x` [own tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
-        return _pad(x, self.queries, self.query_shape)
+        return _pad_blocks(x, self.queries, self.query_shape)
 
     def padded_keys(self, x: Tensor) -> Tensor:
         """Return the keys' entries of `x` [stored tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
-        return _pad(x, self.keys, self.key_shape)
+        return _pad_blocks(x, self.keys, self.key_shape)
 
     def of_queries(self, padded: Tensor) -> Tensor:
         """Undo `padded_queries`: return [queries, heads, ...] from `padded` [blocks, heads, length, ...]."""
-        return _unpad(padded, self.queries)
+        return _unpad_blocks(padded, self.queries)
 
     def of_keys(self, padded: Tensor) -> Tensor:
         """Undo `padded_keys`: return [keys, heads, ...] from `padded` [blocks, heads, length, ...]."""
-        return _unpad(padded, self.keys)
+        return _unpad_blocks(padded, self.keys)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the mask as scores to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without
@@ -243,7 +248,7 @@ def attend(
     if width < k.size(-1):
         v = F.pad(v, (0, k.size(-1) - width))
     kernel = flex_attend if q.is_cuda else merged_attend
-    out = kernel(q, k, v, tree, scale=scale, window=window if tree.limits(window) else 0, sinks=sinks)
+    out = kernel(q, k, v, tree, scale=scale, window=window if tree.window_excludes_tokens(window) else 0, sinks=sinks)
     return out.narrow(-1, 0, width)
 
 
@@ -408,7 +413,7 @@ def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.d
     return torch.from_numpy(places).to(device), torch.from_numpy(ranges(starts, sizes)).to(device)
 
 
-def _pad(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
+def _pad_blocks(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
     if isinstance(tokens, slice):
         return x[tokens].transpose(0, 1)[None]
     places, indices = tokens
@@ -416,19 +421,19 @@ def _pad(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int
     return block.view(*shape, *x.shape[1:]).transpose(1, 2)
 
 
-def _unpad(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
+def _unpad_blocks(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
     if isinstance(tokens, slice):
         return padded[0].transpose(0, 1)
     return padded.transpose(1, 2).flatten(0, 1).index_select(0, tokens[0])
 
 
-def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _list_block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the first and the last token of each mask block, [blocks] each, for a mask over `size` tokens."""
     firsts = np.arange(0, size, _MASK_BLOCK)
     return firsts, np.minimum(firsts + _MASK_BLOCK, size) - 1
 
 
-def _block_lists(is_listed: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+def _list_blocks(is_listed: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the number of listed blocks per row, [1, 1, rows], and all columns, [1, 1, rows, columns].
 
     `is_listed` is bool [rows, columns]. The columns of listed blocks come first.
