@@ -78,18 +78,19 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    # Either a part of one row, or: the end of a row, whole rows, and the beginning of a row.
-    if first > last:
-        yield from _boxes_in_row(shape, last, start, stop)
+    row_numel = prod(shape[1:])
+    first_row, end_row = -(-start // row_numel), stop // row_numel
+    # Whole rows are rows `first_row` to `end_row`. Without any, the elements are a part of one row. Otherwise yield the
+    # end of the row before, the whole rows, and the beginning of the row after.
+    if first_row > end_row:
+        yield from _boxes_in_row(shape, end_row, start, stop)
         return
-    if start < first * row:
-        yield from _boxes_in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _boxes_in_row(shape, last, last * row, stop)
+    if start < first_row * row_numel:
+        yield from _boxes_in_row(shape, first_row - 1, start, first_row * row_numel)
+    if first_row < end_row:
+        yield (first_row, *(0,) * (len(shape) - 1)), (end_row - first_row, *shape[1:])
+    if end_row * row_numel < stop:
+        yield from _boxes_in_row(shape, end_row, end_row * row_numel, stop)
 
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
@@ -100,15 +101,15 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
     shape = piece.box.shape
     if piece.strides != contiguous_strides(shape):
         raise ValueError(f"{piece.box.name}: its elements in {piece.storage} do not follow each other")
-    low, high = max(start, piece.offset), min(stop, piece.offset + piece.box.numel)
-    if low >= high:
+    first_element, end_element = max(start, piece.offset), min(stop, piece.offset + piece.box.numel)
+    if first_element >= end_element:
         return
-    offset = low
-    for corner, size in flat_boxes(shape, low - piece.offset, high - piece.offset):
-        begin = tuple(a + b for a, b in zip(piece.box.start, corner, strict=True))
-        end = tuple(a + n for a, n in zip(begin, size, strict=True))
-        yield Piece(Box(piece.box.name, begin, end), piece.storage, offset, piece.strides)
-        offset += prod(size)
+    offset = first_element
+    for box_offset, box_shape in flat_boxes(shape, first_element - piece.offset, end_element - piece.offset):
+        box_start = tuple(a + b for a, b in zip(piece.box.start, box_offset, strict=True))
+        box_stop = tuple(a + n for a, n in zip(box_start, box_shape, strict=True))
+        yield Piece(Box(piece.box.name, box_start, box_stop), piece.storage, offset, piece.strides)
+        offset += prod(box_shape)
 
 
 def _boxes_in_row(

@@ -152,14 +152,14 @@ class Plan:
     def for_rank(self, rank: int) -> RankPlan:
         """Return one rank's part of the plan. The time grows with this rank's pieces, not with the number of ranks."""
         transfers: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
-        copies_of = cache(partial(self._copies, rank))
+        list_copies = cache(partial(self._copies, rank))
         for tensor, overlap, turn, buckets in self.steps:
-            if not (slices := copies_of(overlap, turn, len(buckets))):
+            if not (slices := list_copies(overlap, turn, len(buckets))):
                 continue
             name, width = tensor.name, self.width(tensor)
             for bucket, copies in zip(buckets, slices, strict=True):
                 local, sends, receives = transfers[bucket]
-                for template, pairs in copies:
+                for template, rank_pairs in copies:
                     source_storage, source_shift = template.source.locate(tensor)
                     destination_storage, destination_shift = template.destination.locate(tensor)
                     source_view = View(source_storage, template.source_offset + source_shift, template.source_strides)
@@ -168,7 +168,7 @@ class Plan:
                         template.destination_offset + destination_shift,
                         template.destination_strides,
                     )
-                    for source, taker in pairs:
+                    for source, taker in rank_pairs:
                         transfer = Transfer(source, taker, name, template.shape, source_view, destination_view, width)
                         (local if source == taker else sends if source == rank else receives).append(transfer)
         # Peers must agree on the order of elements in a message. Sorting is stable, so both have the order of the
@@ -193,28 +193,30 @@ class Plan:
 
     def choose_sources(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
         """Return the source rank of each destination rank: int64 [takers]."""
-        key = (holders, takers, turn)
-        if key not in self._source_ranks:
-            ranks, taker_ranks = np.asarray(holders), np.asarray(takers)
-            place, source_ranks = (
+        request = (holders, takers, turn)
+        if request not in self._source_ranks:
+            holder_ranks, taker_ranks = np.asarray(holders), np.asarray(takers)
+            rotated_positions, source_ranks = (
                 np.arange(len(taker_ranks)) + turn,
-                np.where(np.isin(taker_ranks, ranks), taker_ranks, -1),
+                np.where(np.isin(taker_ranks, holder_ranks), taker_ranks, -1),
             )
-            for link_groups in self._near:
+            for group_of_rank in self._near:
                 # From the nearest link to the farthest. A taker keeps the first source found (-1: none yet).
-                order = np.argsort(link_groups[ranks], kind="stable")
-                first, last = (
-                    np.searchsorted(link_groups[ranks[order]], link_groups[taker_ranks], side)
+                holder_order = np.argsort(group_of_rank[holder_ranks], kind="stable")
+                first_holder, end_holder = (
+                    np.searchsorted(group_of_rank[holder_ranks[holder_order]], group_of_rank[taker_ranks], side)
                     for side in ("left", "right")
                 )
-                # `first` to `last` are the holders at this distance. The taker's place, shifted by the turn, selects a
-                # holder.
-                index = first + place % np.maximum(last - first, 1)
+                # `first_holder` to `end_holder` are the holders at this distance. The taker's position, shifted by the
+                # turn, selects one of them, so that takers spread over the holders.
+                holder_index = first_holder + rotated_positions % np.maximum(end_holder - first_holder, 1)
                 source_ranks = np.where(
-                    (source_ranks < 0) & (last > first), ranks[order[index % len(ranks)]], source_ranks
+                    (source_ranks < 0) & (end_holder > first_holder),
+                    holder_ranks[holder_order[holder_index % len(holder_ranks)]],
+                    source_ranks,
                 )
-            self._source_ranks[key] = source_ranks
-        return self._source_ranks[key]
+            self._source_ranks[request] = source_ranks
+        return self._source_ranks[request]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
         """Return a rank's copies of one tensor by slice; empty if it has none."""
@@ -236,36 +238,37 @@ class Plan:
         The first tensor of each group of source ranks comes first, then the second of each group, and so on. Thus all
         ranks send at the same time, not one pipeline stage or expert rank after another.
         """
-        rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
+        tensors_by_round: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
         overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
-        count: dict[int, int] = {}
+        num_tensors_before: dict[int, int] = {}
         for tensor in self.destinations.tensors:
             source_holdings, destination_holdings = self.sources.holdings(tensor), self.destinations.holdings(tensor)
             # All tensors of a kind share one object of holdings, so its id identifies the kind.
-            key = (id(source_holdings), id(destination_holdings))
-            if key not in overlaps:
+            kind_key = (id(source_holdings), id(destination_holdings))
+            if kind_key not in overlaps:
                 overlap = Overlap(tensor, source_holdings, destination_holdings)
-                overlaps[key] = overlap, self._plan_slices(overlap, limit, self.width(tensor))
-            place = count[id(source_holdings)] = count.get(id(source_holdings), -1) + 1
-            rounds.setdefault((place, tensor.template), []).append((tensor, *overlaps[key]))
-        staged = np.zeros(self.num_ranks, dtype=np.int64)
-        for _, group in sorted(rounds.items(), key=lambda item: item[0]):
-            buckets: list[list[int]] = [[] for _ in group]
+                overlaps[kind_key] = overlap, self._plan_slices(overlap, limit, self.width(tensor))
+            round_number = num_tensors_before[id(source_holdings)] = num_tensors_before.get(id(source_holdings), -1) + 1
+            tensors_by_round.setdefault((round_number, tensor.template), []).append((tensor, *overlaps[kind_key]))
+        # Fill the buckets round by round. A new bucket opens when some rank would stage too many items.
+        staged_items = np.zeros(self.num_ranks, dtype=np.int64)
+        for _, round_tensors in sorted(tensors_by_round.items(), key=lambda item: item[0]):
+            buckets: list[list[int]] = [[] for _ in round_tensors]
             # In a group of tensors, slice i of each tensor comes before slice i + 1 of any tensor. Thus all holders
             # fill a bucket together.
-            for index in range(max(loads.num_slices for _, _, loads in group)):
-                for (_, _, loads), tensor_buckets in zip(group, buckets, strict=True):
-                    if index < loads.num_slices:
+            for slice_index in range(max(loads.num_slices for _, _, loads in round_tensors)):
+                for (_, _, loads), tensor_buckets in zip(round_tensors, buckets, strict=True):
+                    if slice_index < loads.num_slices:
                         if not self.exchanged or (
-                            loads.of_slice is not NO_LOADS and (staged + loads.of_slice).max() > limit
+                            loads.of_slice is not NO_LOADS and (staged_items + loads.of_slice).max() > limit
                         ):
                             self.exchanged.append(False)
-                            staged = np.zeros(self.num_ranks, dtype=np.int64)
+                            staged_items = np.zeros(self.num_ranks, dtype=np.int64)
                         if loads.of_slice is not NO_LOADS:
-                            staged += loads.of_slice
+                            staged_items += loads.of_slice
                         self.exchanged[-1] |= loads.is_exchanged
                         tensor_buckets.append(len(self.exchanged) - 1)
-            for (tensor, overlap, _), tensor_buckets in zip(group, buckets, strict=True):
+            for (tensor, overlap, _), tensor_buckets in zip(round_tensors, buckets, strict=True):
                 turn = (max(tensor.layer, 0) + tensor.expert) % overlap.turns
                 self.steps.append(Step(tensor, overlap, turn, tuple(tensor_buckets)))
 
@@ -279,18 +282,18 @@ class Plan:
             return _Loads(NO_LOADS, 1, is_exchanged=False)
         num_slices = 1
         while True:
-            load = np.zeros(self.num_ranks, dtype=np.int64)
+            items_per_rank = np.zeros(self.num_ranks, dtype=np.int64)
             for flow, num_takers in zip(overlap.flows, max_takers, strict=True):
                 if num_takers or self._bounds_local:
                     numel = width * sum(region.largest_slice_numel(num_slices) for region in flow.regions)
-                    load[np.asarray(flow.holders)] += num_takers * numel
-                    load[np.asarray(flow.takers)] += numel
-            largest = int(load.max())
+                    items_per_rank[np.asarray(flow.holders)] += num_takers * numel
+                    items_per_rank[np.asarray(flow.takers)] += numel
+            largest_load = int(items_per_rank.max())
             # A slice of at most half a bucket leaves space for slices of other tensors.
-            if largest * 2 <= limit or num_slices >= overlap.longest:
-                return _Loads(load, num_slices, is_exchanged=any(max_takers))
+            if largest_load * 2 <= limit or num_slices >= overlap.longest:
+                return _Loads(items_per_rank, num_slices, is_exchanged=any(max_takers))
             # Jump to the number of slices that equal slices would need. Uneven slices need another round.
-            num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
+            num_slices = min(max(num_slices + 1, -(-2 * largest_load * num_slices // limit)), overlap.longest)
 
     def _max_takers(self, holders: Sequence[int], takers: Sequence[int]) -> int:
         """Return the maximum number of destination ranks of one source rank over all rotations. 0: all copies are

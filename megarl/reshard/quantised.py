@@ -47,18 +47,18 @@ class WeightBuffer:
         The context `collective` is entered around each quantisation, in which an engine's ranks exchange maxima.
         """
         self._collective = collective
-        spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
-        places, self.numel = shared_places(
-            [(*spans[module.name], sum(map(prod, module.shapes.values()))) for module in modules]
+        bucket_spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
+        start_indices, self.numel = shared_places(
+            [(*bucket_spans[module.name], sum(map(prod, module.shapes.values()))) for module in modules]
         )
         self._buffer = torch.empty(self.numel, dtype=dtype, device=device)
         self.destinations: dict[str, Tensor] = {}
         self._due: dict[int, list[QuantisedModule]] = defaultdict(list)
-        for module, start in zip(modules, places, strict=True):
+        for module, element_index in zip(modules, start_indices, strict=True):
             for name, shape in module.shapes.items():
-                self.destinations[name] = self._buffer.narrow(0, start, prod(shape)).view(shape)
-                start += prod(shape)
-            self._due[spans[module.name][1]].append(module)
+                self.destinations[name] = self._buffer.narrow(0, element_index, prod(shape)).view(shape)
+                element_index += prod(shape)
+            self._due[bucket_spans[module.name][1]].append(module)
         self._take: TakeModule | None = None
 
     @contextmanager

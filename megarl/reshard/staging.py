@@ -89,28 +89,31 @@ class SharedSlots:
         self._rank, self._group = plan.rank, group
         exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
         self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
-        numel = max(map(sum, self._sent))
+        slot_numel = max(map(sum, self._sent))
         self._ended = select.poll()
         # A memfd has no name, so no file remains after a crash. Peers open it through /proc/PID/fd before it is closed.
-        file = os.memfd_create("megarl-reshard")
+        file_number = os.memfd_create("megarl-reshard")
         try:
-            os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
-            peers = gather_values((os.getpid(), file, numel, self._sent), group)
-            maps = self._map([(process, number) for process, number, *_ in peers])
+            os.ftruncate(file_number, self._HEAD_BYTES + 2 * slot_numel * dtype.itemsize)
+            peers = gather_values((os.getpid(), file_number, slot_numel, self._sent), group)
+            memory_maps = self._map([(process, number) for process, number, *_ in peers])
             gather_values(None, group)  # A barrier: all peers must have mapped the file before it is closed.
         finally:
-            os.close(file)
-        self._counts = [torch.frombuffer(m, dtype=torch.int64, count=3).numpy() for m in maps]
+            os.close(file_number)
+        # The head of each rank's memory has three counters; then follow its two slots.
+        self._counts = [torch.frombuffer(memory_map, dtype=torch.int64, count=3).numpy() for memory_map in memory_maps]
         weakref.finalize(self, _record_departure, self._counts[self._rank])
         self._slots = [
-            torch.frombuffer(m, dtype=dtype, offset=self._HEAD_BYTES).split(numel) if numel else ()
-            for m, (_, _, numel, _) in zip(maps, peers, strict=True)
+            torch.frombuffer(memory_map, dtype=dtype, offset=self._HEAD_BYTES).split(slot_numel) if slot_numel else ()
+            for memory_map, (_, _, slot_numel, _) in zip(memory_maps, peers, strict=True)
         ]
         self.num_bytes = sum(slot.nbytes for slot in self._slots[plan.rank])
         """Bytes of this rank's two slots; 0 for a rank that sends nothing."""
         self._starts = [[sum(counts[: plan.rank]) for counts in sent] for _, _, _, sent in peers]
-        self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
-        self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]
+        self._senders = [
+            rank for rank, slot_numel in enumerate(map(sum, zip(*self._received, strict=True))) if slot_numel
+        ]
+        self._readers = [rank for rank, slot_numel in enumerate(map(sum, zip(*self._sent, strict=True))) if slot_numel]
         self._nothing = torch.empty(0, dtype=dtype)
 
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:

@@ -119,23 +119,24 @@ class RowComparer(Recorder):
         return result
 
     def _write(self, func: Any, live: tuple[str, Tensor], target: Tensor, arguments: Mapping[str, Any]) -> None:
+        # vLLM's loader copies real values only by `copy_`; other writes fill padding.
         if func.overloadpacket.__name__ != "copy_" or not target.numel():
             return
         parameter_name, parameter = live
         name = self._names.get(_storage(arguments["src"]), "an unknown tensor")
         self.placed.add(name)
         source = arguments["src"].expand(target.shape)
-        for row in self._rows(target.shape):
-            written, expected = target[row], source[row].cpu()
+        for row_index in self._rows(target.shape):
+            live_row, folder_row = target[row_index], source[row_index].cpu()
             if (module := self._modules.get(parameter_name)) is not None:
-                first = int(written.storage_offset() - parameter.storage_offset())
+                first_element = int(live_row.storage_offset() - parameter.storage_offset())
                 # `holds` returns None if the kernel stores the weights in another order: accept them.
-                is_equal = module.holds(parameter_name, first, written.stride(-1), expected) is not False
+                is_equal = module.holds(parameter_name, first_element, live_row.stride(-1), folder_row) is not False
             else:
-                is_equal = self._is_equal(written.cpu(), expected)
+                is_equal = self._is_equal(live_row.cpu(), folder_row)
             if not is_equal:
                 self.faults.append(
-                    f"the engine's parameter {parameter_name} does not hold row {_text_of(row)} of its part of "
+                    f"the engine's parameter {parameter_name} does not hold row {_text_of(row_index)} of its part of "
                     f"{name} as in the model folder"
                 )
                 return

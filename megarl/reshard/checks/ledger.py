@@ -79,8 +79,8 @@ class Ledger:
         self._cast_to = cast_to
         self._numbers: dict[str, list[int]] = defaultdict(list)
         """Indices of the layout's pieces in each storage."""
-        for number, piece in enumerate(layout):
-            self._numbers[piece.storage].append(number)
+        for index, piece in enumerate(layout):
+            self._numbers[piece.storage].append(index)
         self._layout, self._tensors, self._is_converted = layout, tensors, is_converted
         self._boxes = tuple(piece.box for piece in layout)
         self._dtypes = tuple(str(tensors[piece.storage].dtype) for piece in layout)

@@ -41,22 +41,23 @@ def check_logprobs(
     `tolerance` or not finite.
     """
     values_by_rank = gather_values((trainer, engine, replica), group)
-    expected = next(logprobs for logprobs, _, _ in values_by_rank if logprobs is not None)
-    gaps: list[float] = []
-    for rank, (_, logprobs, number) in enumerate(values_by_rank):
-        if logprobs is None:
+    trainer_logprobs = next(engine_logprobs for engine_logprobs, _, _ in values_by_rank if engine_logprobs is not None)
+    mean_distances: list[float] = []
+    for rank, (_, engine_logprobs, replica_number) in enumerate(values_by_rank):
+        if engine_logprobs is None:
             continue
-        distances = np.abs(expected[1:].astype(np.float64) - logprobs[1:])
-        gap = float(distances.mean())
-        # `not gap <= tolerance` also catches NaN; `gap > tolerance` would let it pass.
-        if not gap <= tolerance:
-            worst = int(distances.argmax()) + 1
+        distances = np.abs(trainer_logprobs[1:].astype(np.float64) - engine_logprobs[1:])
+        mean_distance = float(distances.mean())
+        # `not mean_distance <= tolerance` also catches NaN; `mean_distance > tolerance` would let it pass.
+        if not mean_distance <= tolerance:
+            worst_token = int(distances.argmax()) + 1
             raise MegarlError(
-                f"rank {rank}: after a reshard, the log-probs of the engine (replica {number}) differ from the "
-                f"trainer's by {gap:.3g} nats in the mean over {len(distances)} tokens of a fixed prompt. At most "
-                f"{tolerance:g} is allowed. The worst token is number {worst}: trainer {expected[worst]:.4f}, engine "
-                f"{logprobs[worst]:.4f}. Either the engine has other weights, or their conversion (rollout.vllm) loses "
-                "more precision. In the second case, raise weights.probe_tolerance."
+                f"rank {rank}: after a reshard, the log-probs of the engine (replica {replica_number}) differ from the "
+                f"trainer's by {mean_distance:.3g} nats in the mean over {len(distances)} tokens of a fixed prompt. At "
+                f"most {tolerance:g} is allowed. The worst token is number {worst_token}: trainer "
+                f"{trainer_logprobs[worst_token]:.4f}, engine "
+                f"{engine_logprobs[worst_token]:.4f}. Either the engine has other weights, or their conversion "
+                "(rollout.vllm) loses more precision. In the second case, raise weights.probe_tolerance."
             )
-        gaps.append(gap)
-    return max(gaps)
+        mean_distances.append(mean_distance)
+    return max(mean_distances)

@@ -83,22 +83,24 @@ class Traffic:
     def summary(self) -> dict[str, Any]:
         """Return means, maxima and sums over the ranks as JSON values."""
 
-        def over_ranks(values: _Bytes) -> dict[str, float]:
+        def summarise_ranks(values: _Bytes) -> dict[str, float]:
             return {"mean": float(values.mean()), "max": int(values.max())}
 
         # Every copied, packed or unpacked byte is read once and written once: factor 2.
         moved_bytes = float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max())
         memory_seconds = moved_bytes / self.speeds.memory
         return {
-            "received_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS, self.received, strict=True)},
-            "sent_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS[1:], self.sent[1:], strict=True)},
-            "lower_bound_bytes": over_ranks(self.lower_bound),
+            "received_bytes": {tier: summarise_ranks(row) for tier, row in zip(TIERS, self.received, strict=True)},
+            "sent_bytes": {tier: summarise_ranks(row) for tier, row in zip(TIERS[1:], self.sent[1:], strict=True)},
+            "lower_bound_bytes": summarise_ranks(self.lower_bound),
             "ratio_to_lower_bound": self.ratio,
-            "gathered_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS[1:], self.gathered[1:], strict=True)},
-            "copies": over_ranks(self.copies),
+            "gathered_bytes": {
+                tier: summarise_ranks(row) for tier, row in zip(TIERS[1:], self.gathered[1:], strict=True)
+            },
+            "copies": summarise_ranks(self.copies),
             "messages": self.messages,
             "buckets": self.buckets,
-            "staging_bytes": over_ranks(self.staging),
+            "staging_bytes": summarise_ranks(self.staging),
             "wire_seconds": self.wire_seconds,
             "memory_seconds": memory_seconds,
             # Copies overlap with the exchange of the next bucket, so the slower of the two decides. Kernel launches are
@@ -125,7 +127,7 @@ def forecast(
     `adapter`, only the matrices of a LoRA adapter are copied.
     """
     speeds = SPEEDS[gpu]
-    plan_with = partial(
+    make_plan_of = partial(
         reshard_plan,
         model,
         ranks_per_node=ranks_per_node,
@@ -135,7 +137,7 @@ def forecast(
         adapter=adapter,
     )
     started = time.process_time()
-    plan = plan_with(parallel)
+    plan = make_plan_of(parallel)
     # A real rank's planning time includes its own part of the plan. A middle rank stands for all ranks.
     plan.for_rank(parallel.num_ranks // 2)
     plan_seconds = time.process_time() - started
@@ -147,7 +149,8 @@ def forecast(
         "plan_seconds": plan_seconds,
         "reshard": count(plan, speeds).summary(),
         "rank_orders": {
-            name: count(plan_with(reordered), speeds).summary() for name, reordered in rank_orders(model, parallel)
+            name: count(make_plan_of(reordered), speeds).summary()
+            for name, reordered in list_rank_orders(model, parallel)
         },
         "gpu": gpu,
         "bytes_per_second": dataclasses.asdict(speeds),
@@ -164,12 +167,17 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     """Count the bytes moved by a plan over all its ranks. One tensor of each kind stands for all tensors of
     the kind.
     """
-    num = plan.num_ranks
-    received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
-    lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
+    num_ranks = plan.num_ranks
+    received, sent = np.zeros((3, num_ranks), np.int64), np.zeros((3, num_ranks), np.int64)
+    lower_bound, gathered, copies = (
+        np.zeros(num_ranks, np.int64),
+        np.zeros((3, num_ranks), np.int64),
+        np.zeros(num_ranks, np.int64),
+    )
     # Rows 0 and 1: receives on the same node and on other nodes. Rows 2 and 3: sends.
-    in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
+    bucket_numels = np.zeros((len(plan.exchanged), 4, num_ranks), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
+    # Equal kinds of tensors share their counts, so each kind is counted once.
     count_turn = cache(partial(_count_turn, plan))
     count_missing, count_gathered = (cache(partial(f, plan)) for f in (_lower_bound, _count_gathered))
     for tensor, overlap, turn, buckets in plan.steps:
@@ -180,22 +188,24 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
         lower_bound += width * count_missing(overlap)
         gathered += width * count_gathered(overlap)
         for bucket in buckets:
-            in_bucket[bucket, :2] += width * counts.received[1:] / len(buckets)
-            in_bucket[bucket, 2:] += width * counts.sent[1:] / len(buckets)
+            bucket_numels[bucket, :2] += width * counts.received[1:] / len(buckets)
+            bucket_numels[bucket, 2:] += width * counts.sent[1:] / len(buckets)
             pairs[bucket].append(counts.pairs)
-    size = plan.itemsize
+    itemsize = plan.itemsize
     return Traffic(
-        received=received * size,
-        sent=sent * size,
-        lower_bound=lower_bound * size,
-        gathered=gathered * size,
+        received=received * itemsize,
+        sent=sent * itemsize,
+        lower_bound=lower_bound * itemsize,
+        gathered=gathered * itemsize,
         copies=copies,
-        messages=sum(_count_distinct(codes, num) for codes in pairs),
+        messages=sum(_count_distinct(codes, num_ranks) for codes in pairs),
         buckets=len(plan.exchanged),
-        staging=np.ceil(in_bucket.sum(1).max(0)).astype(np.int64) * size,
+        staging=np.ceil(bucket_numels.sum(1).max(0)).astype(np.int64) * itemsize,
         # Links carry both directions at once, so the larger of receives and sends counts. Indices [0, 0, 1] insert a
         # row for the local tier; its time is never read.
-        wire_seconds=sum(_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]], speeds) for b in in_bucket),
+        wire_seconds=sum(
+            _wire_seconds(itemsize * np.maximum(numels[:2], numels[2:])[[0, 0, 1]], speeds) for numels in bucket_numels
+        ),
         speeds=speeds,
     )
 
@@ -255,17 +265,17 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
     return min(candidates, key=count_missing) if len(candidates) > 1 else parallel
 
 
-def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
+def list_rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
     """Yield (name, sizes) for other orders of the trainer's ranks: Megatron's other order, and rank permutations.
 
     Yields nothing for separate engines: they receive their whole shard in any order.
     """
     if parallel.is_separate:
         return
-    experts = parallel.etp * parallel.ep if model.num_experts else parallel.tp
+    expert_ranks = parallel.etp * parallel.ep if model.num_experts else parallel.tp
     # With pp > 1 the orders differ only in the places of pp and dp. Megatron-Core 0.16.1 accepts the other order only
     # if tp * cp equals etp * ep: dense and expert ranks then have the same pipeline groups.
-    if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == experts:
+    if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == expert_ranks:
         for order in RANK_ORDERS:
             if order != parallel.order:
                 yield order, dataclasses.replace(parallel, order=order)
@@ -306,16 +316,16 @@ def _count_turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> 
     copies = np.zeros(num_ranks, np.int64)
     pairs = []
     for index, flow in enumerate(overlap.flows):
-        takers, source = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
+        takers, sources = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
         numel = sum(region.numel for region in flow.regions)
         # 0, 1 and 2 are the indices of TIERS: local, same_node, other_node.
-        tier = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
-        copy_templates = sum(map(len, flow.copy_templates(int(source[0]), num_slices)))
+        tier = np.where(sources == takers, 0, np.where(plan.nodes[sources] == plan.nodes[takers], 1, 2))
+        copy_templates = sum(map(len, flow.copy_templates(int(sources[0]), num_slices)))
         np.add.at(received, (tier, takers), numel)
-        np.add.at(sent, (tier, source), numel)
+        np.add.at(sent, (tier, sources), numel)
         np.add.at(copies, takers, copy_templates)
-        np.add.at(copies, source[tier > 0], copy_templates)
-        pairs.append((source * num_ranks + takers)[tier > 0])
+        np.add.at(copies, sources[tier > 0], copy_templates)
+        pairs.append((sources * num_ranks + takers)[tier > 0])
     return _Turn(received=received, sent=sent, copies=copies, pairs=np.concatenate(pairs))
 
 

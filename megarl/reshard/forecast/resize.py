@@ -75,34 +75,40 @@ def forecast_resize(
 
     The ranks fill the nodes in order. `nodes`: ranks per node, before and after.
     """
-    old, new = _StateLayouts(model, before, settings), _StateLayouts(model, after, settings)
-    topology = [(rank // nodes[0],) for rank in range(before.world_size)]
-    holders = {rank: {topology[rank][0], topology[partner][0]} for rank, partner in enumerate(partners(topology))}
+    old_state, new_state = _StateLayouts(model, before, settings), _StateLayouts(model, after, settings)
+    old_topology = [(rank // nodes[0],) for rank in range(before.world_size)]
+    holders = {
+        rank: {old_topology[rank][0], old_topology[partner][0]} for rank, partner in enumerate(partners(old_topology))
+    }
     new_topology = [(rank // nodes[1],) for rank in range(after.world_size)]
-    sent = hand_overs(holders, list(dict.fromkeys(node for (node,) in new_topology)))
-    handed_over = sum(old.num_bytes(origin) for origin in sent)
+    receivers_by_origin = hand_overs(holders, list(dict.fromkeys(node for (node,) in new_topology)))
+    handed_over_bytes = sum(old_state.num_bytes(origin) for origin in receivers_by_origin)
     local_origins = [
-        {origin for origin, nodes_with in holders.items() if node in nodes_with} for (node,) in new_topology
+        {origin for origin, holder_nodes in holders.items() if node in holder_nodes} for (node,) in new_topology
     ]
     readable_origins = [
-        origins | {origin for origin, receiver in sent.items() if receiver == node}
+        origins | {origin for origin, receiver in receivers_by_origin.items() if receiver == node}
         for origins, (node,) in zip(local_origins, new_topology, strict=True)
     ]
     # The minimum also counts copies on leaving nodes. Represent each of these copies by one more rank.
-    nearest_origins = [*local_origins, *({origin} for origin in sent)]
-    nearest_topology = [*new_topology, *(topology[origin] for origin in sent)]
-    received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
-    for size, pieces_by_rank in new.needed.items():
-        needs = [tuple(pieces) for pieces in pieces_by_rank]
-        copies = [old.copies(size, origins) for origins in nearest_origins]
-        minimum += int(_traffic(copies, [*needs, *(() for _ in sent)], size, nearest_topology).lower_bound.sum())
-        copies = [old.copies(size, origins) for origins in readable_origins]
-        from_others = _traffic(copies, needs, size, new_topology).received[1:].sum(0)
-        received += int(from_others.sum())
-        for rank, num_bytes in enumerate(from_others.tolist()):
-            by_rank[rank] += num_bytes
-    state = sum(old.num_bytes(rank) for rank in range(before.world_size))
-    return ResizeBytes(state, handed_over, received, max(by_rank.values()), minimum)
+    nearest_origins = [*local_origins, *({origin} for origin in receivers_by_origin)]
+    nearest_topology = [*new_topology, *(old_topology[origin] for origin in receivers_by_origin)]
+    received_bytes, least_bytes, bytes_by_rank = 0, 0, defaultdict[int, int](int)
+    for element_bytes, pieces_by_rank in new_state.needed.items():
+        needed_layouts = [tuple(pieces) for pieces in pieces_by_rank]
+        copied_layouts = [old_state.copies(element_bytes, origins) for origins in nearest_origins]
+        least_bytes += int(
+            _traffic(
+                copied_layouts, [*needed_layouts, *(() for _ in receivers_by_origin)], element_bytes, nearest_topology
+            ).lower_bound.sum()
+        )
+        copied_layouts = [old_state.copies(element_bytes, origins) for origins in readable_origins]
+        bytes_from_others = _traffic(copied_layouts, needed_layouts, element_bytes, new_topology).received[1:].sum(0)
+        received_bytes += int(bytes_from_others.sum())
+        for rank, num_bytes in enumerate(bytes_from_others.tolist()):
+            bytes_by_rank[rank] += num_bytes
+    state_bytes = sum(old_state.num_bytes(rank) for rank in range(before.world_size))
+    return ResizeBytes(state_bytes, handed_over_bytes, received_bytes, max(bytes_by_rank.values()), least_bytes)
 
 
 def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, places: RankTopology) -> Traffic:
@@ -118,26 +124,28 @@ class _StateLayouts:
         self.needed: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
         """Pieces needed by each rank."""
         self._copied: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
-        padded = padded_vocab_size(model.vocab_size, parallel.tp)
-        layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
+        padded_vocabulary = padded_vocab_size(model.vocab_size, parallel.tp)
+        layouts = megatron_layouts(model, parallel, padded_vocab_size=padded_vocabulary)
         for tensor in layouts.tensors:
-            size = _FLOAT32_BYTES if tensor.template in layouts.float32 else settings.itemsize
+            element_bytes = _FLOAT32_BYTES if tensor.template in layouts.float32 else settings.itemsize
             boxes = set[Box]()
             for holding in layouts.holdings(tensor):
                 piece = holding.piece(tensor)
-                # The last pipeline stage may have a second copy of tied embeddings.
-                is_copied = piece.box not in boxes
+                # A box may be stored twice: tied embeddings are on the first and the last pipeline stage.
+                is_first_copy = piece.box not in boxes
                 boxes.add(piece.box)
-                if is_copied:
-                    self._copied[size][holding.ranks[0]].append(piece)
+                if is_first_copy:
+                    self._copied[element_bytes][holding.ranks[0]].append(piece)
                 for rank in holding.ranks:
-                    self.needed[size][rank].append(piece)
+                    self.needed[element_bytes][rank].append(piece)
                     sharers = (
-                        _sharers(layouts, rank, ".experts." in piece.storage) if settings.is_distributed else [rank]
+                        _list_sharers(layouts, rank, ".experts." in piece.storage)
+                        if settings.is_distributed
+                        else [rank]
                     )
-                    share = list(_share(piece, sharers.index(rank), len(sharers)))
+                    share = list(_cut_share(piece, sharers.index(rank), len(sharers)))
                     self.needed[settings.optimizer_bytes][rank] += share
-                    if is_copied and (settings.is_distributed or rank == holding.ranks[0]):
+                    if is_first_copy and (settings.is_distributed or rank == holding.ranks[0]):
                         self._copied[settings.optimizer_bytes][rank] += share
 
     def copies(self, size: int, ranks: Iterable[int]) -> Layout:
@@ -148,7 +156,7 @@ class _StateLayouts:
         return sum(size * piece.box.numel for size, pieces in self._copied.items() for piece in pieces[rank])
 
 
-def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
+def _list_sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
     """Return the ranks with the same parameters as `rank`: they share the optimizer's state."""
     coordinates = layouts.parallel.coordinates(rank)
     return layouts.ranks[
@@ -156,7 +164,7 @@ def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[i
     ]
 
 
-def _share(piece: Piece, index: int, num_sharers: int) -> Iterator[Piece]:
+def _cut_share(piece: Piece, index: int, num_sharers: int) -> Iterator[Piece]:
     """Yield the boxes of part `index` of a piece cut into `num_sharers` equal parts."""
     start, stop = (piece.box.numel * number // num_sharers for number in (index, index + 1))
     if start == stop:

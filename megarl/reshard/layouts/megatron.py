@@ -40,8 +40,8 @@ def parameter_shapes(
     `has_buffers`: include saved buffers. `matches` selects parameters by their rules.
     """
     shapes = {}
-    per_rank = layouts.model.num_experts // layouts.parallel.ep
-    experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
+    experts_per_rank = layouts.model.num_experts // layouts.parallel.ep
+    experts = range(coordinates.ep * experts_per_rank, (coordinates.ep + 1) * experts_per_rank)
     for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
         for rule in layouts.rules:
             if (rule.is_buffer and not has_buffers) or not matches(rule):
@@ -213,25 +213,32 @@ class MegatronLayouts(Layouts):
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
-        dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
-        place, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
-        for split in range(self.splits(rule)):
-            ranks = self.ranks[rule.is_expert, chunk.stage, ep, split if rule.dim is not None else None]
-            base = 0
-            for block, part in zip(rule.blocks, parts, strict=True):
-                position, low = 0, split * part
+        dim, part_lengths, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
+        storage_slot, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, part_lengths))
+        for tensor_rank in range(self.splits(rule)):
+            ranks = self.ranks[rule.is_expert, chunk.stage, ep, tensor_rank if rule.dim is not None else None]
+            block_offset = 0
+            for block, part_length in zip(rule.blocks, part_lengths, strict=True):
+                segment_offset, part_start = 0, tensor_rank * part_length
                 for segment in block:
-                    length = segment.stop - segment.start
-                    start, stop = max(position, low), min(position + length, low + part)
+                    segment_length = segment.stop - segment.start
+                    overlap_start, overlap_stop = (
+                        max(segment_offset, part_start),
+                        min(segment_offset + segment_length, part_start + part_length),
+                    )
+                    # Offsets count along the split dimension.
                     # A fused parameter alternates segments of several tensors. Only a segment's overlap with this
                     # rank's part counts.
-                    if start < stop and segment.tensor == template:
-                        corner, end = [0] * len(shape), list(shape)
-                        corner[dim], end[dim] = segment.start + start - position, segment.start + stop - position
-                        offset = (base + start - low) * strides[dim]
-                        yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
-                    position += length
-                base += part
+                    if overlap_start < overlap_stop and segment.tensor == template:
+                        box_start, box_stop = [0] * len(shape), list(shape)
+                        box_start[dim], box_stop[dim] = (
+                            segment.start + overlap_start - segment_offset,
+                            segment.start + overlap_stop - segment_offset,
+                        )
+                        offset = (block_offset + overlap_start - part_start) * strides[dim]
+                        yield Holding(tuple(box_start), tuple(box_stop), ranks, storage_slot, offset, strides)
+                    segment_offset += segment_length
+                block_offset += part_length
 
     @cached_property
     def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:

@@ -88,53 +88,55 @@ class VllmLayouts(Layouts):
         """Return (start, stop, padded length) of a rank's part of a tensor. `rank` counts within the engine, 0 to tp -
         1.
         """
-        length, tp = self._shapes[part.tensor][stack.dim], self.tp
+        num_rows, tp = self._shapes[part.tensor][stack.dim], self.tp
         if part.rows is not None:
-            first, end = part.rows
-            if (end - first) % tp:
+            first_row, end_row = part.rows
+            if (end_row - first_row) % tp:
                 raise ConfigError(f"rollout.tp={tp} does not divide the model's {sizes_of(self.model, part.tensor)}.")
-            stored = (end - first) // tp
-            return first + rank * stored, first + (rank + 1) * stored, stored
+            stored_rows = (end_row - first_row) // tp
+            return first_row + rank * stored_rows, first_row + (rank + 1) * stored_rows, stored_rows
         if part.split == "copy" or (stack.stacks_experts and self.ep):
-            return 0, length, length
+            return 0, num_rows, num_rows
         if part.split == "first":
-            return 0, length if rank == 0 else 0, length
+            return 0, num_rows if rank == 0 else 0, num_rows
         if part.split == "heads" and tp > self.model.num_kv_heads and tp % self.model.num_kv_heads == 0:
             # If ranks outnumber the key-value heads, vLLM replicates each head on several neighbouring ranks.
-            heads, rank = self.model.num_kv_heads, rank // (tp // self.model.num_kv_heads)
-            return rank * (length // heads), (rank + 1) * (length // heads), length // heads
-        stored = padded_vocab_size(length, 1) if part.split == "vocabulary" else length
+            num_heads, rank = self.model.num_kv_heads, rank // (tp // self.model.num_kv_heads)
+            return rank * (num_rows // num_heads), (rank + 1) * (num_rows // num_heads), num_rows // num_heads
+        stored_rows = padded_vocab_size(num_rows, 1) if part.split == "vocabulary" else num_rows
         # Attention splits whole heads, so the number of heads must divide, not the number of rows.
-        units = stored // self.model.head_dim if part.split == "heads" or "q_proj" in part.tensor else stored
-        if units % tp:
+        num_units = (
+            stored_rows // self.model.head_dim if part.split == "heads" or "q_proj" in part.tensor else stored_rows
+        )
+        if num_units % tp:
             raise ConfigError(f"rollout.tp={tp} does not divide the model's {sizes_of(self.model, part.tensor)}.")
-        stored //= tp
-        return min(rank * stored, length), min((rank + 1) * stored, length), stored
+        stored_rows //= tp
+        return min(rank * stored_rows, num_rows), min((rank + 1) * stored_rows, num_rows), stored_rows
 
     def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
         for rank in range(self.tp) if owner < 0 else (owner,):
             shape = list(self._shapes[template])
             ranges = [self.range_on(stack, part, rank) for part in stack.parts]
-            lengths = [stored for _, _, stored in ranges]
-            shape[stack.dim] = sum(lengths)
+            stored_rows = [stored for _, _, stored in ranges]
+            shape[stack.dim] = sum(stored_rows)
             strides = contiguous_strides(shape)
             indices = (index for index, part in enumerate(stack.parts) if part.tensor == template)
             for index in indices:
                 start, stop, _ = ranges[index]
                 if start == stop:
                     continue
-                corner, end = [0] * len(shape), list(self._shapes[template])
-                corner[stack.dim], end[stack.dim] = start, stop
+                box_start, box_stop = [0] * len(shape), list(self._shapes[template])
+                box_start[stack.dim], box_stop[stack.dim] = start, stop
                 first_expert = self._first_expert(owner) if owner >= 0 else 0
                 # Experts follow each other in the stacked parameter: a step is a whole expert.
-                step = strides[0] * shape[0] if stack.stacks_experts else 0
-                place = StorageSlot(stack.storage, 0, first_expert, step)
+                expert_stride = strides[0] * shape[0] if stack.stacks_experts else 0
+                storage_slot = StorageSlot(stack.storage, 0, first_expert, expert_stride)
                 ranks = range(rank, self.world_size, self.tp)
-                before = index if stack.alternates else sum(lengths[:index])
-                offset = before * strides[stack.dim]
+                rows_before = index if stack.alternates else sum(stored_rows[:index])
+                offset = rows_before * strides[stack.dim]
                 if stack.alternates:
-                    strides = tuple(s * len(lengths) if dim == stack.dim else s for dim, s in enumerate(strides))
-                yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
+                    strides = tuple(s * len(stored_rows) if dim == stack.dim else s for dim, s in enumerate(strides))
+                yield Holding(tuple(box_start), tuple(box_stop), ranks, storage_slot, offset, strides)
 
     def _owner(self, expert: int) -> int:
         """Return the engine rank of an expert. As in vLLM, remaining experts go to the first ranks.

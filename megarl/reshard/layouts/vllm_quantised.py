@@ -118,14 +118,15 @@ class QuantisedModule:
         """Quantise weights [*shape] with vLLM. A collective over the engine.
 
         `weights` have the names and shapes of `shapes`; their padding may have any values. Returns FP8 weights and
-        scales, by the names of `live`. Raises MegarlError if a result's layout differs from the live tensor's.
+        scales, by the names of `live_tensor`. Raises MegarlError if a result's layout differs from the live tensor's.
         """
         # vLLM sets attributes on the copy, not on the live module: CUDA graphs and kernels still use the live tensors.
         # vLLM 0.30 quantises a module only once and sets a flag, so the copy drops the flag.
         module, method = copy.copy(self._module), copy.copy(self._method)
         vars(module).pop("_already_called_process_weights_after_loading", None)
         vars(module)["_parameters"] = {
-            key: _as_parameter(weights[f"{self.name}.{key}"], like) for key, like in self._loaded.items()
+            key: _as_parameter(weights[f"{self.name}.{key}"], loaded_tensor)
+            for key, loaded_tensor in self._loaded.items()
         }
         # The kernel object of a linear layer changes with the weights, so it is copied as well. Expert methods would
         # create a new kernel instead: `_make_format_step` replaces this step.
@@ -139,13 +140,13 @@ class QuantisedModule:
             for key, parameter in module._parameters.items()
             if parameter is not None
         }
-        for name, live in self.live.items():
+        for name, live_tensor in self.live.items():
             result = results.get(name)
-            if result is None or _shape_dtype_strides(result) != _shape_dtype_strides(live):
+            if result is None or _shape_dtype_strides(result) != _shape_dtype_strides(live_tensor):
                 raise MegarlError(
                     f"{name}: vLLM's quantiser returned "
                     f"{result if result is None else _shape_dtype_strides(result)} for new weights; "
-                    f"the engine has {_shape_dtype_strides(live)}. Please report this with the recipe."
+                    f"the engine has {_shape_dtype_strides(live_tensor)}. Please report this with the recipe."
                 )
         return {name: results[name] for name in self.live}
 
@@ -177,15 +178,22 @@ class QuantisedModule:
             return None
         sizes = list(zip(live.shape, scale.shape, strict=True))
         # Elements per scale, by dimension.
-        blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
-        if any(-(-size // block) != count for block, (size, count) in zip(blocks, sizes, strict=True)):
+        scale_blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
+        if any(-(-size // block) != count for block, (size, count) in zip(scale_blocks, sizes, strict=True)):
             return None
-        places = first + stride * torch.arange(len(row))
-        index = torch.unravel_index(places.to(live.device), live.shape)
-        factors = scale[tuple(place // block for place, block in zip(index, blocks, strict=True))].float()
-        numbers = _bits(live)[index].view(live.dtype).float() * factors
-        expected = row.to(live.device).float()
-        return bool(((numbers - expected).abs() <= expected.abs() * _RELATIVE_ROUNDING + factors * _LEAST_NUMBER).all())
+        element_indices = first + stride * torch.arange(len(row))
+        coordinates = torch.unravel_index(element_indices.to(live.device), live.shape)
+        scale_factors = scale[
+            tuple(dim_indices // block for dim_indices, block in zip(coordinates, scale_blocks, strict=True))
+        ].float()
+        live_values = _bits(live)[coordinates].view(live.dtype).float() * scale_factors
+        expected_values = row.to(live.device).float()
+        return bool(
+            (
+                (live_values - expected_values).abs()
+                <= expected_values.abs() * _RELATIVE_ROUNDING + scale_factors * _LEAST_NUMBER
+            ).all()
+        )
 
     @property
     def _method(self) -> Any:

@@ -36,8 +36,10 @@ class AdapterSlots:
         self._modules = dict(_modules_with_slots(model))
         if not self._modules:
             raise MegarlError(f"{type(model).__name__}: vLLM has made no slots for LoRA adapters. Please report this.")
-        packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        self._parts = {name: _hugging_face_modules(name, module, packed) for name, module in self._modules.items()}
+        packed_names: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self._parts = {
+            name: _hugging_face_modules(name, module, packed_names) for name, module in self._modules.items()
+        }
         self.tensors: dict[str, Tensor] = {}
         """The slots by name, A [slot rank, in features of this rank] and B [out features of this rank, slot rank]."""
         self._stacked: list[Tensor] = []
@@ -49,8 +51,8 @@ class AdapterSlots:
             for letter, stacked in slots.items():
                 for index, slot in enumerate(stacked):
                     if slot.shape[:2] != (1 + num_further, 1):
-                        problem = f"vLLM has slots for {slot.shape[0]} adapters, not for {1 + num_further}"
-                        raise MegarlError(f"{name}: {problem}. Please report this.")
+                        problem_text = f"vLLM has slots for {slot.shape[0]} adapters, not for {1 + num_further}"
+                        raise MegarlError(f"{name}: {problem_text}. Please report this.")
                     self.tensors[slot_name(name, letter, index)] = slot[0, 0]
                     self._stacked.append(slot)
 
