@@ -23,12 +23,12 @@ def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
     The tokens depend on the recipe's seed only.
     """
     recipe = model.recipe
-    length = min(_MAX_TOKENS, recipe.trainer.max_tokens_per_forward or recipe.trainer.max_tokens_per_microbatch)
+    num_tokens = min(_MAX_TOKENS, recipe.trainer.max_tokens_per_forward or recipe.trainer.max_tokens_per_microbatch)
     # 2 makes the canary's random stream differ from other streams with this seed.
     random = np.random.default_rng([recipe.seed, 2])
-    tokens = random.integers(0, model.shape.vocab_size, (model.parallel.rows_multiple, length))
-    mask = np.arange(length) > 0
-    return [TokenBatch.from_sequences([TrainingSequence(token_ids=row, loss_mask=mask)]) for row in tokens]
+    tokens = random.integers(0, model.shape.vocab_size, (model.parallel.rows_multiple, num_tokens))
+    is_predicted = np.arange(num_tokens) > 0
+    return [TokenBatch.from_sequences([TrainingSequence(token_ids=row, loss_mask=is_predicted)]) for row in tokens]
 
 
 def compute_canary(model: TrainingEngine) -> CanaryReport:

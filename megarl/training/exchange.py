@@ -46,24 +46,24 @@ def fetch_values(
     by_holder = np.argsort(holders, kind="stable")
     requested_runs = runs[by_holder]
     num_requested = np.bincount(holders, minlength=world_size)
-    ones = np.ones_like(num_requested)
+    one_row_each = np.ones_like(num_requested)
     # All ranks exchange the numbers of requests, then the requests, then the values.
-    num_requests_from = exchange_rows(num_requested[:, None], ones, ones)[:, 0]
+    num_requests_from = exchange_rows(num_requested[:, None], one_row_each, one_row_each)[:, 0]
     requests_from = np.split(
         exchange_rows(requested_runs, num_requested, num_requests_from), np.cumsum(num_requests_from)[:-1]
     )
-    answers = [
+    answers_by_rank = [
         [read_values(rank, *run).ravel() for run in requests.tolist()] for rank, requests in enumerate(requests_from)
     ]
-    num_sent = np.array([sum(values.size for values in rank_answers) for rank_answers in answers])
-    sizes = requested_runs[:, 2] - requested_runs[:, 1]
+    num_sent = np.array([sum(values.size for values in rank_answers) for rank_answers in answers_by_rank])
+    run_lengths = requested_runs[:, 2] - requested_runs[:, 1]
     value_shape = empty.shape[1:]
-    num_tokens = np.bincount(holders[by_holder], sizes, world_size).astype(np.int64)
-    sent = np.concatenate([empty.ravel(), *(values for rank_answers in answers for values in rank_answers)])
-    received = exchange_rows(sent, num_sent, num_tokens * int(np.prod(value_shape)))
+    num_requested_tokens = np.bincount(holders[by_holder], run_lengths, world_size).astype(np.int64)
+    sent = np.concatenate([empty.ravel(), *(values for rank_answers in answers_by_rank for values in rank_answers)])
+    received = exchange_rows(sent, num_sent, num_requested_tokens * int(np.prod(value_shape)))
     # Restore the order of the runs. Values may have no elements: a pipeline stage of dense layers has no experts.
-    pieces = np.split(received.reshape(sizes.sum(), *value_shape), np.cumsum(sizes)[:-1])
-    return np.concatenate([empty, *(pieces[place] for place in np.argsort(by_holder))])
+    values_of_runs = np.split(received.reshape(run_lengths.sum(), *value_shape), np.cumsum(run_lengths)[:-1])
+    return np.concatenate([empty, *(values_of_runs[run_index] for run_index in np.argsort(by_holder))])
 
 
 def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:

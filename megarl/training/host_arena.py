@@ -115,20 +115,20 @@ class HostArena:
         self._mappings = []
 
     def _extend(self, num_bytes: int) -> _Mapping:
-        if (available := available_bytes()) < num_bytes:
+        if (available_memory := available_bytes()) < num_bytes:
             raise ConfigError(
                 f"trainer.offload: this rank needs {num_bytes / 2**30:.1f} GiB of host memory for offloaded states and "
-                f"models that only score, but the machine has {available / 2**30:.1f} GiB left; remove states from "
-                "trainer.offload, or start fewer ranks on the machine"
+                f"models that only score, but the machine has {available_memory / 2**30:.1f} GiB left; remove states "
+                "from trainer.offload, or start fewer ranks on the machine"
             )
-        size = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped_bytes = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        mapping = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Large pages make locking faster. Some kernels have none.
         with suppress(OSError):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         # Without this advice, a fork would copy all locked pages, because the GPU may write to them.
-        mapped.madvise(mmap.MADV_DONTFORK)
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._mappings.append(_Mapping(memory, [_Chunk(part) for part in memory.split(self._chunk_bytes)]))
         return self._mappings[-1]
 

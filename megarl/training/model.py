@@ -157,11 +157,11 @@ class ModelShard:
             return None
         rows_values = [whole_row(values.T, batch.row) for values, batch in outputs]
         # One copy for all rows, so that the host waits for the device once.
-        on_host = torch.cat(rows_values).float().cpu().numpy()
-        ends = np.cumsum([len(values) for values in rows_values])
+        host_values = torch.cat(rows_values).float().cpu().numpy()
+        row_ends = np.cumsum([len(values) for values in rows_values])
         return [
             np.stack([unpack_row(token_values, batch.lengths, batch.padded) for token_values in values.T])
-            for values, (_, batch) in zip(np.split(on_host, ends[:-1]), outputs, strict=True)
+            for values, (_, batch) in zip(np.split(host_values, row_ends[:-1]), outputs, strict=True)
         ]
 
     def run_forward(self, rows: Sequence[TokenBatch], process_row: Callable[..., Any]) -> list[Any]:
@@ -225,8 +225,8 @@ class ModelShard:
         """
         batches = self._microbatches(rows)
         feeds = self.feeds if forward_only else [*self.feeds, *self.update_feeds]
-        values_of_rows = zip(*[feed.fetch(rows, batches) for feed in feeds], strict=True)
-        fed_rows = list(zip(batches, values_of_rows if feeds else [()] * len(rows), strict=True))
+        feed_values_by_row = zip(*[feed.fetch(rows, batches) for feed in feeds], strict=True)
+        rows_with_values = list(zip(batches, feed_values_by_row if feeds else [()] * len(rows), strict=True))
 
         def forward_step(
             iterator: Iterator[tuple[Microbatch, Sequence[Any]]], chunk: torch.nn.Module
@@ -253,7 +253,7 @@ class ModelShard:
         return self._stage_arguments(batches, forward_only=forward_only) | {
             "forward_step_func": forward_step,
             # An interleaved schedule (vpp) reads one iterator per chunk.
-            "data_iterator": [iter(fed_rows) for _ in self.models],
+            "data_iterator": [iter(rows_with_values) for _ in self.models],
             "model": list(self.models),
             "num_microbatches": len(rows),
             "seq_length": self.recipe.trainer.max_tokens_per_microbatch,

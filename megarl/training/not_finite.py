@@ -36,17 +36,17 @@ def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Ca
     weights, buffers and optimizer stay. Dropout draws new masks.
     """
     trace = ModuleTrace(model.chunks, _flag_not_finite)
-    buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
+    saved_buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
     with _skip_reduction(model):
         with trace.recording(), torch.enable_grad():
-            losses = read(get_forward_backward_func()(**model.schedule_arguments(rows, objective)))
+            row_metrics = read(get_forward_backward_func()(**model.schedule_arguments(rows, objective)))
         model.release_feeds()
-        numbers = [losses_of(row) for row in losses]
-        first = next(_list_candidates(model, rows, trace, numbers), None)
+        losses_by_row = [losses_of(row) for row in row_metrics]
+        first_candidate = next(_list_candidates(model, rows, trace, losses_by_row), None)
     # Routers count tokens per expert in buffers. The second pass must not count.
-    for buffer, values in buffers.items():
+    for buffer, values in saved_buffers.items():
         buffer.copy_(values)
-    return _find_first_of_all(first, model.device)
+    return _find_first_of_all(first_candidate, model.device)
 
 
 @contextmanager
@@ -79,20 +79,24 @@ def _list_candidates(
 ) -> Iterator[tuple[str, Place, str]]:
     """Yield this rank's tensors that are not finite, in search order: kind, place and name."""
     chunks = list(zip(chunk_numbers(len(model.chunks)), model.chunks, strict=True))
-    for number, chunk in chunks:
+    for chunk_number, chunk in chunks:
         weights = dict(chunk.named_parameters())
-        yield from _find_faults("weight", number, weights, model_names(chunk))
+        yield from _find_faults("weight", chunk_number, weights, model_names(chunk))
     yield from (("output", output.place, output.name) for output in trace.outputs() if output.number)
-    for row, numbers in enumerate(losses):
-        if not np.isfinite(numbers).all():
-            faulty = ", ".join(_find_faulty_arrays(rows[row].per_token, rows[row].loss_mask))
-            yield "loss", Place(row, 0, 0), f"of microbatch {row}" + (f", from the batch's {faulty}" if faulty else "")
-    for number, chunk in reversed(chunks):
+    for row, row_losses in enumerate(losses):
+        if not np.isfinite(row_losses).all():
+            faulty_arrays = ", ".join(_find_faulty_arrays(rows[row].per_token, rows[row].loss_mask))
+            yield (
+                "loss",
+                Place(row, 0, 0),
+                f"of microbatch {row}" + (f", from the batch's {faulty_arrays}" if faulty_arrays else ""),
+            )
+    for chunk_number, chunk in reversed(chunks):
         trained: dict[str, Any] = {
             name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
         }
         gradients = {name: parameter.main_grad for name, parameter in trained.items()}
-        faults = list(_find_faults("gradient", number, gradients, model_names(chunk)))
+        faults = list(_find_faults("gradient", chunk_number, gradients, model_names(chunk)))
         # Gradients are searched from the last layer to the first, so their places are negative.
         yield from ((kind, Place(0, -place.chunk, -place.call), name) for kind, place, name in reversed(faults))
 
@@ -117,20 +121,21 @@ def _find_faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -
 
 def _find_first_of_all(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
     """Return the first of all ranks' findings, and the ranks with the same finding. A collective."""
-    # A row of numbers per rank: kind (0: nothing found), place, and the name's bytes.
-    table = torch.zeros((dist.get_world_size(), 4 + _NAME_BYTES), dtype=torch.int64)
+    # An all-reduce of zeros and one rank's numbers is a gather.
+    # Numbers of each rank: kind (0: nothing found), place, and the name's bytes.
+    numbers_by_rank = torch.zeros((dist.get_world_size(), 4 + _NAME_BYTES), dtype=torch.int64)
     if finding is not None:
         kind, place, name = finding
-        text = name.encode()[:_NAME_BYTES]
-        row = [_KINDS.index(kind) + 1, *place, *text]
-        table[dist.get_rank(), : len(row)] = torch.tensor(row)
-    table = table.to(device)
-    dist.all_reduce(table)
-    findings = {rank: row for rank, row in enumerate(table.tolist()) if row[0]}
+        name_bytes = name.encode()[:_NAME_BYTES]
+        numbers = [_KINDS.index(kind) + 1, *place, *name_bytes]
+        numbers_by_rank[dist.get_rank(), : len(numbers)] = torch.tensor(numbers)
+    numbers_by_rank = numbers_by_rank.to(device)
+    dist.all_reduce(numbers_by_rank)
+    findings = {rank: numbers for rank, numbers in enumerate(numbers_by_rank.tolist()) if numbers[0]}
     if not findings:
         return NotFinite("none", "", None, ())
-    first = min(findings.values(), key=lambda row: row[:4])
-    name = bytes(byte for byte in first[4:] if byte).decode(errors="replace")
+    first_finding = min(findings.values(), key=lambda numbers: numbers[:4])
+    name = bytes(byte for byte in first_finding[4:] if byte).decode(errors="replace")
     layer = re.search(r"\blayers\.(\d+)\b", name)
-    ranks = tuple(rank for rank, row in findings.items() if row == first)
-    return NotFinite(_KINDS[first[0] - 1], name, int(layer[1]) if layer else None, ranks)
+    ranks = tuple(rank for rank, numbers in findings.items() if numbers == first_finding)
+    return NotFinite(_KINDS[first_finding[0] - 1], name, int(layer[1]) if layer else None, ranks)

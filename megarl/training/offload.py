@@ -33,7 +33,7 @@ class Offloadable:
         storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
         self._released = [(storage, storage.nbytes()) for storage in storages.values()]
         if self._arena is not None:
-            self._copies = self._copies_for([size for _, size in self._released], self._arena)
+            self._copies = self._reuse_copies([size for _, size in self._released], self._arena)
             for (storage, _), copy in zip(self._released, self._copies, strict=False):
                 self._arena.wait_for(copy)
                 copy.memory.copy_(_bytes(storage), non_blocking=True)
@@ -51,19 +51,19 @@ class Offloadable:
                 _bytes(storage).zero_()
         self._released = []
 
-    def _copies_for(self, sizes: Sequence[int], arena: HostArena) -> list[HostCopy]:
+    def _reuse_copies(self, sizes: Sequence[int], arena: HostArena) -> list[HostCopy]:
         """Return memory for copies of these sizes in bytes, then unused memory.
 
         Memory of earlier releases is used again, because page-locking is slow. A loaded checkpoint replaces tensors by
         others of the same sizes.
         """
-        free: dict[int, list[HostCopy]] = {}
+        free_copies: dict[int, list[HostCopy]] = {}
         for copy in reversed(self._copies):
-            free.setdefault(copy.memory.nbytes, []).append(copy)
-        reused = [free[size].pop() if free.get(size) else None for size in sizes]
-        added = iter(arena.take([size for size, copy in zip(sizes, reused, strict=True) if copy is None]))
-        unused = [copy for copies in free.values() for copy in copies]
-        return [next(added) if copy is None else copy for copy in reused] + unused
+            free_copies.setdefault(copy.memory.nbytes, []).append(copy)
+        reused_copies = [free_copies[size].pop() if free_copies.get(size) else None for size in sizes]
+        new_copies = iter(arena.take([size for size, copy in zip(sizes, reused_copies, strict=True) if copy is None]))
+        unused_copies = [copy for copies in free_copies.values() for copy in copies]
+        return [next(new_copies) if copy is None else copy for copy in reused_copies] + unused_copies
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -129,15 +129,15 @@ def build_schedule(
     update.
     """
     # One more than the number of updates. Otherwise the last update would have the minimum learning rate, often zero.
-    last = max(num_updates, 0) + 1
+    num_decay_steps = max(num_updates, 0) + 1
     is_wsd = config.schedule == "wsd"
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.learning_rate,
         min_lr=config.min_learning_rate,
-        lr_warmup_steps=config.warmup_updates(last - 1),
-        lr_decay_steps=last,
+        lr_warmup_steps=config.warmup_updates(num_decay_steps - 1),
+        lr_decay_steps=num_decay_steps,
         lr_decay_style="WSD" if is_wsd else config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

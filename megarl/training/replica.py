@@ -24,13 +24,13 @@ class Replica:
     def __init__(self, parallel: ParallelConfig) -> None:
         rank = dist.get_rank()
         self._group: dist.ProcessGroup | None = None
-        for replica in range(parallel.dp):
-            ranks = parallel.replica_ranks(replica)
-            if len(ranks) == 1:
+        for replica_number in range(parallel.dp):
+            replica_ranks = parallel.replica_ranks(replica_number)
+            if len(replica_ranks) == 1:
                 continue
             # torch requires all ranks for the creation of any group.
-            group = dist.new_group(sorted(ranks), backend=HOST_ONLY, group_desc="rows of a replica")
-            if rank in ranks:
+            group = dist.new_group(sorted(replica_ranks), backend=HOST_ONLY, group_desc="rows of a replica")
+            if rank in replica_ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 self._group = group
         self._ranks = parallel.replica_ranks(parallel.coordinates(rank).dp)

@@ -35,10 +35,10 @@ def role_of_policy(recipe: Recipe) -> Role:
     """Return the role of the policy, or of the model trained by SFT, preference or reward-model training."""
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.is_on_policy:
-        updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
-        gap = recipe.logprob_gap_limit
+        num_updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
+        mismatch_limit = recipe.logprob_gap_limit
         objective = policy_objective(algorithm) if recipe.has_advantages else divergence_objective
-        return Role(objective, recipe.optimizer, updates, algorithm.skip_ratio, gap)
+        return Role(objective, recipe.optimizer, num_updates, algorithm.skip_ratio, mismatch_limit)
     objective = {
         "sft": lambda: supervised_loss,
         "preference": lambda: preference_objective(recipe.preference),

@@ -233,21 +233,26 @@ def count_by_expert(
     sharing the experts, from host to host.
     """
     num_rows, num_layers = len(routes), routes[0].shape[1]
-    sent = torch.empty(num_rows, num_layers, num_experts, dtype=torch.int64)
-    first_of_layer = torch.arange(num_layers)[:, None] * num_experts
-    for row, counts in zip(routes, sent, strict=True):
-        flat_experts = (row + first_of_layer).ravel()
+    sent_counts = torch.empty(num_rows, num_layers, num_experts, dtype=torch.int64)
+    first_expert_of_layer = torch.arange(num_layers)[:, None] * num_experts
+    for row, counts in zip(routes, sent_counts, strict=True):
+        flat_experts = (row + first_expert_of_layer).ravel()
         counts.copy_(torch.bincount(flat_experts, minlength=num_layers * num_experts).view_as(counts))
     # Megatron orders these ranks by ep, then etp. Ranks that split experts own the same experts. So the counts have the
     # axes [rows, layers, ep, etp, experts of a rank].
-    size = group.size()
-    by_owner = sent.view(num_rows, num_layers, ep, 1, num_experts // ep).expand(-1, -1, -1, size // ep, -1)
-    outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous()
-    received = torch.empty_like(outgoing)
+    group_size = group.size()
+    counts_by_owner = sent_counts.view(num_rows, num_layers, ep, 1, num_experts // ep).expand(
+        -1, -1, -1, group_size // ep, -1
+    )
+    counts_for_ranks = counts_by_owner.permute(2, 3, 0, 1, 4).contiguous()
+    received_counts = torch.empty_like(counts_for_ranks)
     # gloo sends these host tensors. NCCL would connect every pair of these ranks, at up to 0.4 GiB of GPU memory each.
     # A pipeline stage may have no layer with experts.
     if num_layers:
-        dist.all_to_all_single(received, outgoing, group=group)
-    by_row = received.view(size, num_rows, num_layers, num_experts // ep)
-    by_row = by_row.permute(1, 2, 0, 3).contiguous()
-    return [[ExpertCounts(*layer) for layer in zip(*row, strict=True)] for row in zip(sent, by_row, strict=True)]
+        dist.all_to_all_single(received_counts, counts_for_ranks, group=group)
+    counts_by_row = received_counts.view(group_size, num_rows, num_layers, num_experts // ep)
+    counts_by_row = counts_by_row.permute(1, 2, 0, 3).contiguous()
+    return [
+        [ExpertCounts(*layer) for layer in zip(*row, strict=True)]
+        for row in zip(sent_counts, counts_by_row, strict=True)
+    ]

@@ -366,24 +366,26 @@ class TrainingEngine(ModelShard):
         num_tokens = sum(tokens.number for tokens in select(rows, TOKENS))
         # Without a trained token, weight decay and momentum would still move the weights.
         losses_are_finite = bool(np.isfinite(losses).all())
-        finite, has_tokens = self._reduce_flags(losses_are_finite, num_tokens > 0, self._finite_flags_outside_norm())
+        is_finite_on_all_ranks, has_tokens = self._reduce_flags(
+            losses_are_finite, num_tokens > 0, self._finite_flags_outside_norm()
+        )
         is_mismatch_exceeded = self._is_mean_above(self.role.max_logprob_gap, rows, MISMATCH)
-        is_too_far = self._is_mean_above(self.role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
+        exceeds_policy_limit = self._is_mean_above(self.role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
         is_spike = self._is_sum_above(limits.loss, rows, LOSS)
-        grad_norm, applied = step_if_finite(
+        grad_norm, is_applied = step_if_finite(
             self.optimizer,
-            is_allowed=has_tokens and finite and not is_too_far and not is_spike,
+            is_allowed=has_tokens and is_finite_on_all_ranks and not exceeds_policy_limit and not is_spike,
             max_norm=limits.grad_norm,
         )
-        is_finite = not has_tokens or (finite and math.isfinite(grad_norm))
+        is_finite = not has_tokens or (is_finite_on_all_ranks and math.isfinite(grad_norm))
         # The norm is equal on all ranks, and so is this decision.
         is_spike |= limits.grad_norm is not None and grad_norm > limits.grad_norm
         is_spike &= is_finite and has_tokens
         # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
-        is_dropped = not has_tokens or (finite and is_too_far) or is_spike
-        self.skipped_in_a_row = 0 if applied or is_dropped else self.skipped_in_a_row + 1
+        is_skipped_by_limit = not has_tokens or (is_finite_on_all_ranks and exceeds_policy_limit) or is_spike
+        self.skipped_in_a_row = 0 if is_applied or is_skipped_by_limit else self.skipped_in_a_row + 1
         outcome = UpdateOutcome(
-            applied=applied,
+            applied=is_applied,
             grad_norm=grad_norm,
             learning_rate=float(learning_rate),
             is_empty=not has_tokens,
@@ -393,13 +395,13 @@ class TrainingEngine(ModelShard):
         )
         if not self.reports:
             return Update(outcome, {})
-        measured = replace(
+        measured_outcome = replace(
             outcome,
             loss=merge_measured(loss for loss in select(rows, LOSS) if isinstance(loss, Sum)),
             mismatch=merge_measured(mismatch for mismatch in select(rows, MISMATCH) if isinstance(mismatch, Mean)),
             kl=merge_measured(kl for kl in select(rows, KL) if isinstance(kl, Mean)),
         )
-        return Update(measured, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
+        return Update(measured_outcome, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
 
     def _finite_flags_outside_norm(self) -> list[Tensor]:
         """Return bool [] for each gradient on this rank that Megatron leaves out of the norm: whether it is finite.

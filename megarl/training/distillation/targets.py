@@ -71,13 +71,13 @@ class TargetPositions:
 
         Returns these positions, and the index of each in `local`.
         """
-        position_at = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
-        position_at[self.place] = np.arange(len(self.place))
-        local_positions = position_at[local]
-        is_target = local_positions >= 0
-        local_positions = local_positions[is_target]
+        index_of_place = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
+        index_of_place[self.place] = np.arange(len(self.place))
+        local_indices = index_of_place[local]
+        is_target = local_indices >= 0
+        local_indices = local_indices[is_target]
         return TargetPositions(
-            self.place[local_positions], self.sequence[local_positions], self.ordinal[local_positions]
+            self.place[local_indices], self.sequence[local_indices], self.ordinal[local_indices]
         ), is_target.nonzero()[0]
 
 
@@ -119,22 +119,23 @@ class TargetFetcher(RowFeed):
             for number in numbers
         }
         all_targets: list[list[TeacherTargets]] = [[] for _ in rows]
+        # For each teacher: ask the ranks that store the targets, and split the answers by row.
         for teacher, width in enumerate(self._widths):
             local_positions = [_local_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
-            runs = (
+            runs_by_row = (
                 [_trained_runs(row, positions) for row, (positions, _) in zip(rows, local_positions, strict=True)]
                 if is_fetching
                 else []
             )
-            requested_runs = np.concatenate([np.zeros((0, 3), np.int64), *runs])
+            requested_runs = np.concatenate([np.zeros((0, 3), np.int64), *runs_by_row])
             run_holders = np.array([holders[number] for number in requested_runs[:, 0].tolist()], np.int64)
             run_targets = fetch_values(requested_runs, run_holders, self._stored_for, np.zeros((0, width), np.uint8))
-            targets_by_row = iter(np.split(run_targets, _row_boundaries(runs)))
+            targets_by_row = iter(np.split(run_targets, _row_boundaries(runs_by_row)))
             for row_targets, (_, indices) in zip(all_targets, local_positions, strict=True):
                 contents = next(targets_by_row) if is_fetching else np.empty((len(indices), width), np.uint8)
-                places = torch.from_numpy(indices)
+                target_places = torch.from_numpy(indices)
                 row_targets.append(
-                    TeacherTargets(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None)
+                    TeacherTargets(target_places, torch.from_numpy(contents), self._num_local_tokens[teacher], None)
                 )
         self._stored.clear()
         # Heads are on the device during an update only; they are as large as the policy's own head.

@@ -87,27 +87,33 @@ class MatrixExchange:
 def _make_rounds(
     layouts: Sequence[Layout], shapes: Mapping[str, tuple[int, int]], owners: Mapping[str, int], rank: int
 ) -> Iterator[_Round]:
-    pieces: dict[str, list[list[Piece]]] = {}
+    pieces_by_name: dict[str, list[list[Piece]]] = {}
     for rank_index, layout in enumerate(layouts):
         for piece in layout:
-            pieces.setdefault(piece.box.name, [[] for _ in layouts])[rank_index].append(piece)
+            pieces_by_name.setdefault(piece.box.name, [[] for _ in layouts])[rank_index].append(piece)
     for names_of_owner in plan_rounds(owners, shapes):
         names = [name for owned_names in names_of_owner.values() for name in owned_names]
-        parts = [
-            tuple(piece for name in names for piece in pieces[name][rank_index]) for rank_index in range(len(layouts))
+        part_layouts = [
+            tuple(piece for name in names for piece in pieces_by_name[name][rank_index])
+            for rank_index in range(len(layouts))
         ]
         whole_layouts: list[Layout] = [()] * len(layouts)
+        # The owner of a matrix stores its matrices one after another in a flat buffer.
         matrices: tuple[tuple[int, tuple[int, ...]], ...] = ()
         for owner, owned_names in names_of_owner.items():
-            firsts = list(accumulate((prod(shapes[name]) for name in owned_names[:-1]), initial=0))
+            first_elements = list(accumulate((prod(shapes[name]) for name in owned_names[:-1]), initial=0))
             whole_layouts[owner] = tuple(
-                dense_piece(name, shapes[name], _WHOLE, first) for name, first in zip(owned_names, firsts, strict=True)
+                dense_piece(name, shapes[name], _WHOLE, first_element)
+                for name, first_element in zip(owned_names, first_elements, strict=True)
             )
             if owner == rank:
-                matrices = tuple((first, shapes[name]) for name, first in zip(owned_names, firsts, strict=True))
+                matrices = tuple(
+                    (first_element, shapes[name])
+                    for name, first_element in zip(owned_names, first_elements, strict=True)
+                )
         # Equal layouts give equal plans on all ranks, so no plan is sent.
         gather, scatter = (
             make_plan(sources, destinations, itemsize=_DTYPE.itemsize, bucket_bytes=BUCKET_BYTES).for_rank(rank)
-            for sources, destinations in ((parts, whole_layouts), (whole_layouts, parts))
+            for sources, destinations in ((part_layouts, whole_layouts), (whole_layouts, part_layouts))
         )
         yield _Round(gather, scatter, matrices)

@@ -113,8 +113,12 @@ def read(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
     if not unread:
         return rows_metrics
     # float64 holds counts of tokens exactly.
-    numbers = torch.stack([number.double() for *_, metric in unread for number in (metric.number, metric.count)])
-    for (row_metrics, name, metric), (number, count) in zip(unread, numbers.view(-1, 2).tolist(), strict=True):
+    numbers_and_counts = torch.stack(
+        [number.double() for *_, metric in unread for number in (metric.number, metric.count)]
+    )
+    for (row_metrics, name, metric), (number, count) in zip(
+        unread, numbers_and_counts.view(-1, 2).tolist(), strict=True
+    ):
         if count or not metric.needs_tokens:
             row_metrics[name] = Mean(number, count) if metric.kind is Mean else metric.kind(number)
     return rows_metrics

@@ -35,10 +35,10 @@ def pack_row(
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
     assert row.host_local is not None
-    local = row.host_local
+    local_positions = row.host_local
     places, predicted = places_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
 
-    select_row_part = partial(select_local, padded=padded, local=local, device=device)
+    select_row_part = partial(select_local, padded=padded, local=local_positions, device=device)
 
     def select_predictions(values: np.ndarray) -> Tensor:
         """Return values [tokens] of predicted tokens, stored one position earlier, for this rank."""
@@ -47,9 +47,9 @@ def pack_row(
     support = None
     if batch.retained_sets is not None:
         # For each position: the index of its predicted token, or -1 if it predicts none.
-        token = np.full(padded.sum(), -1, np.int64)
-        token[places[predicted] - 1] = np.flatnonzero(predicted)
-        support = support_on(device, select_retained(batch.retained_sets, token[local]))
+        predicted_token = np.full(padded.sum(), -1, np.int64)
+        predicted_token[places[predicted] - 1] = np.flatnonzero(predicted)
+        support = support_on(device, select_retained(batch.retained_sets, predicted_token[local_positions]))
     return Microbatch(
         lengths=lengths,
         padded=padded,
@@ -60,7 +60,7 @@ def pack_row(
         mask=select_predictions(batch.loss_mask),
         per_token={name: select_predictions(values) for name, values in batch.per_token.items()},
         support=support,
-        temperature=_temperature(batch.temperatures, padded, local, device),
+        temperature=_temperature(batch.temperatures, padded, local_positions, device),
     )
 
 

@@ -176,22 +176,23 @@ def plan_save(folder: Path, models: Mapping[str, Model], layout: str, **driver: 
     DiskFullError.
     """
     faults.reach("save_plan")
-    moved = changed_models(models)
-    state = sharded_states(models_to_save(models, moved), is_loading=False)
-    state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
+    changed_names = changed_models(models)
+    state = sharded_states(models_to_save(models, changed_names), is_loading=False)
+    state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": changed_names}
     # Megatron-Core 0.16.1 uses the queue of a `multiprocessing.Manager`, a process of its own. A thread needs only a
     # simple queue.
     filesystem_async._results_queue = queue.SimpleQueue()
-    replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
+    replica_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # Each rank writes one file with its share of the weights that its replicas also have.
+    rank_strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    strategy = FullyParallelSaveStrategyWrapper(rank_strategy, replica_group)
     # Megatron-Core 0.19 needs the package nvidia-resiliency-ext unless its own writer is chosen. 0.16.1 has no other.
     has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-    own_writer: dict[str, Any] = {"async_strategy": "mcore"} if has_choice else {}
+    writer_setting: dict[str, Any] = {"async_strategy": "mcore"} if has_choice else {}
     try:
         with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 already writes the state common to all ranks.
             request = dist_checkpointing.save(
-                state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT), **own_writer
+                state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT), **writer_setting
             )
     finally:
         filesystem_async._results_queue = None
@@ -231,11 +232,11 @@ def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
 
     `layout` says in words how ranks divide the state.
     """
-    moved = changed_models(models)
+    changed_names = changed_models(models)
     trained = {name: model for name, model in models.items() if isinstance(model, TrainingEngine)}
     return {
         "layout": layout,
-        "moved": moved,
+        "moved": changed_names,
         "random": _random_states().data,
         "steps": {
             name: max(
@@ -400,18 +401,20 @@ def _allocate_moments(optimizer: Any) -> None:
 
 def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[str, Any]) -> None:
     """Restore moments, master weights and step count. Learning rates and weight decay stay the recipe's."""
-    inner = optimizer.optimizer
+    inner_optimizer = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         step = saved["optimizer"]["param_groups"][0]["step"]
         # Megatron-Core 0.16.1 looks up every entry of the state in the checkpoint, but the checkpoint has no `step`
         # (KeyError).
-        for state in inner.state.values():
+        for state in inner_optimizer.state.values():
             state.pop("step", None)
         copy_to_optimizer(optimizer, saved["param_state"], chunks)
         set_optimizer_step(optimizer, int(step))
         return
     # `load_state_dict` replaces the groups' settings by the saved ones. Put the recipe's settings back.
-    current = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+    recipe_settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in inner_optimizer.param_groups
+    ]
     if _is_torch(optimizer):
         inner_state = saved.get("optimizer", saved)["state"]
         # Megatron-Core 0.16.1 saves no step count of 0, but torch's Adam looks it up in each parameter's state.
@@ -419,7 +422,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
             for state in inner_state.values():
                 state.setdefault("step", torch.zeros(()))
     optimizer.load_state_dict(saved)
-    for group, settings in zip(inner.param_groups, current, strict=True):
+    for group, settings in zip(inner_optimizer.param_groups, recipe_settings, strict=True):
         group.update(settings)
 
 

@@ -177,16 +177,17 @@ class StateCopier:
         """
         checksums = torch.tensor([_checksum(own_copy.files[dtype]) for dtype in sorted(own_copy.files)])
         partner_checksums = [torch.zeros(len(copy.files), dtype=torch.int64) for copy in partner_copies]
-        works: list[dist.Work | None] = []
+        transfers: list[dist.Work | None] = []
         if self._group is not None:
             for message in (checksums, *_messages(own_copy.files)):
-                works.append(dist.isend(message, self._partners[self._rank], group=self._group))
+                transfers.append(dist.isend(message, self._partners[self._rank], group=self._group))
             for copy_checksums, copy in zip(partner_checksums, partner_copies, strict=True):
                 for message in (copy_checksums, *_messages(copy.files)):
-                    works.append(dist.irecv(message, copy.origin, group=self._group))
-        for work in works:
-            assert work is not None
-            work.wait()
+                    transfers.append(dist.irecv(message, copy.origin, group=self._group))
+        for transfer in transfers:
+            assert transfer is not None
+            transfer.wait()
+        # Check the received files. Describe all files for the agent that opens them.
         fields: dict[str, FileFields] = {}
         self._descriptions = []
         for copy, copy_checksums in zip((own_copy, *partner_copies), (checksums, *partner_checksums), strict=True):
@@ -211,25 +212,36 @@ def restore(
     """
     origins_of_ranks = signed.gather([copy.origin for copy in step_copies])
     # Each copy is described once: the descriptions of a thousand ranks are long.
-    first_ranks = {origin: rank for rank, origins in reversed(list(enumerate(origins_of_ranks))) for origin in origins}
-    own_descriptions = {
-        copy.origin: (copy.common, copy.layouts) for copy in step_copies if first_ranks[copy.origin] == dist.get_rank()
+    describing_ranks = {
+        origin: rank for rank, origins in reversed(list(enumerate(origins_of_ranks))) for origin in origins
     }
-    described: dict[int, tuple[Mapping[str, Any], Layouts]] = {}
-    for descriptions in signed.gather(own_descriptions):
-        described |= descriptions
-    common_by_origin = {origin: common for origin, (common, _) in described.items()}
+    descriptions_here = {
+        copy.origin: (copy.common, copy.layouts)
+        for copy in step_copies
+        if describing_ranks[copy.origin] == dist.get_rank()
+    }
+    description_of_origin: dict[int, tuple[Mapping[str, Any], Layouts]] = {}
+    for descriptions in signed.gather(descriptions_here):
+        description_of_origin |= descriptions
+    common_by_origin = {origin: common for origin, (common, _) in description_of_origin.items()}
     sources = [
-        {(dtype, origin): pieces for origin in origins for dtype, pieces in described[origin][1].items() if pieces}
+        {
+            (dtype, origin): pieces
+            for origin in origins
+            for dtype, pieces in description_of_origin[origin][1].items()
+            if pieces
+        }
         for origins in origins_of_ranks
     ]
     # Enter this context before listing the tensors, because it selects the frozen models of the state.
-    with restore_common_state(models, common_by_origin, layout) as saved:
-        parts = list(state_parts(saved))
+    with restore_common_state(models, common_by_origin, layout) as saved_models:
+        parts = list(state_parts(saved_models))
         destinations = signed.gather(_live_layouts(parts))
         dtypes = sorted({dtype for layouts in destinations for dtype in layouts})
-        received = sum(_restore_dtype(dtype, sources, destinations, step_copies, parts, topology) for dtype in dtypes)
-    return common_by_origin[min(common_by_origin)]["driver"], received
+        received_bytes = sum(
+            _restore_dtype(dtype, sources, destinations, step_copies, parts, topology) for dtype in dtypes
+        )
+    return common_by_origin[min(common_by_origin)]["driver"], received_bytes
 
 
 def _restore_dtype(
@@ -244,21 +256,24 @@ def _restore_dtype(
 
     Returns the bytes received from other ranks.
     """
-    element = getattr(torch, dtype)
+    element_dtype = getattr(torch, dtype)
     plan = make_plan(
-        [tuple(p for (kind, _), pieces in layouts.items() if kind == dtype for p in pieces) for layouts in sources],
+        [
+            tuple(piece for (dtype_name, _), pieces in layouts.items() if dtype_name == dtype for piece in pieces)
+            for layouts in sources
+        ],
         [layouts.get(dtype, ()) for layouts in destinations],
-        itemsize=element.itemsize,
+        itemsize=element_dtype.itemsize,
         bucket_bytes=_BUCKET_BYTES,
         topology=topology,
     )
-    blocks = {
-        _copy_storage(copy.origin): copy.files[dtype].tensor.view(element)
+    copied_tensors = {
+        _copy_storage(copy.origin): copy.files[dtype].tensor.view(element_dtype)
         for copy in step_copies
         if dtype in copy.files
     }
-    live = {_live_storage(part): part.values for part in parts if _dtype(part) == dtype}
-    report = Transport(plan.for_rank(dist.get_rank()), blocks, live, dtype=element).reshard()
+    live_tensors = {_live_storage(part): part.values for part in parts if _dtype(part) == dtype}
+    report = Transport(plan.for_rank(dist.get_rank()), copied_tensors, live_tensors, dtype=element_dtype).reshard()
     return report.num_bytes["received"]
 
 
@@ -270,19 +285,19 @@ def _copy_parts(
     Files of `spare` with the right size are overwritten.
     """
     storage, is_on_gpu = _copy_storage(dist.get_rank()), device.current().type == "cuda"
-    placed: dict[str, list[tuple[StatePart, int]]] = {}
+    offsets_by_dtype: dict[str, list[tuple[StatePart, int]]] = {}
     layouts: dict[str, Layout] = {}
     for dtype in sorted({_dtype(part) for part in parts}):
         parts_of_dtype = [part for part in parts if _dtype(part) == dtype]
-        ends = list(accumulate((part.values.numel() for part in parts_of_dtype), initial=0))
-        placed[dtype] = list(zip(parts_of_dtype, ends[:-1], strict=True))
-        layouts[dtype] = tuple(_piece(part, storage, offset) for part, offset in placed[dtype])
+        part_ends = list(accumulate((part.values.numel() for part in parts_of_dtype), initial=0))
+        offsets_by_dtype[dtype] = list(zip(parts_of_dtype, part_ends[:-1], strict=True))
+        layouts[dtype] = tuple(_piece(part, storage, offset) for part, offset in offsets_by_dtype[dtype])
     files = _files_for(layouts, spare)
     for dtype, file in files.items():
-        flat = file.tensor.view(getattr(torch, dtype))
-        for part, offset in placed[dtype]:
+        flat_values = file.tensor.view(getattr(torch, dtype))
+        for part, offset in offsets_by_dtype[dtype]:
             values = part.values.reshape(-1)
-            flat[offset : offset + values.numel()].copy_(values, non_blocking=is_on_gpu)
+            flat_values[offset : offset + values.numel()].copy_(values, non_blocking=is_on_gpu)
     if is_on_gpu:
         torch.cuda.synchronize()
     return layouts, files

@@ -45,7 +45,7 @@ def sharded_optimizer_state(
                 # Megatron-Core 0.16.1 does the same in its own `sharded_state_dict`.
                 leaf.load_state_dict(leaf.state_dict())
             state = without_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
-            states[index] = {**state, "param_state": _optimizer_boxes(leaf, chunks)}
+            states[index] = {**state, "param_state": _make_optimizer_boxes(leaf, chunks)}
         else:
             states[index] = leaf.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     return states[0] if len(leaves) == 1 else states
@@ -53,37 +53,39 @@ def sharded_optimizer_state(
 
 def copy_to_optimizer(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
     """Copy the loaded values into the optimizer's tensors. The loader may have read them into other memory."""
-    live_boxes = _optimizer_boxes(optimizer, chunks)
+    live_boxes = _make_optimizer_boxes(optimizer, chunks)
     for place, boxes in live_boxes.items():
         for name, box in boxes.items():
             assert box.data is not None
             box.data.copy_(loaded[place][name].view_as(box.data))
 
 
-def _optimizer_boxes(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dict[int, dict[str, ShardedTensor]]:
+def _make_optimizer_boxes(
+    optimizer: DistributedOptimizer, chunks: Mapping[str, Any]
+) -> dict[int, dict[str, ShardedTensor]]:
     """Return the boxes of each parameter that this rank stores, by the parameter's index on this rank."""
     sharded: dict[str, Any] = dict(chunks)
     sharded_tensors, _ = extract_sharded_tensors_and_factories(sharded)
     descriptions = {id(description.data): description for description in nested_values(sharded_tensors)}
-    boxes = {}
-    ranges: Any = optimizer.gbuf_ranges
-    parts = [part for buffers in ranges for buckets in buffers.values() for bucket in buckets
+    boxes_by_parameter = {}
+    buffer_ranges: Any = optimizer.gbuf_ranges
+    parts = [part for buffers in buffer_ranges for buckets in buffers.values() for bucket in buckets
              for part in bucket["param_map"].items()]  # fmt: skip
     for parameter_index, (parameter, range_map) in enumerate(parts):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         start, stop = range_map["param"].start, range_map["param"].end
-        boxes[parameter_index] = {
+        boxes_by_parameter[parameter_index] = {
             f"{name}.{number}": box
             for name in _TENSORS
             if name in tensors
             for number, box in enumerate(
-                _boxes_of_range(parameter, descriptions[id(parameter)], name, tensors[name], start, stop)
+                _list_boxes_of_range(parameter, descriptions[id(parameter)], name, tensors[name], start, stop)
             )
         }
-    return boxes
+    return boxes_by_parameter
 
 
-def _boxes_of_range(
+def _list_boxes_of_range(
     parameter: Tensor, description: Any, name: str, values: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
     """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape].
@@ -94,20 +96,20 @@ def _boxes_of_range(
     parts = description.build() if isinstance(description, ShardedTensorFactory) else description
     for part in nested_values({"": parts}):
         assert part.data.is_contiguous() and part.data.untyped_storage()._cdata == parameter.untyped_storage()._cdata
-        first = part.data.storage_offset() - parameter.storage_offset()
-        low, high = max(start, first), min(stop, first + part.data.numel())
-        if low >= high:
+        part_start = part.data.storage_offset() - parameter.storage_offset()
+        overlap_start, overlap_stop = max(start, part_start), min(stop, part_start + part.data.numel())
+        if overlap_start >= overlap_stop:
             continue
-        num_prepended, position = part.prepend_axis_num, low - start
-        for offset, shape in flat_boxes(part.local_shape, low - first, high - first):
-            count = prod(shape)
-            box = (1,) * num_prepended + shape
+        num_prepended, value_index = part.prepend_axis_num, overlap_start - start
+        for offset, shape in flat_boxes(part.local_shape, overlap_start - part_start, overlap_stop - part_start):
+            box_numel = prod(shape)
+            box_shape = (1,) * num_prepended + shape
             offset_in_part = (0,) * num_prepended + offset
             yield ShardedTensor(
                 key=f"optimizer.state.{name}.{part.key}",
-                data=values.detach().view(-1)[position : position + count].view(box),
+                data=values.detach().view(-1)[value_index : value_index + box_numel].view(box_shape),
                 dtype=values.dtype,
-                local_shape=box,
+                local_shape=box_shape,
                 global_shape=part.global_shape,
                 global_offset=tuple(a + b for a, b in zip(part.global_offset, offset_in_part, strict=True)),
                 axis_fragmentations=None,
@@ -115,4 +117,4 @@ def _boxes_of_range(
                 replica_id=(*part.replica_id[:2], 0),
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
-            position += count
+            value_index += box_numel
