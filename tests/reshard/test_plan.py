@@ -20,7 +20,7 @@ from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
-from megarl.reshard.forecast.cost_model import count, rank_orders
+from megarl.reshard.forecast.cost_model import count, list_rank_orders
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankPlan, Transfer, make_plan
@@ -541,9 +541,9 @@ def test_absent_source_is_refused_by_name() -> None:
 def test_other_rank_orders_are_tried_for_shared_ranks_only() -> None:
     model = small_shape()
     shared = ParallelConfig(tp=2, pp=2, dp=2, rollout_tp=4)
-    orders = dict(rank_orders(model, shared))
+    orders = dict(list_rank_orders(model, shared))
     assert {(sizes.order, sizes.rank_permutation) for sizes in orders.values()} == {
         (RANK_ORDERS[1], (1, 1)),
         (RANK_ORDERS[0], (2, 2)),
     }
-    assert not dict(rank_orders(model, dataclasses.replace(shared, rollout_ranks=4)))
+    assert not dict(list_rank_orders(model, dataclasses.replace(shared, rollout_ranks=4)))

@@ -44,7 +44,7 @@ FAULTS = {
         'torch.zeros(2, len(blocks), len(targets), dtype=wide_dtype, device="cuda:0")',
         r"found at least two devices, cuda:1 and cuda:0! \(stand-in, aten::cat",
         LOGPROBS,
-        "sums = torch.stack([target_logit",
+        "sums = torch.stack(",
     ),
     "sleep before the last use": Fault(
         "reshard",

@@ -122,7 +122,7 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
     score_flops = work.score_flops(load.lengths.sequences)
     trainer = TrainerCost(work=work, gpu=gpu, constants=constants, score_flops=score_flops)
     recomputed_share = np.array([float(row["recompute"] == "full")])
-    update = trainer.update(
+    update = trainer.update_seconds(
         layouts,
         Recomputed(attention=recomputed_share, feed_forward=recomputed_share),
         tokens=load.tokens,

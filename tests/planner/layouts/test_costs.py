@@ -79,9 +79,9 @@ def test_seconds_are_those_of_the_check(
     sizes = TrainerSizes(tp=row["tp"], pp=row["pp"], cp=row["cp"], vpp=1, ep=row["ep"], etp=1, dp=dp)
     # A row's sizes are priced even where a check of recipes refuses them.
     engine = EngineSizes(row["rollout_tp"], ep=False)
-    monkeypatch.setattr(Candidates, "trainers", lambda *_: [sizes])
-    monkeypatch.setattr(Candidates, "engines", lambda *_: [engine])
-    monkeypatch.setattr(Candidates, "row_lengths", lambda *_: [row["row_tokens"]])
+    monkeypatch.setattr(Candidates, "list_trainers", lambda *_: [sizes])
+    monkeypatch.setattr(Candidates, "list_engines", lambda *_: [engine])
+    monkeypatch.setattr(Candidates, "list_row_lengths", lambda *_: [row["row_tokens"]])
     placement = Placement(ranks=row["engine_gpus"], staleness=row["staleness"])
     group = search._make_combinations(Candidates(search.recipe, search.shape, Counter()), placement)
     assert group is not None
@@ -143,7 +143,7 @@ def test_wider_tensor_parallelism_sends_more_bytes(
 ) -> None:
     search = _search(large("qwen3_14b_dapo_h200"), mean=4096, prompt_tokens=512.0)
     sizes = [TrainerSizes(tp=tp, pp=1, cp=1, vpp=1, ep=1, etp=1, dp=8 // tp) for tp in (2, 4, 8)]
-    monkeypatch.setattr(Candidates, "trainers", lambda *_: sizes)
+    monkeypatch.setattr(Candidates, "list_trainers", lambda *_: sizes)
     group = search._make_combinations(
         Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0)
     )

@@ -147,7 +147,7 @@ def test_matrices_have_one_moment() -> None:
 
 
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
-    buckets = trainer_bytes._buckets([Parameter(10, has_own_bucket=True), Parameter(200), Parameter(5)], 4)
+    buckets = trainer_bytes._make_buckets([Parameter(10, has_own_bucket=True), Parameter(200), Parameter(5)], 4)
     assert [(bucket.start, bucket.stop) for bucket in buckets] == [(0, 384), (384, 512)]
     assert buckets[0].parameters == ((0, 5), (64, 264)) and buckets[1].parameters == ((384, 394),)
 

@@ -31,12 +31,12 @@ def _engines(num: int = 1, requests: int = 64, tokens: float = 1e9) -> EngineLay
 
 
 def test_equal_completions_take_a_step_for_each_token(fixed: RolloutCost) -> None:
-    found = fixed.rollout(_engines(), EQUAL, num_samples=64, samples_per_prompt=1)
+    found = fixed.rollout_seconds(_engines(), EQUAL, num_samples=64, samples_per_prompt=1)
     assert found.seconds == pytest.approx(10.0) and found.full == 0 and found.requests == 64
 
 
 def test_waiting_requests_take_further_rounds(fixed: RolloutCost) -> None:
-    found = fixed.rollout(_engines(), EQUAL, num_samples=256, samples_per_prompt=1)
+    found = fixed.rollout_seconds(_engines(), EQUAL, num_samples=256, samples_per_prompt=1)
     # Three rounds of 64 while others wait; the fourth has begun at different times, so nearly a round is left.
     assert found.full == pytest.approx(30.0) and found.tail == pytest.approx(10.0, rel=0.05)
     assert not found.limited_by_cache
@@ -44,7 +44,7 @@ def test_waiting_requests_take_further_rounds(fixed: RolloutCost) -> None:
 
 def test_a_small_cache_limits_the_requests(fixed: RolloutCost) -> None:
     # An active request has 500 tokens on average: 16 of them fit.
-    found = fixed.rollout(_engines(tokens=8000.0), EQUAL, num_samples=64, samples_per_prompt=1)
+    found = fixed.rollout_seconds(_engines(tokens=8000.0), EQUAL, num_samples=64, samples_per_prompt=1)
     assert found.requests == pytest.approx(16) and found.limited_by_cache
     assert found.full == pytest.approx(30.0)
 
@@ -52,7 +52,7 @@ def test_a_small_cache_limits_the_requests(fixed: RolloutCost) -> None:
 def test_the_longest_completion_is_the_floor_of_a_rollout(fixed: RolloutCost) -> None:
     lengths = log_normal(mean=500, limit=4000, prompt_tokens=0.0)
     seconds = [
-        fixed.rollout(_engines(num=num), lengths, num_samples=2048, samples_per_prompt=8).seconds
+        fixed.rollout_seconds(_engines(num=num), lengths, num_samples=2048, samples_per_prompt=8).seconds
         for num in (1, 8, 64, 512)
     ]
     assert seconds == sorted(seconds, reverse=True)
@@ -63,7 +63,7 @@ def test_engines_ahead_overlap_the_tails_of_steps(fixed: RolloutCost) -> None:
     lengths = log_normal(mean=500, limit=4000, prompt_tokens=0.0)
     arguments = dict(num_samples=64, samples_per_prompt=8)
     one, eight = (fixed.steady_seconds(_engines(), lengths, staleness=n, **arguments) for n in (1, 8))
-    assert one.seconds == pytest.approx(fixed.rollout(_engines(), lengths, **arguments).seconds)
+    assert one.seconds == pytest.approx(fixed.rollout_seconds(_engines(), lengths, **arguments).seconds)
     assert eight.seconds < 0.7 * one.seconds
 
 
