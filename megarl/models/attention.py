@@ -92,7 +92,7 @@ class Part:
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The sequences of a packed row (Megatron's THD format), with indices for every layer's attention.
+    """A packed row: sequences end to end (Megatron's THD format), with the indices that every attention layer needs.
 
     With context parallelism each sequence is split into 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r (zigzag),
     so causal attention costs all ranks the same. Fields:
@@ -185,7 +185,7 @@ class PackedRow(PackedSeqParams):
 
 
 def _list_zigzag_indices(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
-    """Return the row's indices of one rank's tokens in zigzag order: [tokens].
+    """Return where in the row one rank's tokens lie, in zigzag order: indices [tokens].
 
     `starts` and `chunk` [sequences]: start of each sequence, and length of its chunks.
     """

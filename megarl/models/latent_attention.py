@@ -40,7 +40,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 class RowRotary(nn.Module):
-    """Rotary angles of the tokens of a packed row, in place of Megatron's `YarnRotaryEmbedding`. Layers may share it.
+    """Computes the rotary angles of a packed row. Replaces Megatron's `YarnRotaryEmbedding`. Layers may share it.
 
     `frequencies` is float32 [channels / 2], in radians per position. `scale`: factor of cosines and sines (YaRN's
     attention factor).

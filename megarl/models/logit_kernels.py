@@ -18,7 +18,7 @@ _NO_LOGIT = tl.constexpr(-1.0e30)
 
 
 def block_statistics(logits: Tensor, log_totals: Tensor, entropies: Tensor) -> None:
-    """Compute the log of the sum of exponentials of each token's logits, and the entropy in nats within the block.
+    """Compute the log-sum-exp of each token's logits in this block, and the entropy in nats within the block.
 
     The results overwrite `log_totals` and `entropies`, float32 [tokens]. `logits` is [tokens, block], of any float
     type, with contiguous rows. A sum adds 4,096 partial float32 sums, for smaller rounding errors.

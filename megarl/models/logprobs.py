@@ -196,7 +196,9 @@ class HeadGradients:
         self._weight_gradient = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
-        """Add a block's contribution, once, from the gradient of its logits [tokens, block] in the weight's dtype."""
+        """Add what one block contributes to both gradients. `grad_logits` [tokens, block]: gradient of its logits, in
+        the weight's dtype. Call it once per block.
+        """
         rows = slice(block.start, block.stop)
         if self._needs_hidden:
             self._hidden_gradient = self._with_product(grad_logits, rows)

@@ -87,7 +87,9 @@ class Adapter(nn.Module):
         return full if self.is_column else full.chunk(splits, dim=1)[self.group.rank()]
 
     def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
-        """Set Megatron's attributes for the reduction of a parameter's gradient and for the gradient norm."""
+        """Set the attributes by which Megatron decides how to reduce a parameter's gradient, and whether the norm
+        counts it.
+        """
         # Megatron-Core 0.16.1 selects copies for the norm by tp rank. `shared`: only the first of the etp ranks counts
         # a parameter that all of them replicate.
         is_counted = dim is not None or self.is_expert

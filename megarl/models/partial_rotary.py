@@ -1,4 +1,4 @@
-"""YaRN's attention factor (arXiv:2309.00071, section 3.4) in models that rotate only a part of a head's channels."""
+"""Applies YaRN's attention factor (arXiv:2309.00071, section 3.4) for models that rotate only some channels."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = Tr
 
 
 def find_fp8_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error for each number of channels that is not a multiple of the block size of `trainer.fp8`."""
+    """Yield an error for each number of channels that blocks of `trainer.fp8` do not divide evenly."""
     trainer = recipe.trainer
     if trainer.fp8 == "none":
         return

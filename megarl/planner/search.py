@@ -28,7 +28,7 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A change of a recipe field, with the fields that must change with it."""
+    """A change of one recipe field, and of the fields that must change together with this one."""
 
     field: str
     values: Sequence[Mapping[str, Any]]

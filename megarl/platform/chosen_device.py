@@ -42,16 +42,16 @@ def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
         if choice == "auto":
             return None
         return "cluster.device = cuda: no NVIDIA GPU is visible here; use a node with GPUs, or set cluster.device=auto."
-    reason = gpu_fault()
-    if reason is None and can_use_cuda is None:
+    gpu_problem = gpu_fault()
+    if gpu_problem is None and can_use_cuda is None:
         return None
-    reason = reason or (
+    gpu_problem = gpu_problem or (
         f"torch {version('torch')} cannot use them with driver {driver_version()}; "
         "`python -c 'import torch; torch.cuda.init()'` prints the reason"
     )
     return (
-        f"cluster.device = {choice}: this machine has {len(gpus)} GPUs ({gpus[0].name}), but {reason}. To leave them "
-        "unused, set cluster.device=cpu in the environment of launch/setup.sh cpu."
+        f"cluster.device = {choice}: this machine has {len(gpus)} GPUs ({gpus[0].name}), but {gpu_problem}. To leave "
+        "them unused, set cluster.device=cpu in the environment of launch/setup.sh cpu."
     )
 
 

@@ -78,16 +78,16 @@ def rank_environment(
     kernels of all streams in the order of their launch. Ranks on the CPU see no GPU. On a GPU, CUDA_HOME is
     `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline (on a CPU by `cpu.vllm_patches`).
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    num_threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
+    environment = {"OMP_NUM_THREADS": str(num_threads)}
     environment[chosen_device.VARIABLE] = choice
     if choice == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if choice == "cuda" or (choice == "auto" and not _uses_cpu()):
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         defaults = {
             # The default is in a temporary folder, but a rank's temporary folder is removed with the rank.
-            "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "megarl", "torchinductor"),
+            "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache_folder, "megarl", "torchinductor"),
             # When a rank starts, its models are local folders: nothing needs to go online.
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

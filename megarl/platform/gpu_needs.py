@@ -111,15 +111,15 @@ def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
     recipe_needs = {
         f"{field} = {value}": needs_by_field[field] for field, value in values.items() if value not in ("none", "auto")
     }
-    settings = trainer.megatron if is_trained else {}
+    megatron_settings = trainer.megatron if is_trained else {}
     # "delayed" is the default of Megatron-Core 0.16.1.
-    scaling = str(settings.get("fp8_recipe", "delayed"))
-    if settings.get("fp8") and scaling in _MEGATRON_FP8:
-        recipe_needs[f"trainer.megatron.fp8_recipe = {scaling}"] = replace(
-            _MEGATRON_FP8[scaling], remedy="remove trainer.megatron.fp8 and fp8_recipe"
+    fp8_recipe = str(megatron_settings.get("fp8_recipe", "delayed"))
+    if megatron_settings.get("fp8") and fp8_recipe in _MEGATRON_FP8:
+        recipe_needs[f"trainer.megatron.fp8_recipe = {fp8_recipe}"] = replace(
+            _MEGATRON_FP8[fp8_recipe], remedy="remove trainer.megatron.fp8 and fp8_recipe"
         )
-    if settings.get("fp4"):
-        recipe_needs[f"trainer.megatron.fp4 = {settings['fp4']}"] = replace(
+    if megatron_settings.get("fp4"):
+        recipe_needs[f"trainer.megatron.fp4 = {megatron_settings['fp4']}"] = replace(
             _MEGATRON_FP4, remedy="remove trainer.megatron.fp4"
         )
     return recipe_needs

@@ -41,16 +41,16 @@ def native_stacks(pid: int, seconds: float) -> str:
 
     The process pauses for at most `seconds`. A stopped process stays stopped.
     """
-    name = next((name for name in _DEBUGGERS if shutil.which(name)), None)
-    if name is None:
+    debugger = next((debugger for debugger in _DEBUGGERS if shutil.which(debugger)), None)
+    if debugger is None:
         return "no native stacks: neither py-spy nor gdb is installed"
-    command = [str(pid) if part == "PID" else part for part in _DEBUGGERS[name]]
+    command = [str(pid) if part == "PID" else part for part in _DEBUGGERS[debugger]]
     was_stopped = is_stopped(pid)
     try:
-        done = run_command(command, seconds=seconds)
-        if not done.returncode:
-            return done.stdout.strip()
-        fault = f"{name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"
+        result = run_command(command, seconds=seconds)
+        if not result.returncode:
+            return result.stdout.strip()
+        fault = f"{debugger} ended with code {result.returncode}: {result.stderr.strip()[-400:]}"
     except OSError as error:
         fault = str(error)
     # gdb attaches by SIGSTOP. If gdb is killed, for example at its time limit, the process would stay stopped.

@@ -42,7 +42,7 @@ OUTSIDE = (
 
 
 class Place(NamedTuple):
-    """Place of a GPU in its machine, and the cores for the GPU's rank.
+    """The NUMA node and network adapters of a GPU, and the cores for the GPU's rank.
 
     `gpu` is a PCI address, for example 0000:0f:00.0. `cores` are numbers of logical CPUs. `adapters` are the InfiniBand
     and RoCE adapters on the GPU's NUMA node. `fault` is the reason for not binding the rank; there are no cores then.
@@ -71,19 +71,26 @@ def places(gpus: Sequence[str], allowed: Collection[int], root: Path = SYS) -> l
     """
     nodes = numa_nodes(root)
     adapters = adapter_nodes(nodes, root)
-    node_of_gpu = [_node_of(root / "bus/pci/devices" / gpu, nodes) for gpu in gpus]
+    node_of_gpu = [_node_of(root / "bus/pci/devices" / gpu_address, nodes) for gpu_address in gpus]
     gpu_places = []
-    for index, (gpu, node) in enumerate(zip(gpus, node_of_gpu, strict=True)):
+    for gpu_index, (gpu_address, node) in enumerate(zip(gpus, node_of_gpu, strict=True)):
         if node is None:
-            gpu_places.append(Place(gpu, None, fault=UNKNOWN))
+            gpu_places.append(Place(gpu_address, None, fault=UNKNOWN))
             continue
-        near = tuple(name for name, adapter_node in adapters.items() if adapter_node == node)
-        usable = nodes.get(node, frozenset()).intersection(allowed)
-        if not usable:
-            gpu_places.append(Place(gpu, node, adapters=near, fault=OUTSIDE))
+        near_adapters = tuple(name for name, adapter_node in adapters.items() if adapter_node == node)
+        usable_cores = nodes.get(node, frozenset()).intersection(allowed)
+        if not usable_cores:
+            gpu_places.append(Place(gpu_address, node, adapters=near_adapters, fault=OUTSIDE))
             continue
-        index_in_node, count = node_of_gpu[:index].count(node), node_of_gpu.count(node)
-        gpu_places.append(Place(gpu, node, _rank_cpus(physical_cores(usable, root), index_in_node, count), near))
+        index_in_node, ranks_on_node = node_of_gpu[:gpu_index].count(node), node_of_gpu.count(node)
+        gpu_places.append(
+            Place(
+                gpu_address,
+                node,
+                _rank_cpus(physical_cores(usable_cores, root), index_in_node, ranks_on_node),
+                near_adapters,
+            )
+        )
     return gpu_places
 
 
@@ -202,9 +209,9 @@ def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
     for folder in (root / "bus/pci/devices").glob("*"):
         # A container may hide files of devices it does not use.
         with suppress(OSError):
-            vendor, kind = ((folder / name).read_text().strip() for name in ("vendor", "class"))
+            vendor, device_class = ((folder / name).read_text().strip() for name in ("vendor", "class"))
             # 0x10de is NVIDIA. Classes 0x03.... are display controllers, including GPUs without a display.
-            if vendor == "0x10de" and kind.startswith("0x03"):
+            if vendor == "0x10de" and device_class.startswith("0x03"):
                 addresses.append(folder.name)
     return addresses
 

@@ -59,11 +59,11 @@ def import_fault() -> str | None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     unset_empty_toolkits(environment)
     try:
-        done = run_command(command, seconds=_IMPORT_SECONDS, environment=environment)
+        result = run_command(command, seconds=_IMPORT_SECONDS, environment=environment)
     except TimeoutError:
         return f"the import did not end within {_IMPORT_SECONDS:.0f} s"
-    if done.returncode == 0:
+    if result.returncode == 0:
         return None
     # A positive code is Python's: the traceback's last line names the error. A signal leaves no such line.
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines and done.returncode > 0 else f"its process ended with {done.returncode}"
+    lines = result.stderr.strip().splitlines()
+    return lines[-1] if lines and result.returncode > 0 else f"its process ended with {result.returncode}"

@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """A box (index range of a Hugging Face tensor) and the place of its elements in memory or in a file.
+    """A box (index range of a Hugging Face tensor), and where its elements lie in memory or in a file.
 
     `storage` names a local parameter or a file. Element (i, j, ...) of the box lies at `offset + i * strides[0] + j *
     strides[1] + ...`. Offset and strides count elements.
@@ -94,7 +94,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
-    """Yield the parts of a piece in the elements `start` to `stop` of its storage.
+    """Yield the parts of a piece that lie between elements `start` and `stop` of its storage.
 
     Raises ValueError for a piece with gaps between its elements in the storage.
     """

@@ -20,7 +20,7 @@ from megarl.reshard.transport import BucketStage
 
 
 class Conversion(Protocol):
-    """Work of one rank on received weights, if its engine stores them in another format."""
+    """Converts received weights on one rank whose engine stores them in another format than the trainer."""
 
     destinations: Mapping[str, Tensor]
     """Buffers for received weights, by name."""

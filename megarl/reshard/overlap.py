@@ -212,7 +212,7 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _disjoint_cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts that contain it."""
+    """Cut the stored parts of a tensor into disjoint boxes. Return each box with the stored parts that contain it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
     # Cut at every edge of every holding: each cell then lies wholly inside or outside each holding.
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]

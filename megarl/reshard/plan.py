@@ -138,7 +138,7 @@ class Plan:
         return self._near.shape[1]
 
     def width(self, tensor: TensorName) -> int:
-        """Return the size of a tensor's elements in items of the plan's item size.
+        """Return how many items one element of a tensor takes. An item has the plan's `itemsize` bytes.
 
         It is above 1 for float32 tensors in a bfloat16 plan: they are sent unrounded.
         """

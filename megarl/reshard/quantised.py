@@ -26,7 +26,8 @@ TakeModule = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 
 
 class WeightBuffer:
-    """Buffer for the unquantised weights of modules, from the arrival of a module's first piece to that of its last.
+    """Buffer for unquantised weights. It holds a module's weights from the arrival of the first piece (box of a tensor)
+    until the last one.
 
     `destinations` maps names to weights: views of one buffer, with memory only within `allocate_buffer`. Modules use
     the same places at different times. All ranks of an engine have the same buckets, so they quantise together.
@@ -131,7 +132,7 @@ class QuantisingConversion:
 
 
 def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the first and the last bucket with pieces of each module, for one rank's `layout`.
+    """Return for each module its first and its last bucket with pieces for one rank, whose engine has this `layout`.
 
     `modules` maps module names to storage names. Raises ValueError for a module without pieces.
     """
@@ -150,7 +151,7 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
 
 
 def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Return the start of each module's place in one buffer, and the buffer's size.
+    """Return at which element of one shared buffer each module starts, and the buffer's number of elements.
 
     `spans` lists (first bucket, last bucket, size) of each module. Each module gets the first free place. A place is
     free two buckets after its module's last bucket, because a bucket is unpacked while the next one is copied.

@@ -35,7 +35,9 @@ _END_MILLISECONDS = 1000
 
 
 class PrivateSlots:
-    """Two private slots of staging memory, each for all elements that a rank sends and receives in one exchange."""
+    """Two slots of staging memory that only this rank uses. Each slot holds what the rank sends and receives in one
+    exchange.
+    """
 
     def __init__(
         self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
@@ -138,7 +140,8 @@ class SharedSlots:
             raise
 
     def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return this rank's elements to send [sent], and for each rank its elements for this rank [received].
+        """Return the elements that this rank sends [sent], and from each rank the elements that this rank receives
+        [received].
 
         The received elements are views of the other ranks' memory.
         """

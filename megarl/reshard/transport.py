@@ -128,7 +128,8 @@ class Transport:
     ) -> None:
         """Bind the plan to tensors.
 
-        `on_arrival` runs with the number of each bucket, in order, once all its elements for this rank are in place.
+        `on_arrival(number)` is called for each bucket, in order, once this rank has all elements of the bucket in
+        place.
         """
         if dtype.itemsize != plan.itemsize:
             raise ValueError(

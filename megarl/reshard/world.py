@@ -25,7 +25,7 @@ class StorageSlot(NamedTuple):
     """Elements from one expert to the next if the storage stacks experts; else 0."""
 
     def locate(self, tensor: TensorName) -> tuple[str, int]:
-        """Return the name of a tensor's storage, and the element offset of its expert there."""
+        """Return the storage that holds a tensor, and the element at which the tensor's expert starts there."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
 
@@ -59,7 +59,7 @@ class Layouts(Sequence[Layout]):
 
     @cached_property
     def float32(self) -> frozenset[str]:
-        """Templates of tensors that all these ranks store in float32, even in a bfloat16 model."""
+        """Tensor templates (names without layer and expert) that these ranks store in float32, in any model."""
         return frozenset()
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Recording of the outputs of a model's modules in forward passes, each reduced to a number."""
+"""Records every output of a model's modules during forward passes. Each output is reduced to one number."""
 
 from __future__ import annotations
 

@@ -296,8 +296,8 @@ class TrainingEngine(ModelShard):
         self.optimizer.zero_grad()
 
     def accumulate(self, rows: Sequence[TokenBatch], objective: Callable[..., tuple[Tensor, Tensor, Row]]) -> list[Row]:
-        """Add the gradients [elements] of this replica's rows to those of earlier calls. Returns what the objective
-        measured.
+        """Add the gradients [elements] of this replica's rows to the gradients that earlier calls have summed. Returns
+        what the objective measured.
 
         `objective(output, batch=Microbatch)` returns a row's loss [], a token count [] that Megatron requires, and what
         it measures. `apply` reduces the gradients over the ranks, once. With trainer.overlap_grad_reduce, only one call

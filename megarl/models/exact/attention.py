@@ -45,7 +45,7 @@ class ExactAttention(PackedAttention):
 
 
 class _TwoKernels(torch.autograd.Function):
-    """Attention with the engine's kernel in the forward pass, and the gradient of the trainer's kernel.
+    """Attention with two kernels. The engine's computes the output; the trainer's computes the gradient.
 
     The engine's kernel has no backward pass. So the trainer's kernel computes attention again in the backward pass.
     """

@@ -87,7 +87,7 @@ class ExactDispatcher(MoEAlltoAllTokenDispatcher):
         return _OwnRows.apply(hidden_states, self.tp_group, sizes.tolist(), self.config.params_dtype)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, in the shape of the layer's input [tokens, 1, hidden_size].
+        """Return the weighted sum of each token's experts: [tokens, 1, hidden_size], like the layer's input.
 
         The argument [tokens * top_k, hidden_size] is in the order of the experts.
         """

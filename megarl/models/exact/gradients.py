@@ -1,4 +1,4 @@
-"""A tensor with the values of one computation and the gradient of another."""
+"""Combines two computations into one tensor: the values of the first, the gradient of the second."""
 
 from __future__ import annotations
 

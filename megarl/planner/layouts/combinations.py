@@ -22,7 +22,7 @@ from megarl.planner.seconds.trainer import Parts
 
 
 class Row(NamedTuple):
-    """Parallel sizes of a trainer, its recomputation, and the tokens that fit into one of its packed rows."""
+    """A possible layout of the trainer: parallel sizes, recomputation, and the tokens that fit into one packed row."""
 
     trainer: TrainerSizes
     recomputation: Recomputation

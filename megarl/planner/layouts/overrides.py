@@ -58,7 +58,9 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
 
 
 def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
-    """Return the fields set in `recipe` without effect in `changed_recipe`, except those of a mixture's sources."""
+    """Return the fields that `recipe` sets and that `changed_recipe` would ignore, except fields of a mixture's
+    sources.
+    """
     # Fields of nested sections do not depend on the layout.
     return [
         field

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts of a recipe that fit its GPUs, by predicted seconds of a step.
+"""Searches the layouts of a recipe that fit its GPUs, and ranks them by the predicted seconds of a step.
 
 Each layout first gets a lower bound: its seconds with a KV cache for all requests at once. Layouts are examined by
 ascending bound. A memory prediction decides whether a layout fits, and gives its real cache and seconds. The search

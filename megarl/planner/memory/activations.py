@@ -411,7 +411,7 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
 
 
 def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the last norm, of the hidden states of all tokens, and of tensors saved for log-probs."""
+    """Return the bytes saved by the head: the last norm, the hidden states of all tokens, and tensors for log-probs."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     split = _split(parallel, settings)
     # In a tree, the head also gathers hidden states for the edges, about one for each token.

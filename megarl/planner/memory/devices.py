@@ -23,7 +23,9 @@ FRAGMENTATION_SHARE = 0.026
 simulation with expandable segments. Ordinary segments have 0.67.
 """
 PINNED_BLOCK_BYTES = 1 << 30
-"""Bytes of one block of page-locked host memory for staging checkpoints, equal to `training.offload.BLOCK_BYTES`."""
+"""Checkpoints are staged in blocks of page-locked host memory with this many bytes. Equal to
+`training.offload.BLOCK_BYTES`.
+"""
 LIBRARY_BYTES = 500 << 20
 """Bytes of host memory for a rank's libraries, before any weight is loaded."""
 

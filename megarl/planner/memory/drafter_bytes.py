@@ -12,7 +12,7 @@ _SCORE_COPIES = 3
 
 
 def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int, num_parts: int) -> int:
-    """Return the peak bytes of a row's drafts in an update, in addition to those of the policy.
+    """Return the peak bytes that drafting one row takes during an update, on top of the policy's bytes.
 
     `num_parts` ranks share the row's positions. Each rank has the hidden states of the whole row.
     """

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Bytes of one use of memory (weights, gradients, ...) on one rank, on its GPU and on its host."""
+    """Bytes that one rank needs for one purpose (weights, gradients, ...), on its GPU and on its host."""
 
     kind: str
     _: KW_ONLY

@@ -165,7 +165,7 @@ class ExplainedTerm:
 
 
 def explain_terms(table: MemoryTable) -> list[ExplainedTerm]:
-    """Return the term of each kind of use in a table, with its largest bytes."""
+    """Return the formula (term) of each use of memory in a table, with the largest bytes of that use."""
     terms = []
     for kind in table.kinds:
         uses = [phase.use(kind) for phase in table.phases]

@@ -137,7 +137,7 @@ def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> in
 
 
 def whole_matrix_bytes(layouts: MegatronLayouts, *, product_bytes: int) -> int:
-    """Return the bytes that a rank needs to compute Muon's update of the largest matrix, in float32.
+    """Return the bytes that Muon's update takes on a rank while it computes the largest matrix in float32.
 
     While the matrix arrives, staging buffers hold it and about as many bytes that this rank sends. Later its normalised
     copy and the operands of products exist, with `product_bytes` per number.

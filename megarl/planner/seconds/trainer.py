@@ -115,7 +115,7 @@ class Parts:
 
 
 class LayerParts(NamedTuple):
-    """Seconds of a row's forward pass through a stage, of the two halves of its layers."""
+    """Seconds of a row's forward pass through a pipeline stage, for the two halves of each layer."""
 
     attention: Parts
     feed_forward: Parts

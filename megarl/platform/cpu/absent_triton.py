@@ -33,14 +33,14 @@ def install() -> None:
     """
     if PAGED_STASH in sys.modules or importlib.util.find_spec("triton") is not None:
         return
-    megatron = importlib.util.find_spec("megatron")
-    folders = (megatron and megatron.submodule_search_locations) or ()
-    parts = PAGED_STASH.split(".")[1:]
-    files = [file for folder in folders if (file := Path(folder, *parts).with_suffix(".py")).is_file()]
-    spec = importlib.util.spec_from_file_location(PAGED_STASH, files[0]) if files else None
-    if spec is None or spec.loader is None:
+    megatron_spec = importlib.util.find_spec("megatron")
+    folders = (megatron_spec and megatron_spec.submodule_search_locations) or ()
+    module_names = PAGED_STASH.split(".")[1:]
+    files = [file for folder in folders if (file := Path(folder, *module_names).with_suffix(".py")).is_file()]
+    stash_spec = importlib.util.spec_from_file_location(PAGED_STASH, files[0]) if files else None
+    if stash_spec is None or stash_spec.loader is None:
         return
-    module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(stash_spec)
     triton: Any = ModuleType("triton")
     language: Any = ModuleType("triton.language")
     triton.jit, triton.language = _AbsentKernel, language
@@ -49,7 +49,7 @@ def install() -> None:
     # Only during this import: Megatron, torch and vLLM also look for Triton, and must not find it.
     sys.modules |= {"triton": triton, "triton.language": language}
     try:
-        spec.loader.exec_module(module)
+        stash_spec.loader.exec_module(module)
     finally:
         del sys.modules["triton"], sys.modules["triton.language"]
     sys.modules[PAGED_STASH] = module

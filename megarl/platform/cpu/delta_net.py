@@ -69,30 +69,30 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
     if context.attn_metadata is None:
         return
     layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
-    for index, batch in _batches(metadata):
+    for index, batch in _make_batches(metadata):
         convolved = _convolve(layer, mixed_qkv[index], batch)
-        core_attn_out[index] = _delta_rule(layer, convolved, a[index], b[index], batch).to(core_attn_out.dtype)
+        core_attn_out[index] = _apply_delta_rule(layer, convolved, a[index], b[index], batch).to(core_attn_out.dtype)
 
 
-def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
+def _make_batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
     """Yield the batch of sequences without drafted tokens, then the batch of the others, each with its tokens'
     indices.
     """
     all_tokens = torch.arange(metadata.num_actual_tokens)
     if metadata.spec_sequence_masks is None:
         if len(all_tokens):
-            yield all_tokens, _batch(metadata)
+            yield all_tokens, _make_plain_batch(metadata)
         return
     has_others = metadata.num_decodes + metadata.num_prefills > 0
     if has_others:
-        yield metadata.non_spec_token_indx.long(), _batch(metadata)
+        yield metadata.non_spec_token_indx.long(), _make_plain_batch(metadata)
     # vLLM 0.30 lists the tokens only with both kinds of sequences.
-    yield metadata.spec_token_indx.long() if has_others else all_tokens, _drafted_batch(metadata)
+    yield metadata.spec_token_indx.long() if has_others else all_tokens, _make_drafted_batch(metadata)
 
 
-def _batch(metadata: Any) -> _Batch:
+def _make_plain_batch(metadata: Any) -> _Batch:
     count = metadata.num_decodes + metadata.num_prefills
-    lengths, longest, places = _lengths(metadata.non_spec_query_start_loc, count)
+    lengths, longest, places = _find_lengths(metadata.non_spec_query_start_loc, count)
     # A decoding sequence always has a state.
     has_state = torch.ones(count, dtype=torch.bool)
     if metadata.num_prefills:
@@ -101,9 +101,9 @@ def _batch(metadata: Any) -> _Batch:
     return _Batch(slots, lengths, longest, places, has_state, slots, torch.zeros_like(slots))
 
 
-def _drafted_batch(metadata: Any) -> _Batch:
+def _make_drafted_batch(metadata: Any) -> _Batch:
     count = metadata.num_spec_decodes
-    lengths, longest, places = _lengths(metadata.spec_query_start_loc, count)
+    lengths, longest, places = _find_lengths(metadata.spec_query_start_loc, count)
     token_slots = metadata.spec_state_indices_tensor[:count].long()
     skipped = metadata.num_accepted_tokens[:count].long() - 1
     slots = token_slots.gather(1, skipped[:, None])[:, 0]
@@ -111,7 +111,7 @@ def _drafted_batch(metadata: Any) -> _Batch:
     return _Batch(slots, lengths, longest, places, has_state, token_slots[:, 0], skipped, token_slots[:, :longest])
 
 
-def _lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
+def _find_lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
     """Return a batch's `lengths`, `longest` and `places` from the first token of each sequence [sequences + 1]."""
     lengths = starts[: count + 1].diff().long()
     longest = int(lengths.max())
@@ -130,38 +130,48 @@ def _convolve(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
     if is_conv_state_dim_first():
         cache = cache.transpose(-1, -2)
     weight = layer.conv1d.weight.flatten(1).float()
-    width = weight.size(1)
+    kernel_width = weight.size(1)
 
-    def rows(source: Tensor, first: Tensor, count: int) -> Tensor:
+    def take_rows(source: Tensor, first: Tensor, count: int) -> Tensor:
         """Return `count` rows of each sequence, from `first` [sequences] on: [sequences, count, channels]."""
-        index = (first.unsqueeze(1) + torch.arange(count)).unsqueeze(-1).expand(-1, -1, source.size(-1))
-        return source.gather(1, index)
+        row_indices = (first.unsqueeze(1) + torch.arange(count)).unsqueeze(-1).expand(-1, -1, source.size(-1))
+        return source.gather(1, row_indices)
 
-    before = batch.states(rows(cache[batch.inputs], batch.skipped, width - 1))
-    all_inputs = torch.cat([before, batch.pad(x)], dim=1)
-    out = sum(
-        (all_inputs[:, tap : tap + batch.longest] * weight[:, tap] for tap in range(width)), start=torch.zeros(())
+    inputs_before = batch.states(take_rows(cache[batch.inputs], batch.skipped, kernel_width - 1))
+    all_inputs = torch.cat([inputs_before, batch.pad(x)], dim=1)
+    convolved = sum(
+        (all_inputs[:, tap : tap + batch.longest] * weight[:, tap] for tap in range(kernel_width)),
+        start=torch.zeros(()),
     )
     # Store the inputs before the next token. With drafts, store them for each token that may come next.
-    last = rows(all_inputs, batch.lengths, width - 1) if batch.token_slots is None else all_inputs[:, 1:]
-    cache[batch.inputs, : last.size(1)] = last.to(cache.dtype)
-    return F.silu(batch.tokens(out))
+    last_inputs = (
+        take_rows(all_inputs, batch.lengths, kernel_width - 1) if batch.token_slots is None else all_inputs[:, 1:]
+    )
+    cache[batch.inputs, : last_inputs.size(1)] = last_inputs.to(cache.dtype)
+    return F.silu(batch.tokens(convolved))
 
 
-def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Batch) -> Tensor:
+def _apply_delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Batch) -> Tensor:
     """Return the outputs of the gated delta rule, float32 [tokens, heads, value_dim]; update the states in the cache.
 
     Shapes: convolved [tokens, channels], a and b [tokens, heads].
     """
-    heads, keys = layer.num_v_heads // layer.tp_size, layer.num_k_heads // layer.tp_size
-    widths = [keys * layer.head_k_dim, keys * layer.head_k_dim, heads * layer.head_v_dim]
-    q, k, v = convolved.split(widths, dim=-1)
-    q, k = (_normalize(x.unflatten(-1, (keys, -1))).repeat_interleave(heads // keys, dim=1) for x in (q, k))
+    num_value_heads, num_key_heads = layer.num_v_heads // layer.tp_size, layer.num_k_heads // layer.tp_size
+    channel_counts = [
+        num_key_heads * layer.head_k_dim,
+        num_key_heads * layer.head_k_dim,
+        num_value_heads * layer.head_v_dim,
+    ]
+    q, k, v = convolved.split(channel_counts, dim=-1)
+    q, k = (
+        _normalize(x.unflatten(-1, (num_key_heads, -1))).repeat_interleave(num_value_heads // num_key_heads, dim=1)
+        for x in (q, k)
+    )
     decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
     queries, all_keys, values = (
         batch.pad(q * layer.head_k_dim**-0.5),
         batch.pad(k),
-        batch.pad(v.unflatten(-1, (heads, -1))),
+        batch.pad(v.unflatten(-1, (num_value_heads, -1))),
     )
     # Padding follows a sequence's tokens. With log-decay 0 and rate 0 it leaves the state unchanged.
     decays, rates = batch.pad(decay).exp()[..., None, None], batch.pad(b.float().sigmoid()).unsqueeze(-1)
@@ -171,8 +181,9 @@ def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Bat
     for position in range(batch.longest):
         state = state * decays[:, position]
         key = all_keys[:, position].unsqueeze(-1)
-        missing = values[:, position] - (state @ key).squeeze(-1)
-        state = state + (rates[:, position] * missing).unsqueeze(-1) * key.mT
+        # The delta rule: move the value that the state stores for this key towards the token's value.
+        value_change = values[:, position] - (state @ key).squeeze(-1)
+        state = state + (rates[:, position] * value_change).unsqueeze(-1) * key.mT
         outputs.append((state @ queries[:, position].unsqueeze(-1)).squeeze(-1))
         if batch.token_slots is not None:
             has_token = position < batch.lengths

@@ -1,6 +1,6 @@
 """torchvision, torchaudio and torchcodec on a machine without CUDA: hides broken ones, replaces a missing torchvision.
 
-PyPI's builds of these libraries do not work with torch's build for CPUs, but transformers imports all that it finds.
+PyPI's builds of these libraries do not work with torch's build for CPUs. Yet transformers imports each installed one.
 vLLM 0.30's module of Qwen3.5 imports transformers' image code even for text, and this code needs torchvision. Text
 processing calls no function of torchvision. A call raises ImportError.
 """

@@ -67,17 +67,17 @@ def _advance(
     positions, seq_lens and out_clamped_positions [requests], block_table [requests, blocks], out_slot_mapping [requests
     or more].
     """
-    new = positions[:batch_size] + 1
-    is_beyond = new >= max_model_len
-    new = new.masked_fill(is_beyond, 0)
-    block = (new // block_size).clamp(max=n_blocks_per_req - 1)
-    slot = block_table[:batch_size].gather(1, block[:, None])[:, 0] * block_size + new % block_size
-    out_slot_mapping[:batch_size] = slot.masked_fill(is_beyond, PAD_ID)
+    new_positions = positions[:batch_size] + 1
+    is_beyond = new_positions >= max_model_len
+    new_positions = new_positions.masked_fill(is_beyond, 0)
+    block_indices = (new_positions // block_size).clamp(max=n_blocks_per_req - 1)
+    slots = block_table[:batch_size].gather(1, block_indices[:, None])[:, 0] * block_size + new_positions % block_size
+    out_slot_mapping[:batch_size] = slots.masked_fill(is_beyond, PAD_ID)
     out_slot_mapping[batch_size:] = PAD_ID
-    length = (seq_lens[:batch_size] + 1).masked_fill(is_beyond, 1).clamp(max=max_model_len)
-    seq_lens[:batch_size] = length
+    new_lengths = (seq_lens[:batch_size] + 1).masked_fill(is_beyond, 1).clamp(max=max_model_len)
+    seq_lens[:batch_size] = new_lengths
     # Write this last: it may be the same memory as `positions`.
-    out_clamped_positions[:batch_size] = new
+    out_clamped_positions[:batch_size] = new_positions
 
 
 def _accept_greedy(
@@ -119,10 +119,12 @@ def _accept_random(
     and target_probs [drafts, vocabulary], recovered_token_ids and uniform_probs [drafts].
     """
     # A padded draft is -1. It has probability 0, so it is never accepted.
-    columns = draft_token_ids.long().clamp(min=0)[:, None]
-    target = target_probs.gather(1, columns)[:, 0]
-    draft = torch.ones_like(target) if draft_probs is None else draft_probs.gather(1, columns)[:, 0]
-    is_likely = (draft > 0) & (target.double() >= uniform_probs * draft.double())
+    draft_columns = draft_token_ids.long().clamp(min=0)[:, None]
+    target_probability = target_probs.gather(1, draft_columns)[:, 0]
+    draft_probability = (
+        torch.ones_like(target_probability) if draft_probs is None else draft_probs.gather(1, draft_columns)[:, 0]
+    )
+    is_likely = (draft_probability > 0) & (target_probability.double() >= uniform_probs * draft_probability.double())
     is_accepted = is_likely & (draft_token_ids >= 0)
     for request, start, end in _requests(cu_num_draft_tokens):
         if not is_greedy[request]:

@@ -33,33 +33,33 @@ def attend(
 
     from megarl.platform.cpu.vllm_patches import BLOCK_TOKENS
 
-    block, (_, groups, width) = BLOCK_TOKENS, k.shape
-    blocks = -(-num_keys // block)
-    first_blocks = blocks.cumsum() - blocks
+    block_tokens, (_, num_kv_heads, head_dim) = BLOCK_TOKENS, k.shape
+    num_blocks = -(-num_keys // block_tokens)
+    first_blocks = num_blocks.cumsum() - num_blocks
     # As in the engine's cache, each sequence starts a new block. Unused entries of the table are never read.
-    table = torch.from_numpy(first_blocks[:, None] + np.arange(blocks.max())).to(torch.int32)
-    starts = num_keys.cumsum() - num_keys
-    slots = torch.from_numpy(np.arange(len(k)) + np.repeat(first_blocks * block - starts, num_keys))
-    kernel = _get_attn_isa(q.dtype, block, width)
-    cache = q.new_zeros(int(blocks.sum()), groups, 2 * block, width)
+    block_table = torch.from_numpy(first_blocks[:, None] + np.arange(num_blocks.max())).to(torch.int32)
+    key_starts = num_keys.cumsum() - num_keys
+    cache_slots = torch.from_numpy(np.arange(len(k)) + np.repeat(first_blocks * block_tokens - key_starts, num_keys))
+    instruction_set = _get_attn_isa(q.dtype, block_tokens, head_dim)
+    cache = q.new_zeros(int(num_blocks.sum()), num_kv_heads, 2 * block_tokens, head_dim)
     key_cache, value_cache = cache.chunk(2, dim=2)
     _custom_ops.cpu_attn_reshape_and_cache(
-        k.contiguous(), v.contiguous(), key_cache, value_cache, slots, kernel, 1.0, 1.0, "auto"
+        k.contiguous(), v.contiguous(), key_cache, value_cache, cache_slots, instruction_set, 1.0, 1.0, "auto"
     )
     query_starts = torch.from_numpy(np.concatenate([[0], num_queries.cumsum()])).to(torch.int32)
     key_lengths = torch.from_numpy(num_keys).to(torch.int32)
-    limit = window or -1
+    window_limit = window or -1
     schedule = _custom_ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(num_queries),
         num_heads=q.size(1),
-        num_kv_heads=groups,
-        head_dim=width,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         seq_lens=key_lengths,
         dtype=q.dtype,
         query_start_loc=query_starts,
         causal=True,
-        sliding_window_size=limit,
-        isa=kernel,
+        sliding_window_size=window_limit,
+        isa=instruction_set,
         # The sum over split keys would depend on the numbers of threads and requests.
         enable_kv_split=False,
     )
@@ -74,8 +74,8 @@ def attend(
         scale=scale,
         causal=True,
         alibi_slopes=None,
-        sliding_window=limit,
-        block_table=table,
+        sliding_window=window_limit,
+        block_table=block_table,
         softcap=0.0,
         scheduler_metadata=schedule,
         s_aux=None,

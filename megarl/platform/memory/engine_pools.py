@@ -64,7 +64,7 @@ def _move_out(allocator: Any, objects: Iterable[object]) -> None:
     """
     allocations = sorted(allocator.pointer_to_data.items())
     addresses = [address for address, _ in allocations]
-    storages: dict[int, torch.UntypedStorage] = {}
+    new_storages: dict[int, torch.UntypedStorage] = {}
     for value in objects:
         # Not isinstance: it calls properties of foreign objects, which may import modules.
         if not issubclass(type(value), torch.Tensor):
@@ -72,15 +72,15 @@ def _move_out(allocator: Any, objects: Iterable[object]) -> None:
         tensor = cast(torch.Tensor, value)
         if not (address := _address(tensor)):
             continue
-        place = bisect.bisect_right(addresses, address) - 1
-        if place < 0 or address >= addresses[place] + allocations[place][1].handle[1]:
+        allocation_index = bisect.bisect_right(addresses, address) - 1
+        if allocation_index < 0 or address >= addresses[allocation_index] + allocations[allocation_index][1].handle[1]:
             continue
         storage = tensor.untyped_storage()
-        if address not in storages:
-            is_asleep = allocations[place][1].is_asleep
-            storages[address] = _zeros(storage) if is_asleep else storage.clone()
+        if address not in new_storages:
+            is_asleep = allocations[allocation_index][1].is_asleep
+            new_storages[address] = _zeros(storage) if is_asleep else storage.clone()
         with torch.no_grad():
-            tensor.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+            tensor.set_(new_storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _address(tensor: torch.Tensor) -> int:

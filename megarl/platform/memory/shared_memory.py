@@ -1,4 +1,4 @@
-"""Check of shared memory. Without enough of it, libraries on the ranks wait for each other for ever."""
+"""Check of shared memory. If there is too little, libraries on the ranks wait for each other for ever."""
 
 from __future__ import annotations
 

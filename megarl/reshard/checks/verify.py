@@ -111,9 +111,9 @@ class LedgerComparison:
 
 
 def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Piece], int]:
-    """Return this rank's parts of the boxes that sources and destinations of a plan have in common.
+    """Number the boxes (parts of tensors) that trainer and engines have in common, and return this rank's boxes.
 
-    Boxes are numbered over all ranks. Returns the parts in this rank's trainer and in its engine, by box number, and
+    Boxes are numbered over all ranks. Returns this rank's trainer pieces and its engine pieces, both by box number, and
     the number of all boxes.
     """
 

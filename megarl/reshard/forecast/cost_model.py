@@ -220,7 +220,8 @@ def reshard_plan(
     bucket_bytes: int,
     adapter: LoraConfig | None = None,
 ) -> Plan:
-    """Return the plan of the copies from Megatron's to vLLM's layouts, computed from the model's sizes.
+    """Return the plan that copies weights from the trainer (Megatron) to the engines (vLLM). It follows from the
+    model's sizes alone.
 
     The arguments are those of `forecast`.
     """

@@ -149,7 +149,7 @@ class _StateLayouts:
                         self._copied[settings.optimizer_bytes][rank] += share
 
     def copies(self, size: int, ranks: Iterable[int]) -> Layout:
-        """Return the layout of the copies of these ranks' states, for elements of `size` bytes."""
+        """Return the layout of the state copies that these ranks made, for tensors with `size` bytes per element."""
         return tuple(piece for rank in sorted(ranks) for piece in self._copied[size][rank])
 
     def num_bytes(self, rank: int) -> int:

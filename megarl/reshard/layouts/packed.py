@@ -24,7 +24,7 @@ def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_names(model: ModelShape) -> dict[str, str]:
-    """Map each tensor name of `hf_tensors` to the tensor's name in the model's files.
+    """Return where each tensor of `hf_tensors` lies in the model's files: its name -> the name there.
 
     All experts of a layer may map to one packed tensor.
     """
@@ -57,7 +57,7 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
 
 
 def _expert_pieces(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """Yield the pieces of one kind of experts' tensors (such as `down_proj`) within a piece of a packed tensor.
+    """Cut a piece of a packed tensor into pieces of single experts' tensors of one kind, such as `down_proj`.
 
     `shape` is the shape of one expert's tensor.
     """

@@ -33,7 +33,9 @@ def slot_rank(rank: int) -> int:
 
 
 def slot_name(module: str, letter: str, index: int) -> str:
-    """Return the name of the slot of matrix A or B (`letter`) for part `index` of vLLM's fused module."""
+    """Return the name of a slot (vLLM's memory for one matrix of an adapter). `letter` is the matrix, A or B; `index`
+    is the part of vLLM's fused module.
+    """
     return f"{module}.lora_{letter.lower()}_stacked.{index}"
 
 

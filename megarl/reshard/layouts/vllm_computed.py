@@ -70,7 +70,7 @@ class VllmLayouts(Layouts):
     def stacks_on(self, rank: int) -> Iterator[tuple[Stack, tuple[int, ...], int]]:
         """Yield (fused parameter, shape, count) for each kind of a rank's live parameters.
 
-        The shape is that of one parameter, or of one expert in it.
+        `shape` describes one parameter. If the parameter stacks experts, it describes one expert.
         """
         part = rank % self.tp
         for stack, of_drafter in self._stacks:

@@ -163,7 +163,7 @@ class QuantisedModule:
     def holds(self, name: str, first: int, stride: int, row: Tensor) -> bool | None:
         """Return whether the live weight `name` equals a row [columns] of unquantised values, within FP8's rounding.
 
-        `first` is the index of the row's first element in the unquantised weight, `stride` the distance of its
+        In the flat unquantised weight, the row starts at element `first`, and `stride` is the distance between its
         elements. None: the kernel reorders weights or scales, so rows cannot be compared.
         """
         key = name.removeprefix(f"{self.name}.")

@@ -176,7 +176,9 @@ def _trained_runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int
 
 
 def _local_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
-    """Return this rank's positions with targets from one teacher, and the index of each among the rank's tokens."""
+    """Return the positions on this rank for which one teacher has targets, and each position's index in the rank's
+    tokens.
+    """
     assert row.target_keys is not None and batch.row.host_local is not None
     positions, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.host_local)
     is_of_teacher = row.target_keys[positions.sequence, 0] == teacher

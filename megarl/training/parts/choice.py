@@ -30,7 +30,7 @@ def select_model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
 
 
 def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[EnginePart]:
-    """Build the parts of a trained model, in the order of their changes to it."""
+    """Build the optional parts of a trained model. Each changes the model, so their order counts."""
     if is_policy and shard.recipe.lora.rank > 0:
         yield LoraPart(shard)
     if shard.shape.num_draft_layers:

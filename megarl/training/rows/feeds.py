@@ -33,7 +33,7 @@ class RowFeed:
 
 
 class SamplingFeed(RowFeed):
-    """Feed with the engine's sampling temperature, and the sets of tokens that it sampled from."""
+    """Gives each pass the temperature at which the engine sampled, and the sets of tokens from which it sampled."""
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[RowSettings]:
         return [RowSettings(batch.temperature, batch.support) for batch in batches]

@@ -92,7 +92,8 @@ def select_local(
 def tokens_ahead(
     values: np.ndarray, lengths: NDArray[np.int64], padded: NDArray[np.int64], *, distance: int
 ) -> np.ndarray:
-    """Return a padded row [places] with, at each token, the value of the token `distance` later in its sequence.
+    """Shift values within each sequence: in the returned padded row [places], each token has the value of the token
+    that is `distance` tokens later.
 
     `values` [tokens] are those of the sequences' tokens. Zero (False): the sequence has no such token.
     """

@@ -30,7 +30,9 @@ def pack_row(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> Microbatch:
-    """Return a batch's sequences as one row, or a context-parallel rank's part of it, padded as in `padded_lengths`."""
+    """Return a batch's sequences as one packed row, padded as in `padded_lengths`. With context parallelism, return
+    this rank's part of the row.
+    """
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)

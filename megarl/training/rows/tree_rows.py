@@ -58,7 +58,7 @@ class TreeMicrobatch(Microbatch):
 def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int, cp_rank: int) -> TreeMicrobatch:
     """Return a context-parallel rank's part of a row that stores each distinct prefix of the sequences once.
 
-    Each rank's stored tokens are padded to a multiple of `multiple`, by a segment that no other token attends to.
+    Padding makes each rank's number of stored tokens a multiple of `multiple`. No token attends to the padding.
     """
     tree = prefix_tree(batch.prefix_keys, batch.cu_seqlens)
     split = _split_tree(tree, cp, multiple)

@@ -350,7 +350,7 @@ def _named_chunks(model: Model) -> dict[str, Any]:
 
 
 def sharded_states(models: Mapping[str, Model], *, is_loading: bool) -> dict[str, Any]:
-    """Return Megatron's descriptions of the tensors in a checkpoint of these models, with the live tensors."""
+    """Return Megatron's sharded tensors of these models: each tensor's place in a checkpoint, and live values."""
     states: dict[str, Any] = {}
     for name, model in models.items():
         state = _sharded_state(model, is_loading=is_loading)

@@ -1,4 +1,4 @@
-"""Fingerprints of a rank's training state, by the names of its tensors in a checkpoint."""
+"""Fingerprints of a rank's training state. The keys are the tensors' names in a checkpoint."""
 
 from __future__ import annotations
 
