@@ -175,7 +175,7 @@ class Archive:
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def put(self, record: Segment | Completion, names: tuple[str, ...], prefix: str) -> None:
-        """Store the named array fields of a record, except None, and its sampling sets."""
+        """Store a record's fields `names` (arrays) and its sampling sets. Fields with value None are left out."""
         arrays = {name: getattr(record, name) for name in names}
         if (sets := record.retained_sets) is not None:
             # The key keeps its older name: checkpoints of earlier versions have it.
@@ -381,7 +381,9 @@ class Trajectory:
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     turn_states: tuple[str | None, ...] = ()
-    """Environment's name of the state in which each turn acted; empty: it names no states."""
+    """For each turn, the environment's name of the state in which the policy acted. Empty: the environment names no
+    states.
+    """
     role: str | None = None
     """Role that the policy played, as named by the environment."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -14,7 +14,9 @@ class Savings(NamedTuple):
     """Tokens of a row that are computed once for several of its sequences."""
 
     tokens: NDArray[Any]
-    """[sequences]: the number of a sequence's tokens that another sequence of the row computes."""
+    """[sequences]: for each sequence, how many of its tokens are not computed again, because an earlier sequence of the
+    row begins with the same tokens.
+    """
     is_refused: bool
     """Whether tokens are not shared, although sharing would save enough work."""
 

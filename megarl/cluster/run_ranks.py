@@ -44,7 +44,7 @@ class RanksNodes(Protocol):
 
 
 class RunRanks:
-    """The ranks of all groups, numbered through the run: the trainers first, then replica by replica."""
+    """All ranks of a run: the trainers' group, then the engine replicas' groups. Ranks are numbered in this order."""
 
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)

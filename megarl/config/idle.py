@@ -137,16 +137,20 @@ def _idle_without_overrides(path: Path) -> set[str]:
     return {idle.place for idle in _drop_unread(idle_fields(recipe), unread | merged.unread)}
 
 
-def idle_lines(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> Iterator[str]:
-    """Yield an error line for each idle field: its value, the reason and the remedy."""
+def list_idle_field_errors(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> Iterator[str]:
+    """Yield an error line for each idle field: its value, why it has no effect, and the remedy.
+
+    Idle fields of a run's own config.yaml are no mistake of the user (`Origin.is_of_run`).
+    """
     fields = all_fields()
     for place, name, source, need in _drop_unread(idle_fields(recipe), origin.unread):
         is_override = origin.by_override(place)
-        if is_override or not origin.is_of_run:
-            reason = f"does nothing {need.state(source)}"
-            leave_out = "leave it out" if is_override else f"leave it out ({removal(place)} on the command line)"
-            assignment = _assignment_text(source, name, place, references)
-            yield f"{assignment}: {reason}; {leave_out}, or {need.remedy}. {description(fields[name])}"
+        if origin.is_of_run and not is_override:
+            continue
+        reason = f"does nothing {need.state(source)}"
+        leave_out = "leave it out" if is_override else f"leave it out ({removal(place)} on the command line)"
+        assignment = _assignment_text(source, name, place, references)
+        yield f"{assignment}: {reason}; {leave_out}, or {need.remedy}. {description(fields[name])}"
 
 
 def _assignment_text(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:

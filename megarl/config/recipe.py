@@ -67,7 +67,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
     Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
-    from megarl.config.idle import Origin, drop_replaced_answers, drop_superseded, idle_lines
+    from megarl.config.idle import Origin, drop_replaced_answers, drop_superseded, list_idle_field_errors
     from megarl.config.reading.removed import drop_removed_fields
     from megarl.config.secrets import literal_secrets
 
@@ -79,7 +79,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
     recipe, faults, unread = validate_values(merged.values, merged.references)
     origin = Origin(path, bool(overrides), merged.overridden, unread | merged.unread, is_of_run)
     recipe, notices, missing = drop_superseded(recipe, merged, origin)
-    problems += [*faults, *missing, *idle_lines(recipe, merged.references, origin)]
+    problems += [*faults, *missing, *list_idle_field_errors(recipe, merged.references, origin)]
     recipe_with_notices = recipe.with_references(merged.references).with_notices([*removed, *replaced, *notices])
     return Draft(path, recipe_with_notices, tuple(problems), frozenset(origin.unread))
 

@@ -83,19 +83,20 @@ class DeltaNet(LinearAttention):
         rule = 3 * self.state_numbers + self.width * self.convolved_channels
         return hidden_size * (inputs + self.value_channels) + rule
 
-    def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
-        """Return the numbers per token that autograd saves, as `LinearAttention.saved_numbers`."""
-        # An estimate from the operations, not measured.
-        num_keys, num_values = self.num_value_heads * self.key_dim, self.value_channels
-        num_heads, chunk_tokens = self.num_value_heads, _CHUNK_TOKENS
-        num_projected = self.convolved_channels + num_values + 2 * num_heads
-        # Input and output of the convolution, queries and keys repeated for value heads, values, outputs, gated
-        # outputs.
-        num_bfloat16 = num_projected + 2 * self.convolved_channels + 2 * num_keys + 3 * num_values
-        # Decays and rates, the products inside a chunk, a state for each chunk, and the normalised outputs.
-        num_float32 = 2 * num_heads + num_heads * chunk_tokens + self.state_numbers / chunk_tokens + 2 * num_values
+    def saved_numbers_per_token(self, *, in_torch: bool) -> tuple[float, float]:
+        # An estimate from the operations, not measured. Factors count tensors of the same size.
+        heads, chunk_tokens = self.num_value_heads, _CHUNK_TOKENS
+        # Keys, like queries, are repeated for the value heads.
+        key_numbers, value_numbers = heads * self.key_dim, self.value_channels
+        # Output of the input projection: convolved channels, gates, a decay and a rate per head.
+        projected = self.convolved_channels + value_numbers + 2 * heads
+        # Input and output of the convolution; queries and keys; values, outputs and gated outputs.
+        in_dtype = projected + 2 * self.convolved_channels + 2 * key_numbers + 3 * value_numbers
+        # Decays and rates; the products inside a chunk; one state per chunk; outputs before and after their norm.
+        in_float32 = 2 * heads + heads * chunk_tokens + self.state_numbers / chunk_tokens + 2 * value_numbers
         if in_torch:
-            # Shifted inputs of the convolution, normalised and decayed queries and keys, further products and states.
-            num_float32 += 5 * self.convolved_channels + 6 * num_keys + 4 * num_values
-            num_float32 += 4 * num_heads * chunk_tokens + self.state_numbers / chunk_tokens
-        return num_bfloat16, num_float32
+            # Shifted inputs of the convolution; normalised and decayed queries and keys; further values.
+            in_float32 += 5 * self.convolved_channels + 6 * key_numbers + 4 * value_numbers
+            # Further products inside a chunk, and a second copy of the states.
+            in_float32 += 4 * heads * chunk_tokens + self.state_numbers / chunk_tokens
+        return in_dtype, in_float32

@@ -109,7 +109,10 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
     # vLLM concatenates the states by increasing layer, whatever the order in config.json.
     aux_layers = tuple(sorted(_read_layer_ids(config, policy)))
     if max(aux_layers) >= policy.num_layers:
-        raise DataError(f"it reads the output of layer {max(aux_layers)}; only inputs of layers can be trained from")
+        raise DataError(
+            f"it reads the hidden states after the policy's last layer (layer id {max(aux_layers)}); "
+            "only hidden states before a layer can be used for training"
+        )
     hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
     return DrafterShape(
         hidden_size=hidden_size,

@@ -71,7 +71,9 @@ class Family:
     section: str = ""
     """Field of config.json with the language model's sizes, like `text_config`. Empty: config.json itself has them."""
     prefix: str = "model."
-    """Prefix of tensor names in checkpoints. The family's module writes `model.` instead."""
+    """Prefix of the language model's tensor names in checkpoints, like `model.language_model.`. In the family's module,
+    names begin with `model.` instead.
+    """
     engine_architecture: str = ""
     """vLLM's architecture for the language model alone. Empty: the architecture in config.json."""
     copied_prefixes: tuple[str, ...] = ()

@@ -49,9 +49,9 @@ class LinearAttention(ABC):
         """Return the multiply-adds of one token in a layer: its projections and the update of its state."""
 
     @abstractmethod
-    def saved_numbers(self, *, in_torch: bool) -> tuple[float, float]:
-        """Return the numbers per token that autograd saves in a layer after the norm: (in the model's dtype, in
-        float32).
+    def saved_numbers_per_token(self, *, in_torch: bool) -> tuple[float, float]:
+        """Return how many numbers autograd saves per token of a layer: (in the model's dtype, in float32).
 
-        `in_torch`: torch computes the state, and saves more than the kernels.
+        The layer's norm is not included. `in_torch`: the recurrent state is computed by plain torch, which saves more
+        than the kernels.
         """

@@ -269,10 +269,11 @@ class Heartbeats:
         self._last_touch = None
 
     def silence(self) -> str:
-        """Return a message if the driver is suspended or silent, else an empty string.
+        """Return a message if the driver is suspended, or sends no heartbeats; else an empty string.
 
-        The driver is silent if no heartbeat has arrived since a call more than 15 s ago. So the first call cannot
-        notice it. Raises OSError if the owner's file in `owners/` cannot be read.
+        Call this repeatedly: it compares the newest heartbeat with that of earlier calls. A driver is silent if the
+        newest heartbeat has not changed between calls more than 15 s apart, so the first call never reports silence.
+        Raises OSError if the owner's file in `owners/` cannot be read.
         """
         newest_file = _newest_owner_file(self.folder / HOME)
         if newest_file is None:

@@ -88,14 +88,15 @@ async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
     with run.tracker.phase("logprobs"):
         await _add_reference(run, batch)
         logprobs = await run.models["policy"].forward(batch)
-    return max(0.0, float(np.mean(worths(batch, logprobs, by_length=False))))
+    return max(0.0, float(np.mean(answer_scores(batch, logprobs, by_length=False))))
 
 
 async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: int) -> dict[str, float]:
     """Return `val/SET/accuracy` for each held-out set.
 
-    For pairs it is the share in which the chosen answer has the larger worth (`worths`), or reward model's score. For
-    judged answers it is the probability that a desirable answer has a larger worth than an undesirable one (AUC).
+    For pairs it is the share in which the chosen answer has the higher score: that of `answer_scores`, or of the reward
+    model. For judged answers it is the probability that a desirable answer has a higher score than an undesirable one
+    (AUC).
     """
     scalars: dict[str, float] = {}
     policy = run.models["policy"]
@@ -104,31 +105,36 @@ async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: i
             batch = _batch(answers)
             await _add_reference(run, batch)
             by_length = run.recipe.preference.normalize_by_length
-            answer_worths = worths(batch, await policy.forward(batch), by_length=by_length)
+            scores = answer_scores(batch, await policy.forward(batch), by_length=by_length)
             # `_batch` stores the chosen and the rejected answer of a pair alternately.
-            better_worths, worse_worths = answer_worths[::2], answer_worths[1::2]
+            better_scores, worse_scores = scores[::2], scores[1::2]
             if run.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0
                 # Broadcast to all combinations of a desirable and an undesirable answer.
-                better_worths, worse_worths = answer_worths[is_good, None], answer_worths[None, ~is_good]
+                better_scores, worse_scores = scores[is_good, None], scores[None, ~is_good]
             # Without answers of both kinds AUC is undefined, so the set has no metric.
-            if not better_worths.size or not worse_worths.size:
+            if not better_scores.size or not worse_scores.size:
                 continue
             # A tie counts as half a win. Before training every pair is a tie, so accuracy starts at 0.5.
-            scalars[f"val/{name}/accuracy"] = float((np.sign(better_worths - worse_worths) / 2 + 0.5).mean())
+            scalars[f"val/{name}/accuracy"] = float((np.sign(better_scores - worse_scores) / 2 + 0.5).mean())
     return scalars
 
 
-def worths(batch: TokenBatch, logprobs: NDArray[np.float32], *, by_length: bool) -> NDArray[np.float64]:
-    """Return each answer's log-ratio of policy and reference, or mean log-prob without one: float64 [sequences], nats.
+def answer_scores(batch: TokenBatch, logprobs: NDArray[np.float32], *, by_length: bool) -> NDArray[np.float64]:
+    """Return how much the policy prefers each answer: float64 [sequences], in nats.
 
-    `logprobs` are float32 [tokens]. `by_length` takes means over tokens (preference.normalize_by_length).
+    With a reference model, this is the sum of the log-ratios of policy and reference over the answer's tokens.
+    `by_length` takes the mean instead (preference.normalize_by_length). Without a reference model, it is the mean
+    log-prob. `logprobs` are the policy's, float32 [tokens].
     """
-    reference = batch.per_token.get("reference_logprobs")
-    gains = logprobs if reference is None else logprobs - reference
+    reference_logprobs = batch.per_token.get("reference_logprobs")
+    token_scores = logprobs if reference_logprobs is None else logprobs - reference_logprobs
     borders = batch.cu_seqlens[1:-1]
-    answers = [
-        gain[mask] for gain, mask in zip(np.split(gains, borders), np.split(batch.loss_mask, borders), strict=True)
+    scores_by_answer = [
+        sequence_scores[mask]
+        for sequence_scores, mask in zip(
+            np.split(token_scores, borders), np.split(batch.loss_mask, borders), strict=True
+        )
     ]
-    is_mean = by_length or reference is None
-    return np.array([float(answer.mean() if is_mean else answer.sum()) for answer in answers])
+    is_mean = by_length or reference_logprobs is None
+    return np.array([float(scores.mean() if is_mean else scores.sum()) for scores in scores_by_answer])

@@ -66,25 +66,27 @@ class RowRotary(nn.Module):
         return int(row.max_seqlen_q)
 
     def forward(self, length: int, packed_seq: bool = False) -> tuple[Tensor, float]:
-        """Return the angles in radians, and the factor of their cosines and sines.
+        """Return the rotary angles in radians, and the factor of their cosines and sines (`scale`).
 
-        Angles are float32 [tokens, 1, channels], one entry per token of the row. Rows in Transformer Engine's format
-        have one entry per position of a sequence: [length, 1, 1, channels].
+        With `packed_seq`, the format of rows in Transformer Engine, there is one angle per position of a sequence:
+        float32 [length, 1, 1, channels]. Otherwise there is one per token of the current row: float32 [tokens, 1,
+        channels].
         """
         if packed_seq:
-            return self._table(length), self.scale
+            return self._angles_by_position(length), self.scale
+        # `get_rotary_seq_len` stored the row.
         assert self._row is not None and self._row.positions is not None
         return self._angles(self._row.positions)[:, None], self.scale
 
     def get_cached_cos_sin(self, length: int, dtype: torch.dtype, packed_seq: bool) -> tuple[Tensor, Tensor]:
         """Return scaled cosines and sines for Megatron's fused kernel, each [length, 1, 1, channels] of `dtype`."""
         if self._tables is None or len(self._tables[0]) < length or self._tables[0].dtype != dtype:
-            angles = self._table(length)
+            angles = self._angles_by_position(length)
             self._tables = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
         cosines, sines = self._tables
         return cosines[:length], sines[:length]
 
-    def _table(self, length: int) -> Tensor:
+    def _angles_by_position(self, length: int) -> Tensor:
         return self._angles(torch.arange(length, device=self.frequencies.device))[:, None, None]
 
     def _angles(self, positions: Tensor) -> Tensor:

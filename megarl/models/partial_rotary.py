@@ -27,8 +27,8 @@ def scale_rotated_queries(attention: type[nn.Module], shape: ModelShape) -> type
     # `policy.evaluating` finds core attention by this ending of its name.
     class ScaledDotProductAttention(attention):
         def forward(self, query: Tensor, *arguments: Any, **named: Any) -> Tensor:
-            """Attend. The last dimension of `query` [tokens, ..., heads, head_dim] begins with the rotated channels."""
-            rotated, plain = query.split([channels, query.size(-1) - channels], dim=-1)
-            return super().forward(torch.cat([rotated * factor, plain], dim=-1), *arguments, **named)
+            """Scale the rotated channels of `query` [tokens, ..., heads, head_dim], the first ones, then attend."""
+            rotated, unrotated = query.split([channels, query.size(-1) - channels], dim=-1)
+            return super().forward(torch.cat([rotated * factor, unrotated], dim=-1), *arguments, **named)
 
     return ScaledDotProductAttention

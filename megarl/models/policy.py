@@ -153,12 +153,15 @@ class RowSettings(NamedTuple):
 
 
 class ExtraHead(Protocol):
-    """A part of a policy's last stage that adds rows to the model's output."""
+    """Computes further values per token from the last hidden states, such as the most likely tokens.
+
+    The policy's last pipeline stage appends them to its output as additional rows.
+    """
 
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
     ) -> Tensor | None:
-        """Return float32 [tokens] or [rows, tokens], or None if this pass does not use the part.
+        """Return float32 [tokens] or [rows, tokens], or None if this pass does not use the head.
 
         Shapes: hidden_states [own tokens, 1, hidden_size], next_tokens [tokens], weight [local vocabulary,
         hidden_size], without gradient. `layer_arguments` are Megatron's arguments of a layer.

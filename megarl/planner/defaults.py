@@ -206,10 +206,10 @@ class _Savings:
         return ranking.changes[0].recipe
 
     def explain(self, field: str, completed: Recipe) -> str:
-        """Return in words why a field of the completed recipe has its value.
+        """Return a sentence that says why the planner chose a field's value in the completed recipe.
 
-        The reason for the cheapest value is the GPU memory left free. The reason for a dearer value is what the next
-        cheaper value lacks: GPU memory or KV cache.
+        For the cheapest value, it names the GPU memory that stays free. For a more expensive value, it names what the
+        next cheaper value would lack: GPU memory or KV cache.
         """
         values_by_cost = self._list_values(field)
         cost_rank = next(

@@ -133,10 +133,10 @@ def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
 def remedies(
     recipe: Recipe, judge: MemoryJudge, *, max_remedies: int = 3, before: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the cheapest changes with which the recipe fits, as values by field.
+    """Return the cheapest changes of the recipe after which it fits into memory, cheapest first.
 
-    `before` are changes made in any case. Each returned change is enough alone, and needs all of its fields. If none is
-    enough, the search is repeated with the optimizer on the host.
+    A change is a dictionary of new values by field. Each change is enough alone, and all of its fields are needed.
+    `before` are values set in any case. If no change is enough, the search is repeated with the optimizer on the host.
     """
     first_values = dict(before or {})
     changed_recipe = with_field_values(recipe, first_values)

@@ -18,19 +18,24 @@ rows are harder to balance over ranks.
 
 
 def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
-    """Return the greatest row length in tokens, below the present one, at which training fits in memory.
+    """Return the greatest row length in tokens at which training fits in memory, below the recipe's row length.
 
-    None: even a row with one sample does not fit.
+    Only multiples of `_row_step` are possible. None: even a row with one sample does not fit.
     """
-    multiple = _row_step(recipe, judge.models)
-    shortest = -(-(max(recipe.trained_tokens + bool(recipe.reward.model), recipe.teacher_tokens)) // multiple)
+    step_tokens = _row_step(recipe, judge.models)
+    # A reward model reads one token more than the policy is trained on.
+    longest_sample = max(recipe.trained_tokens + bool(recipe.reward.model), recipe.teacher_tokens)
 
-    def fits(count: int) -> bool:
-        shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
+    def fits(num_row_steps: int) -> bool:
+        shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": num_row_steps * step_tokens})
         return judge.pass_bytes(shorter).largest <= judge.gpus.trainer * _GIB
 
-    count = greatest(fits, low=shortest, high=(recipe.trainer.max_tokens_per_microbatch - 1) // multiple)
-    return None if count is None else count * multiple
+    num_row_steps = greatest(
+        fits,
+        low=math.ceil(longest_sample / step_tokens),
+        high=(recipe.trainer.max_tokens_per_microbatch - 1) // step_tokens,
+    )
+    return None if num_row_steps is None else num_row_steps * step_tokens
 
 
 def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
@@ -41,22 +46,26 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
     """
     if judge.models.policy.parallel.pp > 1:
         return None
-    multiple = _row_step(recipe, judge.models)
-    shortest = recipe.trainer.max_tokens_per_microbatch
+    step_tokens = _row_step(recipe, judge.models)
+    update_tokens = recipe.trainer.max_tokens_per_microbatch
     pass_bytes = judge.pass_bytes(recipe)
     if not pass_bytes.scoring:
         return None
 
-    def fits(count: int) -> bool:
-        longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": count * multiple})
+    def fits(num_row_steps: int) -> bool:
+        longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": num_row_steps * step_tokens})
         return judge.pass_bytes(longer).scoring <= pass_bytes.training
 
-    count = greatest(fits, low=-(-shortest // multiple), high=_LONGEST_FORWARD * shortest // multiple)
-    return count * multiple if count is not None and count * multiple > shortest else None
+    num_row_steps = greatest(
+        fits, low=math.ceil(update_tokens / step_tokens), high=_LONGEST_FORWARD * update_tokens // step_tokens
+    )
+    if num_row_steps is None or num_row_steps * step_tokens <= update_tokens:
+        return None
+    return num_row_steps * step_tokens
 
 
 def _row_step(recipe: Recipe, models: Models) -> int:
-    """Return the number that divides each row length, in tokens."""
+    """Return the step between two possible row lengths, in tokens: every row length is a multiple of it."""
     parallel = models.policy.parallel
     multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)
     # Under FP8 each part of a row consists of whole blocks, as in `planner.sizes.row_multiple`.

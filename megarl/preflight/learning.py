@@ -115,7 +115,7 @@ def _find_metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
 def _find_measure_fault(recipe: Recipe, measure: str) -> str | None:
     """Return why a validation set with sampled answers lacks a metric like accuracy; None: it has it."""
     from megarl.rewards import metric_name
-    from megarl.rewards.functions.final_answers import reader_of
+    from megarl.rewards.functions.final_answers import find_answer_reader
 
     functions = recipe.reward.functions
     if measure in ("format_valid", "completion_tokens/mean"):
@@ -142,7 +142,10 @@ def _find_measure_fault(recipe: Recipe, measure: str) -> str | None:
         return f"is not estimated; put {match[2]} into evaluation.k"
     if not is_judged:
         return f"is not measured: no reward function judges the answer; {REMEDY}"
-    if match[1] == "majority" and reader_of([(function.name, function.kwargs) for function in functions]) is None:
+    if (
+        match[1] == "majority"
+        and find_answer_reader([(function.name, function.kwargs) for function in functions]) is None
+    ):
         return "no reward function in reward.functions reads final answers, so there is no majority; take pass_at_K"
     return None
 

@@ -104,19 +104,20 @@ def _describe_reinforcement(recipe: Recipe) -> Iterator[str]:
 def _describe_groups(recipe: Recipe, low: float, high: float) -> str:
     """Return, in words, which groups dynamic sampling trains.
 
-    Without dynamic_sampling_metric, this depends on whether answers have verdicts.
+    Without dynamic_sampling_metric, groups are compared by accuracy if all their answers have verdicts (right or
+    wrong), else by their rewards.
     """
-    accuracy, spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
+    accuracy_range, reward_spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
     metric = recipe.algorithm.dynamic_sampling_metric
     if metric is not None:
-        return f"groups of {accuracy if metric == 'accuracy' else spread}"
-    judged = {judges_answers(source.recipe) for source in recipe.sources}
-    if judged == {"declared"}:
-        return f"groups of {accuracy}"
-    if judged == {"none"}:
-        return f"groups of {spread}"
+        return f"groups of {accuracy_range if metric == 'accuracy' else reward_spread}"
+    verdicts_of_sources = {judges_answers(source.recipe) for source in recipe.sources}
+    if verdicts_of_sources == {"declared"}:
+        return f"groups of {accuracy_range}"
+    if verdicts_of_sources == {"none"}:
+        return f"groups of {reward_spread}"
     # Only the first scores show whether all answers of a group have a verdict.
-    return f"groups of {accuracy}, or without verdicts of {spread}"
+    return f"groups of {accuracy_range}, or without verdicts of {reward_spread}"
 
 
 def _describe_learning_rate(optimizer: OptimizerConfig, updates: int) -> str:

@@ -24,7 +24,7 @@ def run(server: str, descriptor: str) -> NoReturn:
         sys.stdout.reconfigure(line_buffering=True)
         ignore_ending_signals()
         module, _, name = server.partition(":")
-        answer_requests(connection, _limit_memory_after(getattr(importlib.import_module(module), name)))
+        answer_requests(connection, _add_memory_limit(getattr(importlib.import_module(module), name)))
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
@@ -33,13 +33,16 @@ def run(server: str, descriptor: str) -> NoReturn:
     os._exit(0)
 
 
-def _limit_memory_after(start: Start) -> Start:
-    """Return a start function that also limits memory, after `start`. So the memory of imports does not count."""
+def _add_memory_limit(start: Start) -> Start:
+    """Return a start function that calls `start`, then limits this process to `memory_bytes` of the start message.
 
-    def start_then_limit(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-        child_process = start(message)
+    The limit comes last, so that the memory of `start`'s imports does not count.
+    """
+
+    def start_and_limit_memory(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+        introduction, answer = start(message)
         if message["memory_bytes"] is not None:
             limit_memory(message["memory_bytes"])
-        return child_process
+        return introduction, answer
 
-    return start_then_limit
+    return start_and_limit_memory

@@ -179,7 +179,9 @@ class Place:
         return answer
 
     def kill(self) -> None:
-        """Kill the process and its descendants, without waiting. Does nothing if the place is empty."""
+        """Kill this place's process and its descendants. Does not wait for their ends. Does nothing without a
+        process.
+        """
         process, self.process = self.process, None
         if process is not None:
             self.num_killed += 1

@@ -59,7 +59,9 @@ class SameFormat:
         return nullcontext()
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
-        """Return the checksum of each live piece by index, int64 [scalar]. Sends nothing."""
+        """Return the checksum of each piece of `ledger` in the live parameters by index, int64 [scalar]. Without
+        conversion nothing is sent again.
+        """
         return ledger.compute(), []
 
 

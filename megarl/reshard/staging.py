@@ -49,8 +49,8 @@ class PrivateSlots:
         self._travelling: deque[dist.Work] = deque()
 
     def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return two parts of an exchange's slot: elements to send [sent], and elements received from each rank
-        [received].
+        """Return views of an exchange's slot: one part to pack the outgoing elements into, [sent], and one part per
+        rank with the elements received from it, [received] each.
         """
         outgoing, incoming = self._parts(exchange)
         return outgoing, incoming.split(self._splits[exchange][1])

@@ -86,19 +86,17 @@ _CANCEL_SECONDS = 5.0
 
 
 class GroupBuffer:
-    """The groups of a run, from the draw of their prompt to their training step.
+    """Samples groups, and holds each from the draw of its prompt until a step trains on it or it is dropped.
 
-    `policy` selects one of three modes.
+    `policy` selects one of three modes:
 
-    Synchronous: prompts are drawn in batches, and one weight version samples a whole batch. Surplus groups wait for the
-    next step.
-
-    Continuing or aborting stragglers: prompts are drawn one by one, `algorithm.oversampling` times as many as a step
-    needs. The step takes the first groups to complete. A group's oldest token may be at most `rollout.max_staleness`
-    weight versions old. At this limit, the step waits for the group or drops it (`rollout.on_stale`).
-
-    Sampling ahead: groups are sampled during training, and used in the order of drawing. With at most
-    `StepDemand.num_live` groups at a time, no group exceeds the limit.
+    - Synchronous: prompts are drawn in batches, and one weight version samples a whole batch. Surplus groups wait for
+      the next step.
+    - Continuing or aborting stragglers: prompts are drawn one by one, `algorithm.oversampling` times as many as a step
+      needs. The step takes the first groups to complete. A group's oldest token may be at most `rollout.max_staleness`
+      weight versions old. At this limit, the step waits for the group or drops it (`rollout.on_stale`).
+    - Sampling ahead: groups are sampled during training, and used in the order of drawing. With at most
+      `StepDemand.num_live` groups at a time, no group exceeds the limit.
 
     `sampled` are the trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
     last rewards of a synchronous step are computed.

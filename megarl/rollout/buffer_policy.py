@@ -71,31 +71,48 @@ class StepDemand:
         return self.num_groups * min(1 + self.policy.steps_ahead - lag, steps_left)
 
     def choose_groups(self, state: RLState) -> list[Group] | None:
-        """Return the groups for a step, in the order of drawing; None while too few are complete."""
+        """Return the groups for a step, in the order in which their prompts were drawn.
+
+        None: too few groups are complete, or the step waits for one in flight.
+        """
         if self.policy.is_synchronous or self.policy.steps_ahead:
-            # Take the groups drawn first, as soon as no earlier group is in flight.
-            first_in_flight = min(state.started, default=None)
-            next_groups = [g for g in state.waiting if first_in_flight is None or draw_of(g) < first_in_flight]
-            is_filled = len(next_groups) >= self.num_groups and not (self.policy.is_synchronous and state.started)
-            return sorted(next_groups, key=draw_of)[: self.num_groups] if is_filled else None
-        newest = self._oldest_allowed
-        waits = self.policy.stragglers == "continue" and self.recipe.rollout.on_stale == "wait"
-        is_awaited = any(group.oldest_version(self.engine_version) <= newest for group in state.started.values())
-        if len(state.waiting) < self.num_groups or (waits and is_awaited):
+            return self._choose_first_drawn(state)
+        return self._choose_first_complete(state)
+
+    def _choose_first_drawn(self, state: RLState) -> list[Group] | None:
+        """Return the groups drawn first. None: an earlier group is still in flight, or, in a synchronous step, any."""
+        if self.policy.is_synchronous and state.started:
             return None
-        # Groups at the staleness limit come first (False sorts before True). The sort is stable, so ties keep their
-        # order.
-        by_staleness = sorted(state.waiting, key=lambda group: self._oldest_version(group) > newest)
+        first_in_flight = min(state.started, default=None)
+        next_groups = [g for g in state.waiting if first_in_flight is None or draw_of(g) < first_in_flight]
+        return sorted(next_groups, key=draw_of)[: self.num_groups] if len(next_groups) >= self.num_groups else None
+
+    def _choose_first_complete(self, state: RLState) -> list[Group] | None:
+        """Return complete groups, those at the staleness limit first.
+
+        With rollout.on_stale = wait, the step waits for groups in flight that the next step could no longer use.
+        """
+        if len(state.waiting) < self.num_groups:
+            return None
+        oldest_allowed = self._oldest_allowed_version
+        waits_for_stale = self.policy.stragglers == "continue" and self.recipe.rollout.on_stale == "wait"
+        if waits_for_stale and any(
+            group.oldest_version(self.engine_version) <= oldest_allowed for group in state.started.values()
+        ):
+            return None
+        # False sorts before True, so groups at the limit come first. The sort is stable: ties keep their order.
+        by_staleness = sorted(state.waiting, key=lambda group: self._oldest_version(group) > oldest_allowed)
         return sorted(by_staleness[: self.num_groups], key=draw_of)
 
     def stale_draws(self, state: RLState) -> set[int]:
-        """Return the numbers of groups, in flight or waiting, with tokens older than the staleness limit."""
-        oldest = self._oldest_allowed
-        started = {g.draw for g in state.started.values() if g.oldest_version(self.engine_version) < oldest}
-        return started | {draw_of(group) for group in state.waiting if self._oldest_version(group) < oldest}
+        """Return the draw numbers of groups, in flight or waiting, with tokens older than the staleness limit."""
+        oldest_allowed = self._oldest_allowed_version
+        started = {g.draw for g in state.started.values() if g.oldest_version(self.engine_version) < oldest_allowed}
+        return started | {draw_of(group) for group in state.waiting if self._oldest_version(group) < oldest_allowed}
 
     @property
-    def _oldest_allowed(self) -> int:
+    def _oldest_allowed_version(self) -> int:
+        """Oldest weight version that may have sampled a token of this step."""
         return self.step - self.recipe.rollout.staleness_bound
 
     def _oldest_version(self, group: Group) -> int:

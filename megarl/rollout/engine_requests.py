@@ -40,11 +40,12 @@ class Generates(Protocol):
     ) -> Completion:
         """Sample one completion.
 
-        `affinity` is the trajectory's name: its requests prefer the replica with its prefix cached. `is_last` promises
-        that no request of this trajectory follows. If this call is cancelled or fails, `on_abort` is called once with
-        the number of sampled tokens, perhaps after this call has ended. If some of the tokens are counted already,
-        `on_begun` is called first with their number. `on_loss` is called for each lost engine (`OnLoss`), and
-        `on_abort` excludes its tokens.
+        - `affinity`: the trajectory's name. The trajectory's requests prefer the replica that has its prefix cached.
+        - `is_last`: no request of this trajectory follows.
+        - `on_begun`: called at the start with the number of tokens of this completion that were counted before.
+        - `on_abort`: called once if this call is cancelled or fails, perhaps after this call has ended, with the number
+          of sampled tokens. Tokens passed to `on_loss` do not count.
+        - `on_loss`: called for each engine lost while it sampled this completion (`OnLoss`).
         """
         ...
 

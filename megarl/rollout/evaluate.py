@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megarl.algorithms.estimates import Measure, majority_at_k, mean_score, mean_with_interval, pass_at_k
-from megarl.rewards.functions.final_answers import ReadAnswer, reader_of
+from megarl.rewards.functions.final_answers import ReadAnswer, find_answer_reader
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rewards.scoring.results import accuracy_metrics, function_metrics
 from megarl.rollout.source import Source, sampling_settings, served_metrics
@@ -128,7 +128,7 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
             COUNTED_FOR.reset(context_token)
         counts = failure_metrics(trajectories, max_failed_fraction, f"val/{name}/reward_")
         counts |= {f"val/{name}/{key}": value for key, value in reward_call_metrics.items()}
-        read_answer = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
+        read_answer = find_answer_reader([(function.name, function.kwargs) for function in recipe.reward.functions])
         measure_arguments = (settings.samples_per_prompt, settings.ks, read_answer)
         grouped = by_data_source(trajectories, recipe.reward.source_field)
         # Majority votes take a while. Count them in a thread, so that the event loop can answer calls.

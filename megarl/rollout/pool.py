@@ -112,12 +112,13 @@ class EnginePool:
         on_abort: Callable[[int], None] | None = None,
         on_loss: OnLoss | None = None,
     ) -> Completion:
-        """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
+        """Sample one completion (see `Generates`), across any number of pauses. A cancelled call aborts the request.
 
-        With `is_last` the completion may arrive up to `budget_seconds` late. `parts` were sampled earlier, and each
-        pause appends one. `on_begun` is called with the number of their tokens.
+        `parts` are the tokens sampled before this call; each pause of the engines appends one part. `on_begun` is
+        called with the number of tokens in `parts`. With `is_last` the completion may arrive up to `budget_seconds`
+        late.
 
-        Raises ValueError if the request id is in use, and the error of a failed pump.
+        Raises ValueError if the request id is in use, and the error of a failed pump (the task that steps an engine).
         """
         if on_begun is not None and parts:
             on_begun(num_sampled(parts))

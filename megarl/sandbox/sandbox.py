@@ -269,8 +269,10 @@ class Sandbox:
                 os.close(sent_files.pop())
             assert self._process is not None
             wall_seconds = max(self._settings.wall_seconds, cpu_seconds)
-            most_seconds = max(self._settings.longest_seconds or 3 * wall_seconds, wall_seconds)
-            run = _Run(self._connection, own_pipe_ends, wall_seconds, most_seconds, output_bytes, self._process.pid)
+            longest_run_seconds = max(self._settings.longest_seconds or 3 * wall_seconds, wall_seconds)
+            run = _Run(
+                self._connection, own_pipe_ends, wall_seconds, longest_run_seconds, output_bytes, self._process.pid
+            )
             run.watch()
         except OSError as error:
             self._close()
@@ -292,13 +294,13 @@ class _Run:
         connection: socket.socket,
         pipes: Sequence[int],
         wall_seconds: float,
-        most_seconds: float,
+        longest_run_seconds: float,
         output_bytes: int,
         spawner: int,
     ) -> None:
         self._connection = connection
         self._stdout, self._stderr, self._status = pipes
-        self._wall_seconds, self._most_seconds, self._spawner = wall_seconds, most_seconds, spawner
+        self._wall_seconds, self._longest_run_seconds, self._spawner = wall_seconds, longest_run_seconds, spawner
         self._busy_time = BusyTime(spawner)
         self._free_bytes = {self._stdout: output_bytes, self._stderr: _MAX_ERROR_BYTES, self._status: 4096}
         self._content = {pipe: bytearray() for pipe in pipes}
@@ -343,30 +345,35 @@ class _Run:
                     raise SandboxError("a sandboxed program has ended, but a process that it started is still running")
                 if is_killed:
                     raise SandboxError("a sandboxed program is still running after it was killed")
-                deadline = self._extended_deadline()
+                deadline = self._extend_deadline()
                 self._is_late = time.monotonic() >= deadline
             if (self._is_late or self._is_too_long) and not is_killed and not self._ended:
                 is_killed = True
                 deadline = time.monotonic() + _KILL_SECONDS
                 self._connection.send(b"kill")
 
-    def _extended_deadline(self) -> float:
-        """Return a run's next deadline, in seconds of `time.monotonic`, after it has reached the previous one.
+    def _extend_deadline(self) -> float:
+        """Return the next deadline of a run that has reached its deadline, in seconds of `time.monotonic`.
 
         Only idle time counts towards the wall-clock limit. So busy time (computing or waiting for a CPU) extends the
-        deadline. If the deadline is in the past, the run must be killed.
+        deadline. A result in the past means that the run must be killed.
+
+        Raises SandboxError if the program has not begun.
         """
         if self._began_at is None:
-            reason = f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
-            if is_stopped(self._spawner):
-                reason = (
-                    f"a program has not begun in {_START_SECONDS:g} s: process {self._spawner}, its parent, is stopped"
-                )
-            raise SandboxError(bytes(self._content[self._status]).decode(errors="replace") or reason)
+            status = bytes(self._content[self._status]).decode(errors="replace")
+            raise SandboxError(status or self._explain_missing_start())
+        deadline = self._began_at + min(self._wall_seconds + self._busy_time.read(), self._longest_run_seconds)
         # If the extension is too small to be useful, return a time in the past, so that the run is killed.
-        least = time.monotonic() + _LEAST_EXTENSION_SECONDS
-        until = self._began_at + min(self._wall_seconds + self._busy_time.read(), self._most_seconds)
-        return until if until >= least else self._began_at
+        is_useful = deadline >= time.monotonic() + _LEAST_EXTENSION_SECONDS
+        return deadline if is_useful else self._began_at
+
+    def _explain_missing_start(self) -> str:
+        if is_stopped(self._spawner):
+            cause = f"process {self._spawner}, its parent, is stopped"
+        else:
+            cause = "this machine is overloaded or has no memory"
+        return f"a program has not begun in {_START_SECONDS:g} s: {cause}"
 
     def _read_pipe(self, pipe: int) -> bool:
         """Read the available bytes of a pipe. Returns False at its end."""

@@ -72,12 +72,15 @@ class FairQueue(Generic[Item]):
         return item
 
     def refund(self, tenant: Hashable, tokens: int) -> None:
-        """Refund an item's unused tokens. Does nothing for a tenant without waiting items."""
+        """Return the unused `tokens` of a popped item to its tenant. Does nothing for a tenant without waiting items.
+
+        At most the tokens paid while other tenants waited are refunded. A tenant alone pays nothing, and tokens
+        refunded to it would later keep the others waiting.
+        """
         if (backlog := self._backlogs.get(tenant)) is not None:
-            # Refund only paid tokens. A tenant alone pays nothing, and a refund would later keep others waiting.
-            tokens = min(tokens, backlog.paid)
-            backlog.paid -= tokens
-            backlog.deficit += tokens
+            refunded_tokens = min(tokens, backlog.paid)
+            backlog.paid -= refunded_tokens
+            backlog.deficit += refunded_tokens
 
     def _skip_rounds(self) -> None:
         """Add the quanta of all rounds in which no tenant could afford its first item, without playing the rounds."""

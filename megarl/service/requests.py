@@ -258,7 +258,10 @@ def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:
-    """Return model and number of a request, from the first bytes of its JSON; None: they are not there."""
+    """Return a request's model id and sequence number (`seq_id`), from the first bytes of its JSON body `head`.
+
+    None: `head` does not contain both.
+    """
     model_id, seq_id = _MODEL_ID.search(head), _SEQ_ID.search(head)
     return None if model_id is None or seq_id is None else (model_id[1].decode(), int(seq_id[1]))
 

@@ -80,7 +80,8 @@ class TrainingCalls(RequestHandlers):
                     check_optimizer(body.optimizer_params.type)
                 if failure is not None:
                     raise UserError(
-                        f"no step: {failure}. All gradients since the last step were dropped; send them again"
+                        f"no optimizer step: {failure}. The gradients of all calls since the last step were dropped; "
+                        "send these calls again"
                     )
             except UserError:
                 await self._trainer.clear_gradients(model.model_id)

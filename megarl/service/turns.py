@@ -76,7 +76,7 @@ class _Lane:
             raise
 
     def refund(self, tokens: int) -> None:
-        """Refund unused tokens to the current account. They were charged before the work began."""
+        """Refund unused tokens to the current request's account. `enter` charged them before the work began."""
         self._queue.refund(TENANT.get(), tokens)
 
     async def _run(self) -> None:

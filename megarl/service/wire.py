@@ -106,7 +106,10 @@ def parse_training_call(raw: bytes) -> Any:
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:
-    """Return model and number of a forward_backward request from its first bytes; None: they are not there."""
+    """Return a forward_backward request's model id and sequence number, from the first bytes of its protobuf body.
+
+    None: `head` does not contain both.
+    """
     numbers = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
     model_id, seq_id = None, None
     # The bytes end inside a field. SDK 0.38 writes model and number before the datums.

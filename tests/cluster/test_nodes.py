@@ -131,7 +131,7 @@ def test_a_full_shared_memory_is_told_from_one_that_cannot_be_written(
 ) -> None:
     def look() -> list[str]:
         report = NodeReport(0, 1)
-        seen = report.look([], str(tmp_path))
+        seen = report.inspect_node([], str(tmp_path))
         report.close()
         assert seen is not None
         return [name for name in ("shared_memory", "full_shared_memory") if seen[name]]
@@ -230,11 +230,11 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
     for folder in (model, empty):
         folder.mkdir()
     (model / "config.json").write_text("{}")
-    seen = report.look([str(model), str(empty), str(tmp_path / "absent")], str(tmp_path))
+    seen = report.inspect_node([str(model), str(empty), str(tmp_path / "absent")], str(tmp_path))
     assert seen is not None and seen["unread"] == [str(empty), str(tmp_path / "absent")] and seen["is_writable"]
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
-        tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
+        tried = report.test_connections({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
     assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
     assert seen["shared_memory"] is None and seen["compiler"] is None
     assert seen["memory"] == machine_bytes()
@@ -243,11 +243,11 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", seen["port"]))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert NodeReport(1, 2).look([], str(tmp_path)) is None
+    assert NodeReport(1, 2).inspect_node([], str(tmp_path)) is None
     # Numbers in the run: this group begins with rank 4.
-    assert NodeReport(1, 2).look([], str(tmp_path), inspecting_ranks=[3], first_rank=4) is None
+    assert NodeReport(1, 2).inspect_node([], str(tmp_path), inspecting_ranks=[3], first_rank=4) is None
     report = NodeReport(1, 2)
-    assert report.look([], str(tmp_path), inspecting_ranks=[5], first_rank=4) is not None
+    assert report.inspect_node([], str(tmp_path), inspecting_ranks=[5], first_rank=4) is not None
     report.close()
 
 
@@ -259,7 +259,7 @@ def test_a_node_with_gpus_tries_the_compiler(tmp_path: Path, monkeypatch: pytest
     for kind in ("cpu", "cuda"):
         monkeypatch.setattr(device, "current", lambda kind=kind: torch.device(kind))
         report = NodeReport(0, 1)
-        seen = report.look([], str(tmp_path))
+        seen = report.inspect_node([], str(tmp_path))
         report.close()
         assert seen is not None
         found[kind] = seen["compiler"]

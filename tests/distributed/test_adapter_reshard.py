@@ -114,7 +114,7 @@ def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> d
         "zero": [name for name, slot in written.items() if not slot.any()],
         "slots": list(written),
         "moved": report.num_bytes["local"] + report.num_bytes["received"],
-        "floor": computed.wanted_bytes(dist.get_rank(), 4),
+        "floor": computed.adapter_bytes_on(dist.get_rank(), 4),
         "slot bytes": sum(slot.nbytes for slot in slots.tensors.values()),
         "computed bytes": computed.bytes_on(dist.get_rank(), 4),
     }

@@ -67,7 +67,7 @@ def test_an_engine_with_an_adapter_samples_from_the_trained_policy(
     engines = VllmAdapterLayouts(
         VllmLayouts(read_model_shape(model), 1, num_engines), ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), 4
     )
-    floor = sum(engines.wanted_bytes(rank, 4) for rank in range(num_engines))
+    floor = sum(engines.adapter_bytes_on(rank, 4) for rank in range(num_engines))
     for step in steps:
         assert step["reshard/local_bytes"] + step["reshard/received_bytes"] == floor
         assert step["time/reshard_verify_seconds"] > 0

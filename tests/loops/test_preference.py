@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms.preference_losses import dpo
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.preference import worths
+from megarl.loops.preference import answer_scores
 from megarl.types import TrainingSequence
 
 
@@ -24,7 +24,7 @@ def test_a_pair_is_won_in_validation_where_it_is_in_training(by_length: bool) ->
         ]
     )
     logprobs = np.array([9, 0.5, 0.5, 0.5, 0.5, 9, 1], np.float32)
-    found = worths(batch, logprobs, by_length=by_length)
+    found = answer_scores(batch, logprobs, by_length=by_length)
     _, rewards = dpo(
         torch.tensor([[2.0, 1.0]]), torch.zeros(1, 2), torch.tensor([[4.0, 1.0]]),
         beta=1.0, normalize_by_length=by_length,

@@ -336,19 +336,19 @@ OTHER_PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a moved reference": (
         {"algorithm": {"kl_coefficient": 0.1, "reference_update_steps": 4}},
         {},
-        "algorithm.kl_coefficient = 0.0: the checkpoint has a reference model that has moved",
+        "algorithm.kl_coefficient = 0.0: the checkpoint has an updated reference model",
         "algorithm.kl_coefficient=0.1",
     ),
     "a moved reference of a preference loss": (
         {"loop": "preference", "algorithm": {"reference_update_steps": 4}},
         {"loop": "preference", "preference": {"loss": "simpo"}},
-        "preference.loss = simpo: the checkpoint has a reference model that has moved",
+        "preference.loss = simpo: the checkpoint has an updated reference model",
         "set preference.loss=dpo,",
     ),
     "a moved teacher": (
         {"loop": "distillation", "distillation": {"teacher": "reference"}, "algorithm": {"reference_update_steps": 4}},
         {"loop": "distillation", "distillation": {"teacher": "policy"}},
-        "distillation.teacher = policy: the checkpoint has a reference model that has moved",
+        "distillation.teacher = policy: the checkpoint has an updated reference model",
         "set distillation.teacher=reference,",
     ),
     "another loop": ({}, {"loop": "sft"}, "loop = sft: the checkpoint is of a run with loop = rl", "name=NAME"),

@@ -204,11 +204,11 @@ def test_addresses(given, asked, shown):
 def test_a_huge_number_is_no_score():
     read = make_server_client(
         RewardFunctionConfig.model_validate({"name": "remote", "kwargs": {"url": "http://127.0.0.1:9"}})
-    )._read
+    )._score_answer
     for answer in (10**400, {"score": 10**400}, [[]]):
         assert read(answer).kind == "parse_error"
     said = {"choices": [{"message": {"content": "CORRECT"}}], "usage": {"prompt_tokens": 10**400}}
-    assert judge()._read(said).score == 1.0
+    assert judge()._score_answer(said).score == 1.0
 
 
 async def test_a_cancelled_completion_ends_its_call():

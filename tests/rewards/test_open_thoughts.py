@@ -10,7 +10,7 @@ import pytest
 from megarl.config.sections.rewards import RewardFunctionConfig
 from megarl.rewards.functions.answer_format import answer_format
 from megarl.rewards.functions.code import code
-from megarl.rewards.functions.final_answers import reader_of
+from megarl.rewards.functions.final_answers import find_answer_reader
 from megarl.rewards.functions.gsm8k import gsm8k
 from megarl.rewards.functions.marked_answers import boxed, think_answer_tags
 from megarl.rewards.functions.math_competition import math_competition
@@ -97,7 +97,7 @@ def test_thoughts_opened_by_the_prompt_are_open_until_a_mark_closes_them() -> No
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_majority_counts_no_such_answer(name: str) -> None:
-    read = reader_of([(name, {})])
+    read = find_answer_reader([(name, {})])
     assert read is not None
     answer = JUDGES[name][1]
     assert read(f"<think>{answer}", CHOICES) is None

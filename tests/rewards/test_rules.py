@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.rewards.functions.answer_format import answer_format
-from megarl.rewards.functions.final_answers import last_tagged, reader_of
+from megarl.rewards.functions.final_answers import find_answer_reader, last_tagged
 from megarl.rewards.functions.gsm8k import gsm8k
 from megarl.rewards.functions.length import check_record as check_length
 from megarl.rewards.functions.length import length
@@ -268,7 +268,7 @@ def test_the_answer_of_a_long_text_is_read_in_time_that_grows_with_its_length(
     functions: tuple[str, dict[str, Any]],
 ) -> None:
     """The driver's event loop reads it. What took the square of the length would take hours."""
-    read = reader_of([functions])
+    read = find_answer_reader([functions])
     assert read is not None
     started = time.process_time()
     for text in LONG_TEXTS:
@@ -335,9 +335,9 @@ def test_length() -> None:
 def test_the_answer_that_votes_stands_where_the_reward_function_looks(
     functions: list[tuple[str, dict[str, Any]]], text: str, answer: str | None
 ) -> None:
-    read = reader_of(functions)
+    read = find_answer_reader(functions)
     assert read is not None and read(text, {"choices": ["x", "y"]}) == answer
 
 
 def test_functions_that_say_nothing_of_where_an_answer_stands_have_no_reader() -> None:
-    assert reader_of([("length", {"target": 1}), ("code", {})]) is None
+    assert find_answer_reader([("length", {"target": 1}), ("code", {})]) is None

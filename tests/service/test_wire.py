@@ -60,7 +60,7 @@ def test_a_call_that_cannot_be_read_raises_at_once_and_uses_its_number(tmp_path:
         for label, number, text in (("parts", 1, "131072 datums"), ("bytes", 6, "the limit is")):
             refusal, failed_step = errors.pop(label), errors.pop(f"{label}, step 0")
             assert refusal.startswith("RequestFailedError") and text in refusal
-            assert f"no step: request {number} was refused" in failed_step and text in failed_step
+            assert f"no optimizer step: request {number} was refused" in failed_step and text in failed_step
         save = errors.pop("metadata")
         assert save.startswith("RequestFailedError") and "values" in save
         assert errors == {}, "the second step after each of them runs, and the first after a save"

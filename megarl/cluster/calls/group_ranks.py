@@ -94,7 +94,9 @@ class GroupRanks:
         await asyncio.wait([handle.died for handle in self.handles], timeout=timeout_seconds)
 
     async def kill(self, timeout_seconds: float) -> None:
-        """Kill all ranks. Agents with ranks left after the timeout are cut off."""
+        """Kill all ranks, and wait for their ends. Close the connection to each agent with a rank still alive after the
+        timeout.
+        """
         handles, self.handles = self.handles, []
         for agent, handles_of_node in self._by_agent(handles).items():
             agent.kill(handles_of_node)
@@ -107,10 +109,10 @@ class GroupRanks:
     async def request(
         self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any
     ) -> dict[RankHandle, Any]:
-        """Let the agents execute request `do` for these ranks, and return the answers by rank.
+        """Send request `do` (an agent's command) to the agents of these ranks' nodes. Return their answers by rank.
 
-        An answer is None if the agent is lost, or silent for `patience_seconds`. Ranks missing in an agent's answer are
-        left out.
+        Each agent answers for its own ranks. A rank's answer is None if its agent is lost, or silent for
+        `patience_seconds`. Ranks that an agent leaves out of its answer are missing in the result.
         """
         ranks_by_agent = self._by_agent(handles)
         answers = await asyncio.gather(

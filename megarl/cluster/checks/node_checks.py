@@ -32,33 +32,48 @@ async def inspect(
     `planned_memory` None: host memory is not checked. The ranks' worker must be a `NodeReport`.
     """
     cluster = recipe.cluster
-    models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
     ranks.set_deadlines(lambda: Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds"))
+    # The node of each rank.
     nodes = [place[0] for place in ranks.topology]
-    # After a resize a node may have no rank with LOCAL_RANK 0.
-    self_inspecting_nodes = {node for node, local_rank in zip(nodes, ranks.local_ranks, strict=True) if local_rank == 0}
-    inspecting_ranks = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in self_inspecting_nodes]
-    reports_of_ranks = await ranks.call_with_first_rank("look", models, str(run_folder), inspecting_ranks)
-    reports = joined_reports(nodes, reports_of_ranks)
+    reports = await _collect_reports(ranks, nodes, recipe, run_folder)
     node_faults: list[Finding] = all_faults(reports, nodes, recipe, str(run_folder), planned_memory)
     if len(reports) > 1 and not node_faults:
-        addresses = {node: (ranks.hosts[nodes.index(node)], report["port"]) for node, report in reports.items()}
-        reach_errors = await ranks.call("reach", addresses)
-        node_faults = list(
-            unreachable_nodes({node: reasons for node, reasons in zip(nodes, reach_errors, strict=True) if reasons})
-        )
+        node_faults = await _find_unreachable_nodes(ranks, nodes, reports)
     await ranks.call("close")
     # Bandwidths are measured only where ranks have links: not for groups of one rank, nor on one node without GPUs.
     linked_groups = [group for group in ranks.groups if group.world_size > 1]
     if node_faults or not linked_groups or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return node_faults, []
     bandwidths = [
-        speeds
-        for group_speeds in await together([_measure_bandwidths(group, recipe) for group in linked_groups])
-        for speeds in group_speeds
+        rank_bandwidths
+        for group_bandwidths in await together([_measure_bandwidths(group, recipe) for group in linked_groups])
+        for rank_bandwidths in group_bandwidths
     ]
     topology = [place for group in linked_groups for place in group.topology]
     return list(slow_links(topology, bandwidths, cluster.min_bandwidth_fraction)), [summary(bandwidths)]
+
+
+async def _collect_reports(
+    ranks: RunRanks, nodes: Sequence[str], recipe: Recipe, run_folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Return the report of each node (`NodeReport.inspect_node`). `nodes` is each rank's node."""
+    models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
+    # Usually the rank with LOCAL_RANK 0 inspects its node. After a resize a node may have no such rank: its first rank
+    # does it.
+    nodes_with_rank_0 = {node for node, local in zip(nodes, ranks.local_ranks, strict=True) if local == 0}
+    inspecting_ranks = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in nodes_with_rank_0]
+    reports = await ranks.call_with_first_rank("inspect_node", models, str(run_folder), inspecting_ranks)
+    return joined_reports(nodes, reports)
+
+
+async def _find_unreachable_nodes(
+    ranks: RunRanks, nodes: Sequence[str], reports: Mapping[str, Mapping[str, Any]]
+) -> list[Finding]:
+    """Let each node connect to all nodes' ports. Return the failures."""
+    addresses = {node: (ranks.hosts[nodes.index(node)], report["port"]) for node, report in reports.items()}
+    errors_of_ranks = await ranks.call("test_connections", addresses)
+    errors_by_node = {node: errors for node, errors in zip(nodes, errors_of_ranks, strict=True) if errors}
+    return list(unreachable_nodes(errors_by_node))
 
 
 def joined_reports(

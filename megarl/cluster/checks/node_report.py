@@ -33,7 +33,7 @@ class NodeReport:
         self._rank = rank
         self._server: socket.socket | None = None
 
-    def look(
+    def inspect_node(
         self, models: Sequence[str], run_folder: str, inspecting_ranks: Collection[int] = (), first_rank: int = 0
     ) -> dict[str, Any] | None:
         """Inspect this rank's node, and return the report as plain data. Return None if another rank inspects the node.
@@ -64,7 +64,7 @@ class NodeReport:
             "port": self._server.getsockname()[1],
         }
 
-    def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
+    def test_connections(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
         """Connect from this rank's node to these addresses, and return the reasons of failures by node.
 
         Returns None if another rank of this node makes the check.

@@ -49,7 +49,7 @@ class Option:
     spellings: tuple[str, ...]
     """Spellings of the option on the program's command line: `--dataset`, `-d`."""
     value: str
-    """Value of the option to which the row applies. Empty: all values."""
+    """The row applies only if the option has this value. Empty: the row applies to all values."""
     assignments: tuple[str, ...]
     """Recipe fields for the option, each with or without an example value: `train.epochs=2`. Empty: none."""
     note: str
@@ -99,23 +99,28 @@ class Meaning:
         `is_only`: the option means the same in all programs. Otherwise the text names the programs.
         """
         where = "elsewhere" if OTHERS in self.programs else f"in {_join_words(self.programs)}"
-        notes = self._notes_text()
+        notes = self._join_notes()
         if not self.fields:
             return f"has no counterpart: {notes}" if is_only else f"{where} it has no counterpart: {notes}"
         option = self.options[0]
         fields = " ".join(option.assignments) if option.value else " and ".join(self.fields)
         return f"{'here' if is_only else where} it is {fields}" + (f" ({notes})" if notes else "")
 
-    def _notes_text(self) -> str:
-        """Return how the options differ from the fields; empty: one option is the same as the field."""
-        programs: defaultdict[str, list[str]] = defaultdict(list)
+    def _join_notes(self) -> str:
+        """Return the options' notes, which say how an option differs from the recipe field, as one text.
+
+        Empty: in one of the programs the option means the same as the field. Different notes name their programs.
+        """
+        programs_by_note: defaultdict[str, list[str]] = defaultdict(list)
         for option in self.options:
-            programs[option.note].append(option.program)
-        if len(programs) == 1 or "" in programs:
-            return "" if "" in programs else self.options[0].note
+            programs_by_note[option.note].append(option.program)
+        if "" in programs_by_note:
+            return ""
+        if len(programs_by_note) == 1:
+            return self.options[0].note
         return "; ".join(
-            note if OTHERS in names else f"{_join_words(list(dict.fromkeys(names)))}: {note}"
-            for note, names in programs.items()
+            note if OTHERS in programs else f"{_join_words(list(dict.fromkeys(programs)))}: {note}"
+            for note, programs in programs_by_note.items()
         )
 
 

@@ -58,21 +58,23 @@ of `reserved_settings`.
 
 @cache
 def reserved_settings(library: str) -> dict[str, str]:
-    """Return the settings of a library that users cannot set, each with the recipe field or other source that decides
-    it.
+    """Return the settings of a library that users cannot set, by name.
 
-    `library` is a field of `config.annotations.Decides` (vllm, megatron, experts, recompute, fp8), architecture
-    (Megatron's settings of parts found in few models), or sinks (settings of models with attention sinks).
+    The value says what decides the setting: recipe fields, or another source such as the model's config.json.
+
+    `library` is vllm, or one of Megatron's groups of settings: megatron, experts, recompute, fp8, architecture (parts
+    found in few models) and sinks (models with attention sinks). Recipe fields name the settings that they decide by
+    the annotation `config.annotations.Decides`.
     """
-    deciding: dict[str, list[str]] = {}
-    for place in all_fields():
-        for item in annotated_with(place, Decides):
-            for setting in getattr(item, library, "").split():
-                deciding.setdefault(setting, []).append(place)
-    return _OTHERWISE.get(library, {}) | {setting: _all_of(fields) for setting, fields in deciding.items()}
+    fields_by_setting: dict[str, list[str]] = {}
+    for field in all_fields():
+        for decides in annotated_with(field, Decides):
+            for setting in getattr(decides, library, "").split():
+                fields_by_setting.setdefault(setting, []).append(field)
+    return _OTHERWISE.get(library, {}) | {setting: _join_names(fields) for setting, fields in fields_by_setting.items()}
 
 
-def _all_of(fields: list[str]) -> str:
+def _join_names(fields: list[str]) -> str:
     *leading, last = fields
     return f"{', '.join(leading)} and {last}" if leading else last
 

@@ -30,9 +30,9 @@ class ServedConfig(Section):
     """Score of a completion for which the server's last answer has no readable score. Default: none, and
     reward.on_failure applies. Metric: reward/NAME/substituted."""
     correct_from: float | None = None
-    """Lowest score of a right answer, for val/SET/accuracy. Default: the verdict CORRECT of a judge. With other
-    `choices`, with a `scale` and for the reward `remote`, scores are verdicts only if judges_answer is true
-    (reward.functions)."""
+    """An answer with at least this score counts as right (val/SET/accuracy). Default: the score of a judge's verdict
+    CORRECT. A judge with other `choices` or a `scale`, and the reward `remote`, have no default. There, scores decide
+    what is right only if judges_answer is true (reward.functions)."""
     api_key_env: str | None = None
     """Name of the environment variable with the server's API key, sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict)

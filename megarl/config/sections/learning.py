@@ -312,8 +312,9 @@ class AlgorithmConfig(Section):
     baseline is the same turn of the group's other samples. Other rewards count at the last turn. Default: none, all
     tokens get the sum of all rewards. gae always rewards each turn at its last token, and discounts by gamma."""
     state_weight: Annotated[NonNegativeFloat, OnlyIf(REWARDS_TRAINED, *TURNS)] = 0.0
-    """Weight of a second advantage per turn: the turn's return minus the mean return of all turns in the same state,
-    over the prompt's samples (GiGPO, arXiv 2505.10978: 1). The environment names states. 0 (default): none."""
+    """Weight of a second advantage for each turn (GiGPO, arXiv 2505.10978: 1). It is the turn's return minus the mean
+    return of all turns of the prompt's samples in the same state. The environment names the states. 0 (default): no
+    second advantage."""
     state_discount: Annotated[Annotated[float, Field(ge=0.0, le=1.0)], OnlyIf(STATES)] = 0.95
     """Discount factor per turn of the returns compared by state_weight. Rewards not tied to a turn count at the last
     turn."""
@@ -343,11 +344,12 @@ class AlgorithmConfig(Section):
     """Policy loss. Default: clipped, as in PPO. All names: megarl/algorithms/policy_losses.py. For your own, give its
     import path; signature: launch/recipes/README.md."""
     clip_low: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss")] = 0.2
-    """Lower clip range: the probability ratio is clipped at 1 - clip_low. gmpo: the log-ratio at -clip_low. dppo_tv,
-    dppo_kl (DPPO, arXiv 2602.04879): maximum fall of a token's probability, and maximum KL of a falling token."""
+    """Lower clip range: the probability ratio is clipped at 1 - clip_low. gmpo: the log-ratio at -clip_low. dppo_tv
+    (DPPO, arXiv 2602.04879): maximum decrease of a token's probability. dppo_kl: maximum KL of a token with decreased
+    probability."""
     clip_high: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss")] = 0.2
-    """Upper clip range: the probability ratio is clipped at 1 + clip_high (DAPO: 0.28). dppo_tv, dppo_kl: maximum rise
-    of a token's probability (prime-rl: 0.2), and maximum KL of a rising token (0.05)."""
+    """Upper clip range: the probability ratio is clipped at 1 + clip_high (DAPO: 0.28). dppo_tv: maximum increase of a
+    token's probability (prime-rl: 0.2). dppo_kl: maximum KL of a token with increased probability (0.05)."""
     dual_clip: Annotated[Annotated[float, Field(gt=1.0)] | None, KeywordOf("algorithm.policy_loss")] = None
     """Constant c of dual-clip PPO: with a negative advantage, a token's loss is at most c * |advantage|. Default:
     none."""
@@ -424,9 +426,9 @@ class AlgorithmConfig(Section):
         Formula("importance", "IMPORTANCE_SAMPLING"),
         BeforeValidator(lambda value: None if value == "none" else value),
     ] = None
-    """Importance-sampling correction for staleness, and for different probabilities in engine and trainer. With
-    old_logprobs trainer: decoupled PPO. Default: none. With rollout.max_staleness above 0, the recipe must set a
-    correction or none. All names: megarl/algorithms/importance.py."""
+    """Importance-sampling correction of the loss, because tokens were sampled by an engine, with other probabilities
+    and perhaps older weights. With old_logprobs trainer it is decoupled PPO. Default: none; with rollout.max_staleness
+    above 0 there is no default, so write none or a name of megarl/algorithms/importance.py."""
     importance_sampling_low: Annotated[NonNegativeFloat, KeywordOf("algorithm.importance_sampling", "low")] = 0.5
     """Lowest accepted ratio of trainer to engine probability. Tokens or sequences below it get no loss
     (importance_sampling icepop, rejection and masks). tis ignores this field."""
@@ -466,9 +468,9 @@ class AlgorithmConfig(Section):
     train in the next step. With rollout.stragglers park or abort, the first complete groups train; rollout.stragglers
     decides about the others."""
     overlong_buffer: Annotated[OverlongBuffer, OnlyIf(REWARDS_TRAINED)] = None
-    """Length penalty (DAPO): in the last n tokens before max_new_tokens the reward falls linearly, by up to
-    overlong_penalty * reward.correct_score. With several turns: in the longest turn, or before
-    rollout.budget.sampled_tokens in all together. Default: 0, no penalty (preset dapo: a fifth of max_new_tokens)."""
+    """Length penalty (DAPO): over the last n tokens before max_new_tokens, the reward falls linearly, in total by
+    overlong_penalty * reward.correct_score. With several turns the longest turn counts, or their sum with
+    rollout.budget.sampled_tokens as limit. Default: 0, no penalty (preset dapo: a fifth of max_new_tokens)."""
     overlong_penalty: Annotated[
         PositiveFloat, OnlyIf(REWARDS_TRAINED, non_empty("algorithm.overlong_buffer", "512"))
     ] = 1.0

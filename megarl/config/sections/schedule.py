@@ -47,8 +47,8 @@ class TrainConfig(Section):
     updates_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
     """Number of minibatches in a step (rl, distillation), each one optimizer update."""
     epochs_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
-    """Number of passes over a step's samples (rl, distillation), each with updates_per_step minibatches. From the
-    second pass on, samples are shuffled. Critic: critic.updates_per_step."""
+    """Number of times that a step trains on all its samples (rl, distillation). Each pass has updates_per_step
+    minibatches. From the second pass on, the samples are shuffled. Field for the critic: critic.updates_per_step."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Numbers of the steps to profile with train.profile_with. Results: profiles/ in the run folder. With
     weights.overlap, a profiled step first waits for all weights to arrive."""

@@ -61,7 +61,9 @@ class Pairs(TokenisedKind):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged(TokenisedKind):
-    """Answers labelled good or bad as tokens, with the answers marked for training.
+    """Data kind of single answers labelled good or bad. Its examples are tokenised conversations.
+
+    The loss mask selects the answer's tokens.
 
     A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`.
     `label` is true for a good answer. `data.formats` lists other names. A conversation longer than `max_tokens` is an

@@ -11,7 +11,7 @@ from megarl.types import DataError
 COPY_AGAIN = "Copy the model folder again."
 
 _LARGEST_SIZE = 1 << 24
-"""Upper bound of all sizes: 16 Mi, 64 times the largest vocabularies."""
+"""Largest accepted value of a size in config.json: 2**24, 64 times the largest vocabularies (2**18)."""
 
 
 def size(config: Mapping[str, Any], field: str, *, null: int | None = None) -> int:

@@ -49,8 +49,9 @@ def read(config: Mapping[str, Any]) -> Parts:
     for field, value in _ROUTING.items():
         if config.get(field) != value:
             raise DataError(
-                f'{field} is {quote(config.get(field))}; vLLM needs "{value}" for this architecture, and the folder '
-                "has no router's bias that shows it: copy the field from the base model's config.json."
+                f'{field} is {quote(config.get(field))}; vLLM needs "{value}" for this architecture. megarl adds a '
+                "missing field only if the folder has the router's bias, e_score_correction_bias. Copy the field from "
+                "the base model's config.json."
             )
     return read_latent(config)
 
@@ -179,22 +180,25 @@ def _make_attention_rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. For queries with a latent vector, one replicated parameter has both down
-    projections.
+def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters as stacks of Hugging Face tensors.
+
+    In models with a latent vector of queries (`q_a_proj`), vLLM joins the down projections of queries and keys into one
+    parameter, equal on all ranks.
     """
     attention, mlp = llama.LAYER + "self_attn.", llama.LAYER + "mlp."
     down_projections = tuple(
         stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa")
     )
-    head_parameters = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
+    # vLLM splits these by heads over its ranks, each a parameter of its own.
+    head_projections = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
     # The standard stack qkv_proj would take q_proj, which is a separate parameter here.
     inherited_stacks = (stack for stack in stacks.standard(model) if "qkv_proj" not in stack.storage)
     return (
         *inherited_stacks,
         *stacks.feed_forward(mlp + "shared_experts."),
         stacks.Stack(attention + "fused_qkv_a_proj.weight", 0, down_projections),
-        *(stacks.Stack(name, 0, (stacks.Part(name, "even"),)) for name in head_parameters),
+        *(stacks.Stack(name, 0, (stacks.Part(name, "even"),)) for name in head_projections),
         stacks.float32(mlp + "gate.e_score_correction_bias"),
     )
 
@@ -219,7 +223,7 @@ FAMILY = Family(
     rules,
     FIELDS,
     added_fields,
-    stacks=live_stacks,
+    stacks=vllm_stacks,
     # Moonlight is a deepseek_v3 model, Kimi-K2 has a model_type of its own, known to vLLM.
     other_model_types=("kimi_k2",),
     draft_layers=NUMBERED,

@@ -54,8 +54,11 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     return (*routed, expert_bias(model))
 
 
-def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. vLLM keeps the router and its bias in float32, whatever the model's dtype."""
+def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters as stacks of Hugging Face tensors.
+
+    vLLM stores the router and its bias in float32, whatever the model's dtype.
+    """
     gate = llama.LAYER + "mlp.gate."
     shared_expert_stacks = stacks.feed_forward(llama.LAYER + "mlp.shared_experts.")
     router_stacks = (stacks.float32(gate + "weight"), stacks.float32(gate + "e_score_correction_bias"))
@@ -72,4 +75,4 @@ _FIELDS = {
     "use_qk_norm": False,
 }
 
-FAMILY = Family("Glm4MoeForCausalLM", read, rules, _FIELDS, stacks=live_stacks, draft_layers=NUMBERED)
+FAMILY = Family("Glm4MoeForCausalLM", read, rules, _FIELDS, stacks=vllm_stacks, draft_layers=NUMBERED)

@@ -41,8 +41,8 @@ def read(config: Mapping[str, Any]) -> Parts:
     return parts
 
 
-def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    return (*deepseek_v3.live_stacks(model), stacks.float32(llama.LAYER + "mlp.gate.weight"))
+def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    return (*deepseek_v3.vllm_stacks(model), stacks.float32(llama.LAYER + "mlp.gate.weight"))
 
 
 _FIELDS = {
@@ -59,5 +59,5 @@ _FIELDS = {
 }
 
 FAMILY = Family(
-    "Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, _FIELDS, added_fields, stacks=live_stacks, draft_layers=NUMBERED
+    "Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, _FIELDS, added_fields, stacks=vllm_stacks, draft_layers=NUMBERED
 )

@@ -122,8 +122,11 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     )
 
 
-def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters: `attn` in place of `self_attn`, and alternating gate and up rows in the experts."""
+def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters as stacks of Hugging Face tensors.
+
+    vLLM names attention `attn` instead of `self_attn`. In the experts, gate and up rows alternate.
+    """
     attention, live_experts = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
     return (
         stacks.vocabulary(llama.EMBEDDING, "model.embedding.weight"),
@@ -166,5 +169,5 @@ _FIELDS = {
 }
 
 FAMILY = Family(
-    "GptOssForCausalLM", read, rules, _FIELDS, stacks=live_stacks, settings=settings, aliases=aliases, reads_mxfp4=True
+    "GptOssForCausalLM", read, rules, _FIELDS, stacks=vllm_stacks, settings=settings, aliases=aliases, reads_mxfp4=True
 )

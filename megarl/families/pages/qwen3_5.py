@@ -102,9 +102,14 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     return tuple(places_in_packed)
 
 
-def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. A delta-net has two input projections: queries, keys, values and gates; both rates."""
+def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters as stacks of Hugging Face tensors.
+
+    vLLM joins the four input projections of a delta-net into two parameters: queries, keys, values and gates
+    (`in_proj_qkvz`); both rates (`in_proj_ba`).
+    """
     linear = delta_net(model)
+    # The rows of QKV are queries, keys and values. Each of the three is split over the ranks by itself.
     keys, num_qkv_rows = linear.key_channels, linear.convolved_channels
     qkv_rows = ((0, keys), (keys, 2 * keys), (2 * keys, num_qkv_rows))
     qkvz_parts = (*(stacks.Part(QKV, "even", part) for part in qkv_rows), stacks.Part(GATE, "even"))
@@ -125,7 +130,7 @@ def _make_family(architecture: str, *, has_experts: bool, classifier: str = "") 
         read,
         rules,
         defaults,
-        stacks=live_stacks,
+        stacks=vllm_stacks,
         draft_layers=MTP,
         aliases=family_aliases,
         classifier=classifier,

@@ -185,7 +185,7 @@ def hybrid_rules(
     return with_shared_expert(with_experts(mixed_rules, model), model, "shared_expert")
 
 
-def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     return (
         *hybrid_stacks(model),
         stacks.Stack(LINEAR + "in_proj_qkvz.weight", 0, (stacks.Part(LINEAR + "in_proj_qkvz.weight", "even"),)),
@@ -228,4 +228,4 @@ FIELDS = {
 }
 """Values of missing fields in Qwen3-Next models."""
 
-FAMILY = Family("Qwen3NextForCausalLM", read, rules, FIELDS, stacks=live_stacks, draft_layers=OWN_PREFIX)
+FAMILY = Family("Qwen3NextForCausalLM", read, rules, FIELDS, stacks=vllm_stacks, draft_layers=OWN_PREFIX)

@@ -108,15 +108,20 @@ class WeightChecks(StepObserver):
                 )
 
     async def check_engines(self, reports: Sequence[ReshardReport]) -> None:
-        """Compare the engines' weights before and after a reshard, from its reports. Raises MegarlError for changes."""
+        """Check the checksums in a reshard's reports. Raises MegarlError for two kinds of faults.
+
+        The engines' old weights changed before the reshard. Or the weights received differ from the trainer's.
+        """
         self.refuse_changes(report.changes for report in reports)
-        engines = [report.ledger for report in reports if report.ledger is not None]
-        self._seconds += max((engine.seconds for engine in engines), default=0.0)
-        for version in {engine.version for engine in engines}.intersection(self._boxes):
-            version_engines = [engine.of_dtypes(self._dtypes) for engine in engines if engine.version == version]
-            if differences := list(engine_differences(self._boxes[version], version_engines)):
-                # The trainer's weights may have changed before they were sent. Then this check names the trainer rank.
-                # Colocated: the engine must free the GPU first, because the trainer's weights move back there.
+        checksums_of_ranks = [report.ledger for report in reports if report.ledger is not None]
+        self._seconds += max((checksums.seconds for checksums in checksums_of_ranks), default=0.0)
+        for version in {checksums.version for checksums in checksums_of_ranks}.intersection(self._boxes):
+            received = [
+                checksums.of_dtypes(self._dtypes) for checksums in checksums_of_ranks if checksums.version == version
+            ]
+            if differences := list(engine_differences(self._boxes[version], received)):
+                # The trainer's weights may have changed before they were sent. Then `check_trainer` names the trainer
+                # rank. Colocated: engines must first free the GPU for the trainer's weights.
                 if not self._ranks.is_separate:
                     await self._ranks.trainers.call("sleep_engine")
                 await self.check_trainer()

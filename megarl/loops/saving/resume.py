@@ -374,8 +374,8 @@ def _refuse_other_parts(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         # Sources of a mixture may name the teacher, and then `distillation` does not.
         earlier_value = _value_at(before, field) or "reference"
         raise ConfigError(
-            f"{field} = {_value_at(now, field)}: the checkpoint has a reference model that has moved, and it would be "
-            f"lost; set {field}={earlier_value}, or {_NEW_RUN}"
+            f"{field} = {_value_at(now, field)}: the checkpoint has an updated reference model "
+            f"(algorithm.reference_update_steps), and it would be lost; set {field}={earlier_value}, or {_NEW_RUN}"
         )
 
 
@@ -408,9 +408,10 @@ def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None
 
 
 def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if a step now has another number of updates, and a learning rate decays over all updates.
+    """Raise ConfigError if a step has more or fewer updates than before the resume, and a learning rate decays.
 
-    The checkpoint counts updates. With another total, the same count is another fraction of the run, maybe its end.
+    The learning rate decays over all updates of the run, and the checkpoint counts updates. If the total changes, the
+    same count is another fraction of the run, maybe even its end.
     """
     fields: dict[str, tuple[str, ...]] = {}
     if recipe.is_on_policy:

@@ -44,7 +44,10 @@ def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtyp
 
 
 class TargetModel(PolicyModel):
-    """A policy or teacher that computes targets on request. Its last stage then returns uint8 [tokens, bytes]."""
+    """A policy or teacher that can compute a student's targets (its distribution or hidden state at each token).
+
+    After `request_targets`, the last pipeline stage returns targets instead of log-probs: uint8 [tokens, bytes].
+    """
 
     def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

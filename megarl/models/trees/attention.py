@@ -357,25 +357,31 @@ def _group_blocks(
     is_causal: bool,
     device: torch.device,
 ) -> list[TreePart]:
-    """Return calls for blocks of queries and keys, all [blocks]. Blocks of similar sizes share a call."""
+    """Return the calls of the attention kernel for blocks of the score matrix. Blocks of similar sizes share a call.
+
+    Block i has the queries from `query_starts[i]` to `query_ends[i]`, and the keys likewise: all arrays are [blocks].
+    """
     num_queries, num_keys = query_ends - query_starts, key_ends - key_starts
-    order = np.lexsort((num_queries, num_keys))
-    calls: list[list[int]] = []
-    scores = 0
-    for block in order.tolist():
-        num_scores = int(num_queries[block] * num_keys[block])
-        if calls:
-            members = [*calls[-1], block]
-            padded = len(members) * int(num_queries[members].max()) * int(num_keys[block])
-            if padded <= (1 + _WASTED_SHARE) * (scores + num_scores) + _CALL_SCORES:
-                calls[-1].append(block)
-                scores += num_scores
+    # By number of keys, then of queries: a block has at least the keys of all blocks before it.
+    blocks_by_size = np.lexsort((num_queries, num_keys))
+    blocks_by_call: list[list[int]] = []
+    call_scores = 0
+    for block in blocks_by_size.tolist():
+        block_scores = int(num_queries[block] * num_keys[block])
+        if blocks_by_call:
+            # A call pads all its blocks to the most queries and keys. Share it only if the padding costs less than a
+            # call of its own.
+            members = [*blocks_by_call[-1], block]
+            padded_scores = len(members) * int(num_queries[members].max()) * int(num_keys[block])
+            if padded_scores <= (1 + _WASTED_SHARE) * (call_scores + block_scores) + _CALL_SCORES:
+                blocks_by_call[-1].append(block)
+                call_scores += block_scores
                 continue
-        calls.append([block])
-        scores = num_scores
+        blocks_by_call.append([block])
+        call_scores = block_scores
     return [
-        _part(query_starts[call], num_queries[call], key_starts[call], num_keys[call], is_causal, device)
-        for call in (np.sort(np.array(members)) for members in calls)
+        _part(query_starts[blocks], num_queries[blocks], key_starts[blocks], num_keys[blocks], is_causal, device)
+        for blocks in (np.sort(np.array(members)) for members in blocks_by_call)
     ]
 
 

@@ -298,11 +298,12 @@ def _latent_attention_bytes(
 def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes that linear attention saves for the backward pass.
 
-    With context parallelism, a rank has all tokens of some heads. They are as many numbers as some tokens of all heads.
+    Tensor and context parallelism divide them: a rank has all tokens of some heads. Here it is computed as some tokens
+    of all heads, which are as many numbers.
     """
     tokens = _count_rank_tokens(parallel, settings) / parallel.tp
     # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.
-    num_in_dtype, num_in_float32 = linear.saved_numbers(in_torch=settings.pads_attention)
+    num_in_dtype, num_in_float32 = linear.saved_numbers_per_token(in_torch=settings.pads_attention)
     saved = tokens * (num_in_dtype * settings.itemsize + num_in_float32 * FLOAT32)
     return _norm_bytes(parallel, settings, hidden, is_fused=True) + saved
 

@@ -26,6 +26,7 @@ DeepEP supports no other numbers of ranks; 48 and 96 were added after 1.2.1. The
 dispatch and combine.
 """
 
+_INT32_BYTES = 4
 _META_BYTES = 8
 """Bytes for a token's origin: two int32."""
 _MOST_EXPERTS, _MOST_SCALES = 128, 128
@@ -40,21 +41,30 @@ _HEAP_GRANULE = 512 << 20
 def deep_ep_bytes(*, hidden_size: int, itemsize: int, num_ranks: int, num_sms: int = NUM_SMS) -> int:
     """Return the bytes of DeepEP's buffers if `num_ranks` (etp * ep) ranks exchange tokens.
 
-    `itemsize` is in bytes per channel. An unsupported number of ranks gives 0; a check of the recipe rejects it.
+    `itemsize` is in bytes per number of a token. An unsupported number of ranks gives 0; a check of the recipe rejects
+    it.
     """
     if num_ranks not in RECEIVED_TOKENS:
         return 0
-    of_peer, of_node = RECEIVED_TOKENS[num_ranks]
+    tokens_from_rank, tokens_from_node = RECEIVED_TOKENS[num_ranks]
     # A channel occupies two multiprocessors: one sends, one receives.
-    channels, nodes, peers = num_sms // 2, max(num_ranks // NODE_RANKS, 1), min(num_ranks, NODE_RANKS)
-    token = hidden_size * max(itemsize, 2) + _META_BYTES + _MOST_EXPERTS * (8 + 4) + _MOST_SCALES * 4
-    within = channels * peers * ((2 * nodes + 3) * 4 + of_peer * token)
+    num_channels = num_sms // 2
+    num_nodes, ranks_on_node = max(num_ranks // NODE_RANKS, 1), min(num_ranks, NODE_RANKS)
+    # An expert of a token has an index (8 bytes) and a weight (4 bytes).
+    token_bytes = hidden_size * max(itemsize, 2) + _META_BYTES + _MOST_EXPERTS * (8 + 4) + _MOST_SCALES * 4
+
+    # Buffer for ranks of the same node: in each channel, 2 * nodes + 3 int32 of bookkeeping and the tokens per rank.
+    head_bytes = (2 * num_nodes + 3) * _INT32_BYTES
+    node_bytes = num_channels * ranks_on_node * (head_bytes + tokens_from_rank * token_bytes)
+    node_bytes = _align(node_bytes, unit=_ALIGNMENT) + _WORKSPACE_BYTES
     if num_ranks <= NODE_RANKS:
-        return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES
-    # Buffers for sending and for receiving. Each token is aligned to 16 bytes.
-    heads = (2 * NODE_RANKS + 2) * 4
-    between = _align(2 * channels * nodes * (heads + of_node * (token + 16)), unit=_ALIGNMENT)
-    return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES + _align(between + _HEAP_BYTES, unit=_HEAP_GRANULE)
+        return node_bytes
+
+    # Buffers between nodes, one for sending and one for receiving. Each token is aligned to 16 bytes.
+    head_bytes = (2 * NODE_RANKS + 2) * _INT32_BYTES
+    network_bytes = 2 * num_channels * num_nodes * (head_bytes + tokens_from_node * (token_bytes + 16))
+    network_bytes = _align(network_bytes, unit=_ALIGNMENT)
+    return node_bytes + _align(network_bytes + _HEAP_BYTES, unit=_HEAP_GRANULE)
 
 
 def _align(size: int, *, unit: int) -> int:

@@ -51,24 +51,27 @@ def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantizati
 def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_bytes: int, stages: int) -> int:
     """Return the peak bytes of a reshard to an FP8 engine on a rank, in addition to weights and buckets.
 
-    First part: weights of incomplete modules (`reshard.quantised`). The layers of all pipeline `stages` arrive in
-    parallel, with three buckets in flight. Second part: the largest module with padded rows, and the memory to quantise
-    it. Experts are quantised one by one. For a linear layer, vLLM holds a padded copy and its absolute values, both in
-    float32.
+    The peak has two parts. First: 16-bit weights that wait until all weights of their module have arrived
+    (`reshard.quantised`). The layers of all pipeline `stages` arrive in parallel, with three buckets in flight.
+    Second: the largest module with padded rows, and vLLM's temporary memory to quantise it. vLLM quantises a layer's
+    experts one by one. For a linear layer it holds a padded copy and its absolute values, both in float32.
     """
-    modules: dict[str, int] = defaultdict(int)
+    module_numels: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
         if _is_quantised(stack):
             # Both matrices of a layer's experts are quantised together, so they count as one module.
             name = "experts" if stack.stacks_experts else stack.storage
             # The mean over layers: `count` covers all layers, and only some of them may have such a module.
-            modules[name] += prod(_pad_to_blocks(stack, shape)) * count // layouts.model.num_layers
-    layer_numel = sum(modules.values())
+            module_numels[name] += prod(_pad_to_blocks(stack, shape)) * count // layouts.model.num_layers
+    layer_numel = sum(module_numels.values())
     model_numel = layer_numel * layouts.model.num_layers
     # At most all weights wait. Otherwise two layers per stage are incomplete, plus the buckets in flight.
-    unquantised = min(model_numel * itemsize, 2 * stages * layer_numel * itemsize + 3 * bucket_bytes)
-    temporary = max(numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in modules.items())
-    return unquantised + max(modules.values()) * itemsize + temporary
+    waiting_bytes = min(model_numel * itemsize, 2 * stages * layer_numel * itemsize + 3 * bucket_bytes)
+    # One byte per number of experts: their FP8 copy. A single expert's temporary memory is negligible.
+    temporary_bytes = max(
+        numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in module_numels.items()
+    )
+    return waiting_bytes + max(module_numels.values()) * itemsize + temporary_bytes
 
 
 def _is_quantised(stack: Stack) -> bool:

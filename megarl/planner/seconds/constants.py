@@ -9,7 +9,7 @@ from megarl.planner.seconds.gpus import GpuSpeeds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Constants fitted to published steps."""
+    """Constants fitted to step times that others published."""
 
     gemm_efficiency: float
     """Share of the peak FLOPs reached by matrix products and attention of long rows."""

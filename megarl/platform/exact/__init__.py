@@ -1,5 +1,6 @@
-"""Arithmetic of engines for `trainer.exact`: results depend neither on other rows nor on the number of ranks.
+"""Arithmetic for `trainer.exact`: trainer and engine get bitwise equal log-probs.
 
-Trainer and engine both use `block_products` and `experts`. `engine` puts them into a live vLLM model. `attention` and
-`rotary` give the trainer vLLM's own kernels. Engines compute exactly only on a CPU.
+A result depends neither on the other rows of its batch nor on the number of ranks. Trainer and engine both use
+`block_products` and `experts`. `engine` puts them into a running vLLM model. `attention` and `rotary` let the trainer
+call vLLM's own kernels. Engines compute exactly only on a CPU.
 """

@@ -160,7 +160,7 @@ def forecast(
 def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -> int:
     if adapter is None:
         return sum(map(prod, hf_tensors(model).values())) * itemsize
-    return VllmAdapterLayouts(VllmLayouts(model, 1, 1), adapter.targets, adapter.rank).wanted_bytes(0, itemsize)
+    return VllmAdapterLayouts(VllmLayouts(model, 1, 1), adapter.targets, adapter.rank).adapter_bytes_on(0, itemsize)
 
 
 def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:

@@ -73,13 +73,16 @@ class VllmAdapterLayouts(Layouts):
         """Return the bytes of a rank's slots, unused parts included."""
         return itemsize * sum(self._numel(template, rank, slot_rank(self.rank)) for template in self.shapes)
 
-    def wanted_bytes(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of a rank's parts of A and B, without unused parts of slots: a copy must move at least
-        these.
+    def adapter_bytes_on(self, rank: int, itemsize: int) -> int:
+        """Return the bytes of the adapter's numbers in a rank's slots: its parts of the matrices A and B.
+
+        A reshard must send at least these bytes. Unused parts of slots, for adapters of a higher LoRA rank, do not
+        count.
         """
         return itemsize * sum(self._numel(template, rank, self.rank) for template in self.shapes)
 
     def _numel(self, template: str, rank: int, stored_rank: int) -> int:
+        """Return the numbers of a matrix in all layers on an engine rank, stored with LoRA rank `stored_rank`."""
         stack, index, letter = self._places[template]
         features = self.shapes[template][1 if letter == "A" else 0]
         if _is_split(stack, letter):

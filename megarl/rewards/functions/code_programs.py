@@ -131,18 +131,23 @@ class Trial:
         return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
 
     def passes(self, stdout: str) -> bool:
+        """Return whether the program's output is right: its text, or the result of the called function.
+
+        The result is JSON on the last line that begins with the mark. It is right if it equals the expected value, or
+        the value's text in the data (`Case.text`).
+        """
         if self._case.function is None:
             return same_output(stdout, self._case.expected)
-        for line in reversed(stdout.splitlines()):
-            if line.startswith(self._mark):
-                try:
-                    result = json.loads(line.removeprefix(self._mark))
-                except (ValueError, RecursionError):
-                    return False
-                is_text = self._case.text is not None and result == self._case.text
-                # Pass the expected value through JSON too: the result came as JSON.
-                return is_text or same_value(result, json.loads(json.dumps(self._case.expected)))
-        return False
+        result_line = next((line for line in reversed(stdout.splitlines()) if line.startswith(self._mark)), None)
+        if result_line is None:
+            return False
+        try:
+            result = json.loads(result_line.removeprefix(self._mark))
+        except (ValueError, RecursionError):
+            return False
+        is_expected_text = self._case.text is not None and result == self._case.text
+        # Pass the expected value through JSON too: the result came as JSON.
+        return is_expected_text or same_value(result, json.loads(json.dumps(self._case.expected)))
 
 
 def same_output(printed: str, expected: str) -> bool:

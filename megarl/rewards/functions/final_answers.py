@@ -264,10 +264,11 @@ def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) ->
     gold_answers(answer)
 
 
-def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
-    """Return the reader of final answers of the first reward function with a reader, or None.
+def find_answer_reader(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
+    """Return the function that extracts the final answer from a completion; None: no reward function has one.
 
-    `functions` are names of reward functions with their keyword arguments.
+    It is taken from the first reward function that has one. `functions` are names of reward functions with their
+    keyword arguments.
     """
     for name, kwargs in functions:
         path = ANSWER_READERS.get(kind_of(name))

@@ -187,9 +187,10 @@ class ServedReward(Generic[Config]):
         except (aiohttp.ClientError, OSError, ValueError, FailedCallError) as error:
             self._count("errors")
             return _NoScore("error", f"{type(error).__name__}: {error}", getattr(error, "wait_seconds", 0.0))
-        return self._read(answer)
+        return self._score_answer(answer)
 
-    def _read(self, answer: Any) -> FunctionScore | _NoScore:
+    def _score_answer(self, answer: Any) -> FunctionScore | _NoScore:
+        """Return the score in a server's answer, or why it has none. Adds the answer's `amounts` to the metrics."""
         try:
             for name, amount in self.amounts(answer).items():
                 self._count(name, amount)

@@ -124,8 +124,10 @@ class JournaledTry:
             self.aborted[identity] += 0
 
     def forget_tokens(self) -> None:
-        # An empty mapping, not None, still shows that the try ended. `_apply_step` checks this.
-        self.ended = self.ended and {}
+        """Remove everything except numbers of tokens, so that a settled try needs little memory."""
+        if self.ended is not None:
+            # An empty mapping, not None, still shows that the try ended. `_apply_step` checks this.
+            self.ended = {}
         self.chains, self.opened = [], None
         self.asked.clear()
         for answer in self.answers.values():

@@ -179,7 +179,7 @@ def _fill_template(template: str, messages: Sequence[Mapping[str, Any]], context
 
 def _prompt_error(trajectory: Trajectory, problem: str) -> MegarlError:
     return MegarlError(
-        f"distillation.teacher_prompt: the teacher's prompt for problem {trajectory.problem.index} of environment "
-        f"{trajectory.environment} cannot be written: {problem}; use an environment with prompts by megarl, or "
+        f"distillation.teacher_prompt: the teacher's prompt cannot be built for problem {trajectory.problem.index} of "
+        f"environment {trajectory.environment}: {problem}; use an environment for which megarl builds the prompts, or "
         "leave the field out"
     )

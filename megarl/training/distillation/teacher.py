@@ -68,24 +68,28 @@ def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: 
     Ranks of the last pipeline stage take turns: each stores every n-th row, which spreads the host memory.
     """
     replica_rows = model.share_rows(rows)
-    num_tensor = parallel_state.get_tensor_model_parallel_world_size()
-    num_turns = num_tensor * parallel_state.get_context_parallel_world_size()
-    turn = parallel_state.get_context_parallel_rank() * num_tensor
-    turn += parallel_state.get_tensor_model_parallel_rank()
+    # All tensor- and context-parallel ranks of a replica's last stage have the same rows, so these ranks share them.
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    num_sharing_ranks = tp_size * parallel_state.get_context_parallel_world_size()
+    index_among_ranks = parallel_state.get_context_parallel_rank() * tp_size
+    index_among_ranks += parallel_state.get_tensor_model_parallel_rank()
     numbered_rows = enumerate(replica_rows)
 
-    def store_row(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
-        """Store the next row's targets: `output` [local tokens, bytes]."""
-        # Stored at once: Megatron would collect the outputs of all rows on the device.
-        index, row = next(numbered_rows)
+    def store_next_row(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
+        """Store a row's targets, `output` [local tokens, bytes]. Megatron calls this after each row, in their order.
+
+        Megatron would otherwise collect the outputs of all rows on the device.
+        """
+        row_index, row = next(numbered_rows)
+        # A collective: every rank takes part, also if another rank stores the row.
         targets = whole_row(output, batch.row)
-        if index % num_turns == turn:
+        if row_index % num_sharing_ranks == index_among_ranks:
             _store_by_sequence(row, batch, targets, stored)
 
     feed = TaughtTokensFeed()
     model.feeds.append(feed)
     try:
-        model.run_forward(replica_rows, store_row)
+        model.run_forward(replica_rows, store_next_row)
     finally:
         model.feeds.remove(feed)
 

@@ -49,9 +49,9 @@ def test_pieces_fill_the_wanted_parts_of_the_slots_once(tp: int, tiny_model: Cal
             filled.setdefault(piece.storage, set()).update(own)
         # Two layers with an A and Bs for qkv (3), o, gate_up (2) and down.
         assert len(filled) == 2 * (4 + 7)
-        assert 4 * sum(map(len, filled.values())) == layouts.wanted_bytes(rank, 4)
+        assert 4 * sum(map(len, filled.values())) == layouts.adapter_bytes_on(rank, 4)
         # Slots have rank 8, the adapter has rank 4.
-        assert layouts.bytes_on(rank, 4) == 2 * layouts.wanted_bytes(rank, 4)
+        assert layouts.bytes_on(rank, 4) == 2 * layouts.adapter_bytes_on(rank, 4)
 
 
 LAYOUTS = [
@@ -71,7 +71,7 @@ def test_a_plan_moves_each_matrix_once_to_each_rank(parallel: ParallelConfig, ti
     engines = VllmAdapterLayouts(
         VllmLayouts(model, parallel.rollout_tp, parallel.num_ranks - ends.first_engine), LORA.targets, LORA.rank
     )
-    floor = [engines.wanted_bytes(rank, 4) for rank in range(len(engines))]
+    floor = [engines.adapter_bytes_on(rank, 4) for rank in range(len(engines))]
     assert traffic.received.sum(0).tolist() == [0] * ends.first_engine + floor
     assert traffic.ratio == 1.0
 

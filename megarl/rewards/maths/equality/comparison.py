@@ -144,7 +144,11 @@ class Comparison:
         return element.kind == "symbol" and is_set and self.same(members, answer)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
-        """Return whether two answers, at least one a list, are equal item by item. `x = 5` counts as 5."""
+        """Compare two answers, of which one or both are lists.
+
+        Two lists are compared item by item. A list next to an equation is compared with the equation's last side:
+        `1, 2` equals `x = 1, 2`.
+        """
         if gold.kind == prediction.kind == "list":
             return self._same_items(gold, prediction)
         if gold.kind == "relation" and is_equation(gold) and is_label(gold.parts[0]):
@@ -317,14 +321,21 @@ class Comparison:
         )
 
     def _same_congruence(self, gold: Node, prediction: Node) -> bool:
-        if BLANK not in (gold.parts[0], prediction.parts[0]) and not self.same(gold.parts[0], prediction.parts[0]):
+        r"""Return whether two congruences agree: `x \equiv 3 \pmod 7` and `x \equiv 10 \pmod 7` do.
+
+        The left sides and moduli must be equal, and the residues must differ by a multiple of the modulus. `BLANK`, an
+        omitted left side, equals any other.
+        """
+        gold_left, gold_residue, gold_modulus = gold.parts
+        left, residue, modulus = prediction.parts
+        if BLANK not in (gold_left, left) and not self.same(gold_left, left):
             return False
-        if not same_value(gold.parts[2], prediction.parts[2]):
+        if not same_value(gold_modulus, modulus):
             return False
-        multiple = exact(
-            Node("quotient", (join_operands("sum", [gold.parts[1], negative(prediction.parts[1])]), gold.parts[2]))
-        )
-        return multiple.denominator == 1 if multiple is not None else self.same(gold.parts[1], prediction.parts[1])
+        difference = join_operands("sum", [gold_residue, negative(residue)])
+        num_moduli = exact(Node("quotient", (difference, gold_modulus)))
+        # None: the residues are not numbers, so they must be equal.
+        return num_moduli.denominator == 1 if num_moduli is not None else self.same(gold_residue, residue)
 
     def _same_expression(self, gold: Node, prediction: Node) -> bool:
         gold_degrees, predicted_degrees = count_degrees(gold), count_degrees(prediction)

@@ -81,7 +81,7 @@ def _number_set(node: Node) -> NumberSet | None:
         sets = [_number_set(node.parts[0]), _number_set(node.parts[1].parts[0])]
         return _combine_sets(sets, "setminus")
     if node.kind == "builder":
-        return _read_builder(node)
+        return _read_set_builder(node)
     if node.kind == "list" and all(part.kind in ("relation", "list") for part in node.parts):
         return _join_conditions(node)
     return None
@@ -175,19 +175,23 @@ def _is_true(first: Fraction, sign: str, second: Fraction) -> bool:
     }[sign]
 
 
-def _read_builder(node: Node) -> NumberSet | None:
+def _read_set_builder(node: Node) -> NumberSet | None:
+    r"""Return the set of a set-builder formula, `\{x : x > 2\}` or `\{x \in A : x > 2\}`. None: it means no set."""
     head, condition = node.parts
     domain = None
     if head.kind == "relation" and head.value == ("in",):
-        domain = _number_set(head.parts[1])
+        variable, domain_node = head.parts
+        domain = _number_set(domain_node)
         if domain is None:
             return None
-        head = head.parts[0]
-    numbers = _number_set(condition)
-    if head.kind != "symbol" or numbers is None or numbers.variable != head.value:
+    else:
+        variable = head
+    solutions = _number_set(condition)
+    # The condition must be about the variable before the colon.
+    if variable.kind != "symbol" or solutions is None or solutions.variable != variable.value:
         return None
-    if domain is not None:
-        numbers = _combine_sets([domain, numbers], "cap")
+    numbers = solutions if domain is None else _combine_sets([domain, solutions], "cap")
+    # A set-builder formula is complete: its variable's name does not matter in a comparison.
     return numbers and NumberSet(numbers.contains, numbers.edges)
 
 

@@ -127,7 +127,7 @@ class _Parser(DigitGroups):
     def _parse_side(self) -> Node:
         if self.token.kind == "number" and self.following().text == ":" and (clock := self.digit_groups()) is not None:
             return clock
-        return self._ratio(self.set_expression())
+        return self._parse_ratio(self.set_expression())
 
     def _parse_modulus(self) -> Node | None:
         r"""Parse a congruence's modulus (`\pmod 7`, `(mod 7)`, `mod 7`), or return None."""
@@ -149,16 +149,19 @@ class _Parser(DigitGroups):
         self.advance()
         return sign
 
-    def _ratio(self, first: Node) -> Node:
-        parts = [first]
-        # Within a set's braces, a colon begins the condition.
+    def _parse_ratio(self, first: Node) -> Node:
+        """Parse the rest of a ratio, `: 3 : 4` or `to 3`, after its first term. Return only this term if none follows.
+
+        `self.bars` is above 0 in a set's braces, where a colon begins the condition, and between bars.
+        """
+        terms = [first]
         while self.token.text == ":" and self.bars == 0:
             self.advance()
-            parts.append(self.set_expression())
-        if len(parts) == 1 and self.token.kind in ("word", "text") and self.token.text == "to":
+            terms.append(self.set_expression())
+        if len(terms) == 1 and self.token.kind in ("word", "text") and self.token.text == "to":
             self.advance()
             return Node("ratio", (first, self.set_expression()), "to")
-        return Node("ratio", tuple(parts)) if len(parts) > 1 else first
+        return Node("ratio", tuple(terms)) if len(terms) > 1 else first
 
     def set_expression(self) -> Node:
         node = self.sum()
