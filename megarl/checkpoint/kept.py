@@ -64,7 +64,10 @@ class UnchangedTensor(NamedTuple):
 
 
 def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTensor]:
-    """Return the kept tensors in a folder, by name. Raises DataError for a truncated file."""
+    """Return the tensors in a folder that training leaves unchanged and exports copy, by name.
+
+    Raises DataError for a truncated file.
+    """
     prefixes = list_copied_prefixes(model)
     if not prefixes:
         return {}
@@ -77,10 +80,10 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTe
 
 
 def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, UnchangedTensor], dict[str, str]]:
-    """Return the tensors to copy from a folder, and the copies in a trained draft layer as {name: name of the
-    original}.
+    """Return the tensors that training leaves unchanged, and the draft layer's duplicates of trained tensors.
 
-    Raises DataError for a truncated file.
+    The first are read from `folder`. The second are {name: name of the trained tensor}. Raises DataError for a
+    truncated file.
     """
     tensors = kept_tensors(folder, model)
     copies = {name: original for name, original in list_draft_copies(model).items() if name in tensors}

@@ -171,7 +171,7 @@ def fields_set_by_user(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 class Idle(NamedTuple):
-    """An idle field: its name as written, its name in the schema, the recipe, the unmet condition."""
+    """A field that is set without effect: its name as written and in the schema, its recipe, the unmet condition."""
 
     place: str
     field: str

@@ -141,9 +141,9 @@ def _template_of(name: str) -> str:
 
 
 def _text_start(tokenizer: Tokenizer) -> str:
-    """Return the text of the tokens that the tokenizer puts before each text, like BOS. Empty: none.
+    """Return the text of the tokens that the tokenizer puts before each text, such as BOS. Empty: none.
 
-    PLAIN begins with this text, so that texts begin as in pretraining.
+    The chat template PLAIN begins with it, so that prompts begin as texts did in pretraining.
     """
     text = "a"
     tokens = tokenizer.encode(text)

@@ -199,9 +199,9 @@ class Dialogue:
 
 
 def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
-    """Yield an assistant's turn with the calls that these messages answer: first all calls, then only one.
+    """Yield two variants of the assistant's turn before these tool results: with all their calls, and with one call.
 
-    Some templates refuse several calls in a turn.
+    The second is for templates that refuse several calls in a turn.
     """
     for num_calls in (len(answers), 1):
         calls = [

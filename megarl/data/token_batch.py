@@ -116,7 +116,7 @@ class TokenBatch:
         return np.flatnonzero(np.diff(self.samples, append=-1))
 
     def tokens_of(self, sequences: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of these sequences' tokens: [tokens of these sequences]."""
+        """Return the indices in the batch of all tokens of these sequences: [tokens of these sequences]."""
         selection = np.asarray(sequences, np.int64)
         return ranges(self.cu_seqlens[selection], self.lengths[selection])
 

@@ -301,9 +301,9 @@ class Heartbeats:
 
 
 def owner_is_gone(folder: Path) -> bool:
-    """Return whether the newest owner has ended: by its file, or because its process on this machine is gone.
+    """Return whether the newest owner has ended: its file says so, or its process on this machine is gone.
 
-    False: it runs, is on another machine, or is unknown. Raises no error, and writes nothing.
+    False: it runs, is on another machine, or its state is unknown. Raises no error, and writes nothing.
     """
     try:
         newest = _newest_owner_file(folder / HOME)

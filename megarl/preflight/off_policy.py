@@ -74,7 +74,7 @@ def check_stragglers(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def check_staleness(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of training on stale tokens, sampled by older weights."""
+    """Yield errors in the settings for training on stale tokens, which older weights sampled."""
     rollout = recipe.rollout
     if unmet(recipe, "rollout.max_staleness") is not None:
         return

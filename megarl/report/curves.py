@@ -148,11 +148,12 @@ def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
 
 
 def series(rows: Rows, most_points: int) -> dict[str, Any]:
-    """Return the reduced curves of a run, as JSON values.
+    """Return a run's curves as JSON values. Neighbouring steps share a bin, so that there are at most `most_points`.
 
-    `x` has the last step of each bin, `seconds` the training time up to it. `of` has each metric's values `y`: the mean
-    of the finite values in each bin, or None. A metric with values in few bins has their numbers in `i`. `is_thinned`:
-    bins have several steps. Then important metrics have each bin's extremes, `low` and `high`.
+    `x` has the last step of each bin, `seconds` the training time up to it. `of` has each metric's `y`: the mean of the
+    finite values in each bin, or None. A metric with values in few bins lists only these, with the bins' indices in
+    `i`. `is_thinned`: a bin has more than one step. Then important metrics also have each bin's extremes, `low` and
+    `high`.
     """
     bins = Bins.of(len(rows), most_points)
     is_thinned = len(rows) > most_points

@@ -238,9 +238,9 @@ class Ledger:
         num_sequences: int = 0,
         tokens: int = 0,
     ) -> Promise:
-        """Accept an unordered request and run it. A request with the same key and body gets the first promise.
+        """Run a request that waits for no earlier one. A repetition, with equal key and body, gets the same promise.
 
-        `tokens` is the size of the request. Raises BusyError.
+        `tokens` is the request's number of tokens, which count against the owner's limit. Raises BusyError above it.
         """
         if (earlier := self._single.get(key)) is not None:
             if earlier.digest == digest:

@@ -138,7 +138,7 @@ class RankTrainer:
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
         async def run_pass() -> NDArray[np.float32]:
-            """Run the pass on the ranks, in a turn that costs the batch's tokens."""
+            """Wait for the model's turn, which the batch's number of tokens pays for, and run the pass on the ranks."""
             async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
                 await self._take_model(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))

@@ -36,7 +36,7 @@ _SLOW_FACTOR, _SLOW_SECONDS = 3.0, 1.0
 _NUMBERS = count(1)
 """Numbers in container names. All sources of a mixture draw from them, because they share the nodes."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "::": "::1"}
-"""Host at which programs on the driver's machine reach an endpoint, by the host that the endpoint listens on."""
+"""For each host that an endpoint listens on: the host to which programs on the driver's machine connect."""
 
 Request = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 

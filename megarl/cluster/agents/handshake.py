@@ -30,7 +30,7 @@ STRANGERS = 64
 oldest.
 """
 _INTRODUCTION_SECONDS = 10
-"""Seconds for a handshake."""
+"""Maximum seconds of a handshake."""
 
 _SILENT_SECONDS = 30
 """Seconds without an answer to keepalive probes, for example after a power loss. Then the connection ends."""

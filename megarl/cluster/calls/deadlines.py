@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megarl.config import ClusterConfig
 
 _NUM_FIRST = 3
-"""Number of first calls without influence on a method's limit, because they compile, allocate and connect."""
+"""Number of a method's first calls that its time limit ignores: they are slow, because they compile and connect."""
 _TIMES_SLOWEST = 10.0
 """Limit of later calls, as a multiple of the method's slowest call."""
 

@@ -51,7 +51,7 @@ class Option:
     value: str
     """The row applies only if the option has this value. Empty: the row applies to all values."""
     assignments: tuple[str, ...]
-    """Recipe fields for the option, each with or without an example value: `train.epochs=2`. Empty: none."""
+    """Recipe fields that replace the option, some with an example value: `train.epochs=2`. Empty: none does."""
     note: str
 
     @property
@@ -165,9 +165,9 @@ def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
 
 
 def _group_by_meaning(options: Sequence[Option], value: str | None) -> list[Meaning]:
-    """Return the meanings of the options that apply to a value.
+    """Return what another program's option with this value means in a recipe.
 
-    With `value` None, options about single values apply only if none is about all values.
+    With `value` None, the meaning for any value counts; if there is none, the meanings of single values.
     """
     options_for_value = [
         option for option in options if option.value and value and _plain_name(option.value) == _plain_name(value)

@@ -28,8 +28,8 @@ class HealthConfig(Section):
     """Number n of consecutive logged steps that must break a health rule before it warns. Rules about a rising metric
     compare the median of the last n steps with the median of the first n."""
     lost_in_merge: Annotated[Share, OnlyIf(*LORA, ON_POLICY)] = 0.3
-    """Value of the metric lora/lost_in_merge above which the health rule `lost_in_merge` warns: the share of the
-    adapters' update that rounding of the merged weights changes."""
+    """The health rule `lost_in_merge` warns if the metric lora/lost_in_merge is above this value. The metric is the
+    share of the adapters' update that is lost when the merged weights are rounded."""
     truncated: Annotated[Share, OnlyIf(ON_POLICY)] = 0.95
     """Share of attempts cut at the length limit (metric rollout/truncated) from which the health rule `truncated`
     warns."""

@@ -248,8 +248,8 @@ class RolloutConfig(Section):
     # (rollout/restarted).
     stragglers: Annotated[Literal["wait", "park", "abort"], OnlyIf(RL, COLOCATED)] = "wait"
     """Treatment of incomplete groups once train.prompts_per_step groups are complete (algorithm.oversampling starts
-    more). wait (default): wait for them. park: pause them, and continue after the update with the tokens so far; set an
-    importance correction (rollout.max_staleness). abort: drop them; this favours short answers."""
+    more). wait (default): wait for them. park: pause them, and continue after the update with the tokens so far;
+    also set an importance correction (see rollout.max_staleness). abort: drop them; this favours short answers."""
     # Step n trains weights of version n, whether or not engines ever received them. Placement separate: engines sample
     # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
     # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.

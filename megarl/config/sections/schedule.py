@@ -166,9 +166,9 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write checkpoints in the background while training continues, from a copy in host memory. Default: true."""
     replicate: Annotated[NonNegativeInt, UntriedOnGpu("a number above 0")] = 0
-    """Every n steps, copy each rank's training state to host memory of two nodes, for cluster.recover restart and
-    shrink. 0: never. Default: 0 without such recovery, or if copies need more than 3/4 of a node's memory; else 1 (10
-    in loops that do not sample). `megarl plan` shows the memory. See megarl/loops/README.md."""
+    """Every n steps, copy each rank's training state to host memory of two nodes, for cluster.recover = restart or
+    shrink. 0: never. Default: 1 (10 in loops that do not sample); 0 with another cluster.recover, or if copies need
+    more than 3/4 of a node's memory. `megarl plan` shows the memory. See megarl/loops/README.md."""
     export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None

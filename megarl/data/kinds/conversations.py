@@ -53,7 +53,7 @@ class Conversations(TokenisedKind):
 def make_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
 ) -> Conversation:
-    """Return a record's messages as tokens, encoded by `train_on_assistant`.
+    """Return a record's messages as tokens. Assistant messages from number `first` on are trained.
 
     Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
     """

@@ -55,7 +55,7 @@ def _scale_as_yarn(
     """
 
     def find_pair(rotations: float) -> float:
-        """Return the pair, a real number, with this number of rotations over the original context."""
+        """Return the index, not rounded, of the channel pair that rotates so often over the original context."""
         positions_per_radian = rotary.original_positions / (rotations * 2 * math.pi)
         return num_channels * math.log(positions_per_radian) / (2 * math.log(rotary.theta))
 

@@ -120,9 +120,10 @@ def _find_lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
 
 
 def _convolve(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
-    """Return the convolved and activated inputs, float32 [tokens, channels]. Store each sequence's last inputs.
+    """Return the inputs `x` [tokens, channels] after convolution and activation, as float32.
 
-    `x` is [tokens, channels]. If the engine drafts, the cache has further rows for the drafted tokens.
+    Each sequence's last inputs are stored in the layer's cache, where its next tokens find them. If the engine drafts,
+    the cache has further rows for the drafted tokens.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 

@@ -90,9 +90,9 @@ class Judge(ServedReward[JudgeConfig]):
         }
 
     def score_unasked(self, sample: Sample) -> FunctionScore | None:
-        """Return the score of a completion that needs no call of the judge, else None.
+        """Return the score of a completion if it needs no call of the judge, else None.
 
-        A completion that ends inside its thoughts gets the lowest score, if a verdict means right or wrong.
+        If the judge's verdicts mean right or wrong, a completion that ends inside its thoughts gets the lowest score.
         """
         if self.config.right_from is None or not sample.in_thoughts:
             return None

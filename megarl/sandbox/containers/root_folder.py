@@ -171,8 +171,11 @@ def root_as(user: int, proc: int) -> int:
 
 
 def finish_root() -> None:
-    """Mount /proc, terminals and shared memory as the first process of a container's namespaces. Raises OSError."""
-    # A fixed name. Host names of nodes would differ in prompts, and so in the prompts' prefixes.
+    """Complete a container's root file system: host name, /proc, terminals, shared memory, links in /dev.
+
+    The first process of the container's namespaces calls it. Raises OSError.
+    """
+    # A fixed name: programs write it into prompts, and equal prompts share a cached prefix on all nodes.
     socket.sethostname("container")
     # Mounted by the namespace's first process, because /proc shows the processes of the mounter's namespace.
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)

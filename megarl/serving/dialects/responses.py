@@ -291,10 +291,10 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a request's functions in the form of chat completions, and the types of dropped tools.
+    """Return a request's functions as tools of the chat completions API, and the types of its other tools.
 
-    `prefix` precedes the names of functions in a namespace. Tools of other types are dropped: they run on the vendor's
-    servers, or need a grammar.
+    Other tools are dropped: they run on the vendor's servers, or need a grammar. `prefix` precedes the names of
+    functions in a namespace.
     """
     functions: list[dict[str, Any]] = []
     dropped: list[str] = []

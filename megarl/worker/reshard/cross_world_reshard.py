@@ -152,9 +152,7 @@ class CrossWorldReshard:
         self.rank_reshard = self._group = None
 
     def _report_loss(self, error: Exception) -> LostPeer:
-        """Leave the process group after losing a peer, so that peers waiting for this rank fail too. Return the
-        report.
-        """
+        """Leave the process group, so that peers waiting for this rank fail too. Return the report of a lost peer."""
         report = report_loss(error)
         self.leave()
         return report
