@@ -17,7 +17,7 @@ import pytest
 import megarl
 from megarl.api import _make_column, _make_error
 from megarl.files.import_path import import_object, source_being_imported
-from megarl.platform.commands import follow_command
+from megarl.platform.commands import follow_command, run_in_foreground
 from megarl.types import ConfigError, MegarlError, StoppedError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,3 +151,14 @@ def test_a_program_in_the_foreground_gets_the_signals_of_its_caller(number: sign
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(number)
         assert process.stdout.read() == "code 5\n"
+
+
+def test_a_signal_before_the_program_has_started_is_passed_to_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def start_late(command: list[str]) -> subprocess.Popen[bytes]:
+        signal.raise_signal(signal.SIGTERM)
+        return start(command)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    assert run_in_foreground([sys.executable, "-c", "import time; time.sleep(60)"]) == 128 + signal.SIGTERM

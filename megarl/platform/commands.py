@@ -87,19 +87,31 @@ def run_in_foreground(command: Sequence[str]) -> int:
     SIGTERM and SIGHUP are passed on. SIGINT is not, because the terminal sends it to the program anyway. If a signal
     ended the program, the code is 128 + the signal's number, as in a shell. Call this in the main thread.
     """
-    with subprocess.Popen(command) as process:
+    early_signals: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
 
-        def pass_to_program(number: int, _: object) -> None:
+    def pass_to_program(number: int, _: object) -> None:
+        if process is None:
+            early_signals.append(number)
+        else:
             process.send_signal(number)
 
-        # Set after the start: a program inherits ignored signals.
-        handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: pass_to_program, signal.SIGHUP: pass_to_program}
-        earlier_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
+    # Set before the start, so that no signal ends this process alone. Signals that this process ignores stay ignored:
+    # the program inherits that, as under nohup. A function for SIGINT is not inherited.
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_to_program, signal.SIGHUP: pass_to_program}
+    earlier_handlers = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        with subprocess.Popen(command) as process:
+            for number in early_signals:
+                process.send_signal(number)
             code = process.wait()
-        finally:
-            for number, handler in earlier_handlers.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in earlier_handlers.items():
+            signal.signal(number, handler)
     return code if code >= 0 else 128 - code
 
 
