@@ -137,7 +137,7 @@ class Machine:
             score_flops=work.score_flops(load.lengths.sequences),
             item_bytes=ITEM_BYTES,
         )
-        update = trainer.update(
+        update = trainer.update_seconds(
             layouts,
             Recomputed(attention=no_recomputation, feed_forward=no_recomputation),
             tokens=load.tokens,
@@ -158,7 +158,7 @@ class Machine:
             activation_bytes=ITEM_BYTES,
             cache_item_bytes=ITEM_BYTES,
         )
-        sampled = rollout.rollout(
+        sampled = rollout.rollout_seconds(
             engines, load.lengths, num_samples=load.num_samples, samples_per_prompt=load.samples_per_prompt
         )
         shard = ITEM_BYTES * work.weights / layout.engine_tp

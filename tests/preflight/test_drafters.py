@@ -266,7 +266,9 @@ def test_forms_of_a_drafter_that_the_trainer_does_not_compute_are_refused(
     }  # fmt: skip
     for name, value in values.items():
         (text,) = training_faults(make_eagle3(tmp_path / name, policy, config={name: value}))
-        assert ("layer 8" if name == "eagle_config" else name) in text and "leave it out, so that it is frozen" in text
+        assert (
+            "layer id 8" if name == "eagle_config" else name
+        ) in text and "leave it out, so that it is frozen" in text
     (text,) = training_faults(make_eagle3(tmp_path / "own", policy, own_embedding=True))
     assert "embed_tokens.weight" in text
 
