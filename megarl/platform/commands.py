@@ -96,16 +96,18 @@ def run_in_foreground(command: Sequence[str]) -> int:
         else:
             process.send_signal(number)
 
-    # Set before the start, so that no signal ends this process alone. Signals that this process ignores stay ignored:
-    # the program inherits that, as under nohup. A function for SIGINT is not inherited.
     handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_to_program, signal.SIGHUP: pass_to_program}
-    earlier_handlers = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
+    earlier_handlers = {number: signal.getsignal(number) for number in handlers}
     try:
+        # Set before the start, so that no signal ends this process alone. The program inherits no function, but it
+        # shall inherit that a signal is ignored, as under nohup.
+        for number, handler in handlers.items():
+            if earlier_handlers[number] != signal.SIG_IGN:
+                signal.signal(number, handler)
         with subprocess.Popen(command) as process:
+            # The program may catch a signal that it inherited as ignored, so pass on these too.
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             for number in early_signals:
                 process.send_signal(number)
             code = process.wait()

@@ -286,7 +286,16 @@ def test_a_trial_stops_its_container_after_a_signal_to_all_processes(tasks: Path
     (tasks / "0/outcome").write_text(json.dumps("hangs"))
     (tasks / "1/outcome").write_text(json.dumps("hangs"))
     folder = tasks.parent
-    with subprocess.Popen([sys.executable, "-c", DRIVER]) as driver:
+    # Under nohup SIGHUP is ignored, and the driver would inherit that. It does not inherit a function.
+    is_ignored = signal.getsignal(number) == signal.SIG_IGN
+    if is_ignored:
+        signal.signal(number, lambda *_: None)
+    try:
+        process = subprocess.Popen([sys.executable, "-c", DRIVER])
+    finally:
+        if is_ignored:
+            signal.signal(number, signal.SIG_IGN)
+    with process as driver:
         wait_until(lambda: driver.poll() is not None or len([*folder.glob("trials/*/pid")]) == 2, seconds=120)
         assert driver.poll() is None and len([*folder.glob("containers/*")]) == 2
         for pid in [driver.pid, *descendants(driver.pid)]:
