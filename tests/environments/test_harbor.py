@@ -262,7 +262,7 @@ asyncio.run(make_trials())
 
 
 def test_a_trial_stops_its_container_after_a_kill_of_the_driver(tasks: Path) -> None:
-    """Also after the end of another trial, which no driver hears of."""
+    """Also after the end of another trial, which cannot be reported to the driver."""
     (tasks / "0/outcome").write_text(json.dumps("stuck"))
     (tasks / "1/outcome").write_text(json.dumps("hangs"))
     folder = tasks.parent

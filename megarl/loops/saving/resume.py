@@ -45,10 +45,9 @@ _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtyp
 _DRAW_FIELDS = ("stragglers", "placement", "max_staleness")
 """Fields of `rollout` that decide whether single prompts or batches are drawn."""
 _NEW_RUN = "begin a new run with model.path set to an export of this one"
+"""Remedy if the state of the checkpoint cannot continue under the changed recipe, but its weights can."""
 _MODEL_SECTIONS = ("text_config", "vision_config")
 """Sections of config.json with a whole model's fields, in models with a vision tower."""
-
-
 _REFERENCE_FIELDS = {
     "rl": "algorithm.kl_coefficient", "preference": "preference.loss", "distillation": "distillation.teacher",
 }  # fmt: skip
@@ -429,7 +428,7 @@ def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         raise ConfigError(
             f"{name} = {counts[name]}: {section}.schedule = {schedule} decays over all updates of the run, and a step "
             f"had {prod(counts_before.values())} until now; set {name}={counts_before[name]} or "
-            f"{section}.schedule=constant, or begin a new run with model.path set to an export of this one"
+            f"{section}.schedule=constant, or {_NEW_RUN}"
         )
 
 
@@ -459,7 +458,7 @@ def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     if recipe.trains_drafter and before is None:
         raise ConfigError(
             f"{field} = {recipe.trainer.drafter_learning_rate:g}: the checkpoint has no drafter's state; leave it out, "
-            "or begin a new run with model.path set to an export of this one"
+            f"or {_NEW_RUN}"
         )
     if before is not None and not recipe.trains_drafter:
         # A frozen drafter would begin again with the weights of its own files.
@@ -555,8 +554,8 @@ def _refuse_other_buckets(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         if recipe.mixture and source.name not in sources_before:
             continue
         # A source's section may have some of the fields, and the others are those of `data`.
-        own = _value_at(sources_before[source.name], "data.curriculum") if recipe.mixture else None
-        before, now = {**shared, **(own or {})}, source.recipe.data.curriculum
+        source_before = _value_at(sources_before[source.name], "data.curriculum") if recipe.mixture else None
+        before, now = {**shared, **(source_before or {})}, source.recipe.data.curriculum
         # Without a band there are no solve rates.
         if now.band is None or before.get("band") is None or before.get("by") == now.by:
             continue

@@ -129,9 +129,9 @@ class Statement:
         """Return whether another choice is joined to the letter (`the answer is A or B`), or to the choice's own text
         after the letter (`A, red, or B`).
         """
-        own = re.match(re.escape(own_text), self._rest_of_line, re.IGNORECASE) if own_text else None
+        own_text_match = re.match(re.escape(own_text), self._rest_of_line, re.IGNORECASE) if own_text else None
         return self._names_another(self.text, self.end) or (
-            own is not None and self._names_another(self._rest_of_line, own.end())
+            own_text_match is not None and self._names_another(self._rest_of_line, own_text_match.end())
         )
 
     def _names_another(self, text: str, start: int) -> bool:
