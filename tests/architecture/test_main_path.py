@@ -85,7 +85,7 @@ MTP_PLACES = {
     "config/sections/trainer.py",
     "families/draft_layers.py",
     "families/mtp.py",
-    "loops/saving/resume.py",
+    "loops/saving/changed_recipe.py",
     "models/mtp.py",
     "models/parts.py",
     "preflight/model/draft_layers.py",

@@ -34,7 +34,7 @@ from megarl.files.model_folder import (
     weight_files,
 )
 from megarl.files.strict_json import LARGE, MEDIUM, SMALL
-from megarl.loops.saving.resume import read_driver
+from megarl.loops.saving.driver_state import read_driver
 from megarl.report.browse import Selection, sample_text, select
 from megarl.report.evaluations import read_evaluation
 from megarl.report.model_card import write_card
@@ -412,7 +412,7 @@ def _run_folder() -> Iterator[Format]:
     )
     yield Format(
         "checkpoint: driver.json",
-        "loops.saving.resume.read_driver",
+        "loops.saving.driver_state.read_driver",
         in_run("checkpoints/step_000002/driver.json"),
         lambda path: (refuse_other_schema(path.parent), read_driver(path.parent)),
         max_values=max_values_of("driver.json"),

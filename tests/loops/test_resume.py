@@ -23,7 +23,9 @@ from megarl.checkpoint.manifest import file_record, write_manifest
 from megarl.config import OptimizerConfig, Recipe
 from megarl.loops.saving.checkpointing import plain_recipe, survey
 from megarl.loops.saving.data_position import DataPosition
-from megarl.loops.saving.resume import Inputs, Origin, begin_from_copy, find_origin, read_driver
+from megarl.loops.saving.driver_state import read_driver
+from megarl.loops.saving.resume import Origin, begin_from_copy, find_origin
+from megarl.loops.saving.run_inputs import Inputs
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.run_record import DRIVER, SCHEMA, RunRecord
 from megarl.types import ConfigError, DataError, StorageError

@@ -38,7 +38,7 @@ from megarl.loops.observers.step_recorder import layout_values, make_record
 from megarl.loops.rl import conversations_of
 from megarl.loops.saving.checkpointing import plain_recipe
 from megarl.loops.saving.data_position import DataPosition
-from megarl.loops.saving.resume import read_driver
+from megarl.loops.saving.driver_state import read_driver
 from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.step import StepSamples
 from megarl.loops.stopping import leaving_on_signals

@@ -1,0 +1,260 @@
+"""Refuses a resume if the checkpoint's state does not fit the changed recipe, its models or its chat template.
+
+`earlier` is driver.json (`read_driver`): the recipe and the hashes with which the checkpoint was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.recipe import error_page
+from megarl.config.schema import value_at
+from megarl.loops.saving.driver_state import adapters_of, saved_value, written_value
+from megarl.loops.saving.run_inputs import Inputs
+from megarl.types import ConfigError
+
+_NEW_RUN = "begin a new run with model.path set to an export of this one"
+"""Remedy if the state of the checkpoint cannot continue under the changed recipe, but its weights can."""
+_REFERENCE_FIELDS = {
+    "rl": "algorithm.kl_coefficient", "preference": "preference.loss", "distillation": "distillation.teacher",
+}  # fmt: skip
+"""Recipe fields that decide whether a run has a reference model, by loop."""
+_DRAFTER_FIELD = "rollout.vllm.speculative_config.model"
+
+
+def refuse_unfit_state(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if training cannot continue with the checkpoint's weights, optimizers and schedules."""
+    _refuse_other_loop(earlier, recipe)
+    _refuse_other_models(earlier, recipe, inputs)
+    _refuse_other_adapters(earlier, recipe)
+    _refuse_other_parts(earlier, recipe)
+    _refuse_other_template(earlier, recipe, inputs)
+    _refuse_other_optimizers(earlier, recipe)
+    _refuse_other_updates(earlier, recipe)
+    _refuse_changed_kl_coefficient(earlier, recipe)
+    _refuse_other_drafter(earlier, recipe)
+    _refuse_changed_drafter(earlier, recipe, inputs)
+
+
+def refuse_other_inputs(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if files of models, the chat template or the drafter changed while the run went on."""
+    _refuse_other_models(earlier, recipe, inputs)
+    _refuse_other_template(earlier, recipe, inputs)
+    _refuse_changed_drafter(earlier, recipe, inputs)
+
+
+def _refuse_other_loop(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    before = earlier["recipe"].get("loop")
+    if before not in (None, recipe.loop):
+        raise ConfigError(
+            f"loop = {recipe.loop}: the checkpoint is of a run with loop = {before}, and its position, schedules and "
+            f"state belong to that loop; {_NEW_RUN}, choose another name=NAME, or start over with --restart"
+        )
+
+
+def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if a model, or the weights of one that is not trained, differ from the run's first ones."""
+
+    def describe_model(field: str) -> str:
+        return (
+            "is another model than the run began with (its config.json, or model.override_config, differs; then: "
+            f"{saved_value(earlier['recipe'], field)}). Give that one, choose another name=NAME, or start over with "
+            "--restart"
+        )
+
+    def describe_weights(field: str) -> str:
+        return (
+            f"has other weights than the run began with (then: {saved_value(earlier['recipe'], field)}). "
+            f"{_use_of_frozen(recipe, field)} Give the earlier ones, choose another name=NAME, or start over with "
+            "--restart"
+        )
+
+    folders = {"model.path": recipe.model.folder, **recipe.further_models}
+    # Weights of another model differ too, so models come first.
+    for part, identities, describe in (
+        ("models", inputs.models, describe_model),
+        ("frozen", inputs.frozen, describe_weights),
+    ):
+        # Checkpoints of earlier versions lack some parts.
+        before = earlier.get(part, {})
+        errors = [
+            f"{field} = {folders[field]}: {describe(field)}"
+            for field, identity in identities.items()
+            if before.get(field, identity) != identity
+        ]
+        if errors:
+            raise ConfigError(error_page(f"recipe {recipe.name}", errors))
+
+
+def _use_of_frozen(recipe: Recipe, field: str) -> str:
+    if field != "model.path":
+        return "The rewards or targets of training would change."
+    if recipe.lora.rank:
+        return "A checkpoint has the adapters alone, which belong to the earlier weights."
+    return "The reference model has these weights."
+
+
+def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if recipe and checkpoint have adapters of another rank, or at other layers.
+
+    The checkpoint's adapters of a layer no longer named would be lost.
+    """
+    lora, lora_before = recipe.lora, adapters_of(earlier["recipe"])
+    remedy = f"or {_NEW_RUN}"
+    if lora.rank != lora_before.rank:
+        contents = f"adapters of rank {lora_before.rank}" if lora_before.rank else "all weights and no adapters"
+        raise ConfigError(
+            f"lora.rank = {lora.rank}: the checkpoint has {contents}; set lora.rank={lora_before.rank}, {remedy}"
+        )
+    if lora.rank and set(lora.targets) != set(lora_before.targets):
+        raise ConfigError(
+            f"lora.targets = [{', '.join(lora.targets)}]: the checkpoint has adapters of "
+            f"{', '.join(lora_before.targets)}; set lora.targets=[{','.join(lora_before.targets)}], {remedy}"
+        )
+    if lora.rank and lora.scale != lora_before.scale:
+        name = "alpha" if lora.alpha != lora_before.alpha else "rank_stabilised"
+        value, value_before = written_value(getattr(lora, name)), written_value(getattr(lora_before, name))
+        raise ConfigError(
+            f"lora.{name} = {value}: the checkpoint's adapters were trained with the scale "
+            f"{lora_before.scale:g}, and with {lora.scale:g} they would be another model; set "
+            f"lora.{name}={value_before}, {remedy}"
+        )
+
+
+def _refuse_other_parts(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if only one of recipe and checkpoint has a critic or MTP layers, or if a moved reference
+    would be lost.
+    """
+    now, before = recipe.model_dump(), earlier["recipe"]
+    fields: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "algorithm.advantage": ("a critic", lambda value: value == "gae"),
+        "trainer.mtp_loss_coefficient": ("trained MTP layers", lambda value: value is not None),
+    }
+    for field, (part, is_trained) in fields.items():
+        then_value, value = saved_value(before, field), saved_value(now, field)
+        # Fields that have no effect are not written.
+        was_trained, will_be_trained = is_trained(then_value), is_trained(value)
+        if was_trained == will_be_trained or (field == "algorithm.advantage" and recipe.loop != "rl"):
+            continue
+        contents = f"{part}, and this state would be lost" if was_trained else f"no state of {part}"
+        raise ConfigError(
+            f"{field} = {written_value(value)}: the checkpoint has {contents}; set "
+            f"{field}={written_value(then_value)}, or {_NEW_RUN}"
+        )
+    moves = saved_value(before, "algorithm.reference_update_steps") is not None
+    if moves and not recipe.has_reference and (field := _REFERENCE_FIELDS.get(recipe.loop)) is not None:
+        # Sources of a mixture may name the teacher, and then `distillation` does not.
+        earlier_value = saved_value(before, field) or "reference"
+        raise ConfigError(
+            f"{field} = {saved_value(now, field)}: the checkpoint has an updated reference model "
+            f"(algorithm.reference_update_steps), and it would be lost; set {field}={earlier_value}, or {_NEW_RUN}"
+        )
+
+
+def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if the chat template's text differs from the run's first one."""
+    if earlier.get("template") in (None, inputs.template):
+        return
+    template_name = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
+    before = saved_value(earlier["recipe"], "model.chat_template") or "left out"
+    raise ConfigError(
+        f"model.chat_template = {template_name}: its text is not the one used when the run began "
+        f"(model.chat_template at that time: {before}). Restore that text, give this run a new name (name=NEW_NAME), "
+        "or start it from the beginning with --restart"
+    )
+
+
+def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if the checkpoint has the state of another optimizer."""
+    for section in ("optimizer", *(("critic.optimizer",) if recipe.has_critic else ())):
+        field = f"{section}.name"
+        name, before = saved_value(recipe.model_dump(), field), saved_value(earlier["recipe"], field)
+        if before not in (None, name):
+            raise ConfigError(
+                f"{field} = {name}: the checkpoint has the state of {before}; set {field}={before}, or {_NEW_RUN}"
+            )
+
+
+def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if a step has more or fewer updates than before the resume, and a learning rate decays.
+
+    The learning rate decays over all updates of the run, and the checkpoint counts updates. If the total changes, the
+    same count is another fraction of the run, maybe even its end.
+    """
+    fields: dict[str, tuple[str, ...]] = {}
+    if recipe.is_on_policy:
+        fields["optimizer"] = ("train.updates_per_step", "train.epochs_per_step")
+    if recipe.has_critic:
+        fields["critic.optimizer"] = ("critic.updates_per_step",)
+    for section, names in fields.items():
+        schedule = value_at(recipe, f"{section}.schedule")
+        counts = {name: value_at(recipe, name) for name in names}
+        # Idle fields are not written; 1 is the default of all.
+        counts_before = {name: saved_value(earlier["recipe"], name) or 1 for name in names}
+        if schedule == "constant" or prod(counts.values()) == prod(counts_before.values()):
+            continue
+        name = next(name for name in names if counts[name] != counts_before[name])
+        raise ConfigError(
+            f"{name} = {counts[name]}: {section}.schedule = {schedule} decays over all updates of the run, and a step "
+            f"had {prod(counts_before.values())} until now; set {name}={counts_before[name]} or "
+            f"{section}.schedule=constant, or {_NEW_RUN}"
+        )
+
+
+def _refuse_changed_kl_coefficient(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if algorithm.kl_coefficient has changed in a run with algorithm.kl_target.
+
+    The run continues with the adapted coefficient of its checkpoint, so the recipe's change would have no effect.
+    """
+    coefficient = recipe.algorithm.kl_coefficient
+    coefficient_before = saved_value(earlier["recipe"], "algorithm.kl_coefficient")
+    if (
+        recipe.has_kl_penalty
+        and recipe.algorithm.kl_target is not None
+        and coefficient_before not in (None, coefficient)
+    ):
+        raise ConfigError(
+            f"algorithm.kl_coefficient = {coefficient:g}: with algorithm.kl_target the run continues with the "
+            f"coefficient that it has adapted until now; set algorithm.kl_coefficient={coefficient_before:g}, or leave "
+            "out algorithm.kl_target"
+        )
+
+
+def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if only one of recipe and checkpoint has a trained drafter."""
+    field = "trainer.drafter_learning_rate"
+    before = saved_value(earlier["recipe"], field)
+    if recipe.trains_drafter and before is None:
+        raise ConfigError(
+            f"{field} = {recipe.trainer.drafter_learning_rate:g}: the checkpoint has no drafter's state; leave it out, "
+            f"or {_NEW_RUN}"
+        )
+    if before is not None and not recipe.trains_drafter:
+        # A frozen drafter would begin again with the weights of its own files.
+        raise ConfigError(
+            f"{field} is left out: the checkpoint has a drafter trained until then, and its weights would be lost; set "
+            f"{field}={before:g}, or begin a new run with model.path and rollout.vllm.speculative_config.model set to "
+            "exports of this one"
+        )
+
+
+def _refuse_changed_drafter(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if a trained drafter's config.json or a map of its vocabulary changed since the run's start.
+
+    The checkpoint has only the drafter's weights. Its computation and its tokens come from these files.
+    """
+    before = earlier.get("drafter")
+    # Checkpoints of earlier versions name no drafter.
+    if not before or not inputs.drafter:
+        return
+    parts = [part for part in sorted({*before, *inputs.drafter}) if before.get(part) != inputs.drafter.get(part)]
+    if parts:
+        drafter_before = saved_value(earlier["recipe"], _DRAFTER_FIELD)
+        raise ConfigError(
+            f"{_DRAFTER_FIELD} = {recipe.drafter}: {' and '.join(parts)} of this drafter differ from those of the "
+            f"drafter whose training the checkpoint continues (then: {drafter_before}). "
+            "Restore that drafter's files, choose another name=NAME, or start over with --restart"
+        )
