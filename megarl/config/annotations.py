@@ -72,6 +72,8 @@ class UntriedOnGpu(DescriptionNote):
 
     values: str
     """Untried values in words, for example `flex`."""
+    tried: bool | None = None
+    """Value to compare with if the default depends on the GPU's memory. None: the field's default."""
 
     def __str__(self) -> str:
         return f"Untried on a GPU: {self.values}."

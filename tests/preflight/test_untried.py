@@ -22,6 +22,11 @@ ASYNCHRONOUS = {
 PLACED = {"placement": "separate", "ranks": 2, "max_staleness": 1}
 CASES = {
     "rollout.quantization": ("fp8", {"rollout": {"quantization": "fp8"}}),
+    "rollout.kv_cache_dtype": ("fp8", {"rollout": {"kv_cache_dtype": "fp8"}}),
+    "lora.rank": ("8", {"lora": {"rank": 8}}),
+    "trainer.router_replay": ("true", {"trainer": {"router_replay": True}}),
+    "trainer.share_prefixes": ("auto", {"trainer": {"share_prefixes": "auto"}}),
+    "trainer.keep_logits": ("true", {"trainer": {"keep_logits": True}}),
     "trainer.fp8": ("blockwise", {"trainer": {"fp8": "blockwise"}}),
     "trainer.moe_dispatcher": ("flex", {"trainer": {"moe_dispatcher": "flex"}}),
     "trainer.optimizer_offload_fraction": ("0.5", {"trainer": {"optimizer_offload_fraction": 0.5}}),
@@ -47,6 +52,8 @@ def test_these_fields_are_marked() -> None:
     assert marked == CASES.keys()
     page = fields_markdown()
     assert page.count("Untried on a GPU: ") == len(CASES)
+    # A mark written by hand gives no notice at a start.
+    assert page.count("Untried on") == len(CASES)
     schema = recipe_schema()["$defs"]
     assert schema["WeightsConfig"]["properties"]["overlap"]["description"].endswith("Untried on a GPU: true.")
 
@@ -59,6 +66,12 @@ def test_a_start_on_a_gpu_warns_once(recipe: Callable[..., Recipe], name: str) -
     assert warning.startswith(f"{name} = {value}: untried on a GPU;") and f"steps with {name}=" in warning
     assert "Untried on a GPU: " in to_yaml(made, comments=True)
     assert [*warn_of_untried_fields(recipe())] == []
+
+
+def test_a_default_chosen_by_memory_is_compared_with_the_tried_value(recipe: Callable[..., Recipe]) -> None:
+    [warning] = warn_of_untried_fields(recipe(trainer={"keep_logits": True}))
+    assert warning.endswith("compare the first steps with trainer.keep_logits=false")
+    assert [*warn_of_untried_fields(recipe(trainer={"keep_logits": False}))] == []
 
 
 def test_ranks_on_cpus_are_not_warned(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ class LoraConfig(Section):
 
     rank: Annotated[
         NonNegativeInt,
+        UntriedOnGpu("1 and more"),
         Decides(
             vllm="enable_lora max_loras max_lora_rank lora_dtype max_cpu_loras fully_sharded_loras "
             "specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels"

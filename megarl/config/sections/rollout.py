@@ -297,7 +297,11 @@ class RolloutConfig(Section):
     """FP8 (e4m3) weights in the engines' linear layers and experts. Default: none. fp8: one scale per 128 x 128 block.
     fp8_per_channel: one scale per output channel. Needs model.dtype bfloat16. Log-probs then differ from the trainer's:
     set algorithm.importance_sampling, and limit the difference by train.max_logprob_gap."""
-    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Decides(vllm="kv_cache_dtype")] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"],
+        UntriedOnGpu("fp8, fp8_e4m3, fp8_e5m2"),
+        Decides(vllm="kv_cache_dtype"),
+    ] = "auto"
     """Data type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1; twice as
     many tokens fit, and the metrics logprob_gap/ increase."""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -67,6 +67,7 @@ class TrainerConfig(Section):
     router_replay: Annotated[
         bool,
         OnlyIf(RL),
+        UntriedOnGpu("true"),
         Decides(experts="moe_enable_routing_replay", vllm="enable_return_routed_experts"),
     ] = False
     """Router replay (mixture of experts): train each token with the experts that the engine chose when it sampled the
@@ -119,10 +120,10 @@ class TrainerConfig(Section):
     """Maximum number of tokens in one micro-batch of a pass without gradients: log-probs, values, scores, teachers.
     Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, if the pass is predicted to need
     no more memory than an update."""
-    share_prefixes: Literal["auto", "off"] = "off"
+    share_prefixes: Annotated[Literal["auto", "off"], UntriedOnGpu("auto")] = "off"
     """Compute a prefix shared by sequences of a micro-batch only once, such as a group's prompt. off (default): compute
     each sequence separately. auto: share prefixes where this saves more than 5 % of a micro-batch's FLOPs; results
-    differ by rounding only. Untried on GPUs. See megarl/training/README.md."""
+    differ by rounding only. See megarl/training/README.md."""
     # Operators that differ between trainer and engine get the engine's arithmetic (`models.exact`).
     exact: Annotated[bool, OnlyIf(ON_POLICY)] = False
     """Compute the trainer's log-probs with the engine's arithmetic, so that both are bit-equal. If a token differs, the
@@ -134,10 +135,10 @@ class TrainerConfig(Section):
     chosen to cost at most 2 % of the head's time, with at most 1 GiB of logits; on CPUs: 1024. `megarl show-config`
     prints it."""
     # An update then has three matrix products of the head instead of four (`models.logprobs`).
-    keep_logits: Annotated[bool | None, OnlyIf(*TRAINED_LOGPROBS, NOT_EXACT)] = None
+    keep_logits: Annotated[bool | None, OnlyIf(*TRAINED_LOGPROBS, NOT_EXACT), UntriedOnGpu("true", tried=False)] = None
     """Keep a micro-batch's logits from the forward to the backward pass, instead of computing them again. Needs memory
     for trainer.max_tokens_per_microbatch times the vocabulary, in the model's type. Default: on if an update is
-    predicted to leave 8 GiB of a GPU, or the logits fit into trainer.logprob_chunk_tokens. Untried on a GPU."""
+    predicted to leave 8 GiB of a GPU, or the logits fit into trainer.logprob_chunk_tokens."""
     # The gradient norm, used for clipping, excludes the MTP layers.
     mtp_loss_coefficient: Annotated[
         PositiveFloat | None, OnlyIf(LOGPROBS), Decides(megatron="mtp_num_layers mtp_loss_scaling_factor")

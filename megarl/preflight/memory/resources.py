@@ -81,14 +81,14 @@ def list_resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator
 def warn_of_untried_fields(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each field with a changed value that has not been run on a GPU."""
     for name, field in all_fields().items():
-        if not annotated_with(name, UntriedOnGpu) or unmet(recipe, name) is not None:
+        marks = annotated_with(name, UntriedOnGpu)
+        if not marks or unmet(recipe, name) is not None:
             continue
         value, default = value_at(recipe, name), field.get_default(call_default_factory=True)
-        if value != default:
+        tried = default if marks[0].tried is None else marks[0].tried
+        if value not in (default, tried):
             set_value = short_override(name, value).partition("=")[2]
-            yield (
-                f"{name} = {set_value}: untried on a GPU; compare the first steps with {short_override(name, default)}"
-            )
+            yield f"{name} = {set_value}: untried on a GPU; compare the first steps with {short_override(name, tried)}"
 
 
 def warn_of_slower_layout(recipe: Recipe) -> Iterator[str]:
