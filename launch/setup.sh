@@ -172,12 +172,25 @@ else
     # An extension fits only the torch that it was built for. The label after `+` is that of torch's package index.
     torch="$(sed -n 's/^ *"torch==\([^"]*\)",$/\1/p' pyproject.toml)"
     wheel="transformer_engine_torch-$engine-$tag-*.whl"
-    if [ "$engine_source" = cached ] && ! compgen -G "$wheels/torch-$torch-$(uname -m)/$wheel" >/dev/null &&
-        ! compgen -G "$wheels/torch-$torch+*-$(uname -m)/$wheel" >/dev/null; then
+    has_wheel=""
+    if compgen -G "$wheels/torch-$torch-$(uname -m)/$wheel" >/dev/null ||
+        compgen -G "$wheels/torch-$torch+*-$(uname -m)/$wheel" >/dev/null; then
+        has_wheel="yes"
+    fi
+    has_extension() {
+        "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null
+    }
+    if [ "$engine_source" = cached ] && [ -z "$has_wheel" ]; then
         echo "launch/setup.sh: no extension of Transformer Engine $engine for torch $torch in $wheels: left out"
         # The core alone could not be imported, which megarl reports as a broken installation.
         left_out=(transformer-engine transformer-engine-cu13)
         engine=""
+    elif [ -z "$has_wheel" ] && ! has_extension && ! command -v "${CXX:-c++}" >/dev/null; then
+        # Said before gigabytes are installed.
+        echo "launch/setup.sh: Transformer Engine $engine's extension for torch $torch must be built here, but there is no" \
+            "C++ compiler (${CXX:-c++}). Install one, name the folder of a built wheel (MEGARL_WHEELS=DIR), or go without" \
+            "it: TRANSFORMER_ENGINE=cached launch/setup.sh${1:+ $1}" >&2
+        exit 1
     fi
     "${locked[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') \
         --excludes <(printf '%s\n' "${left_out[@]}") -e ".[$pinned${asked:+,$asked}]"
@@ -199,7 +212,7 @@ else
     fi
     # What the extension is built with, and what its import needs.
     "${locked[@]}" --group engine-build --group engine-imports
-    if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
+    if ! has_extension; then
         torch="$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))")"
         # A wheel fits the torch and the architecture that it was built for.
         wheels="$wheels/torch-$torch-$(uname -m)"
@@ -210,11 +223,17 @@ else
             # another node that shares the folder sees all of a wheel or none.
             built="$(mktemp -d "$wheels/.build-XXXXXX")"
             trap 'rm -rf "$built"' EXIT
-            CUDA_HOME="$venv/cuda" PATH="$venv/cuda/bin:$venv/bin:$PATH" \
+            if ! CUDA_HOME="$venv/cuda" PATH="$venv/cuda/bin:$venv/bin:$PATH" \
                 CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include/cccl${CPATH:+:$CPATH}" \
                 NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_NO_LOCAL_VERSION=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
                 "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
-                --wheel-dir "$built" "transformer-engine-torch==$engine"
+                --wheel-dir "$built" "transformer-engine-torch==$engine"; then
+                echo "launch/setup.sh: Transformer Engine $engine's extension was not built (above). Each compiler takes" \
+                    "1 GiB of memory: MAX_JOBS=N limits how many run at once. Mend that and run this again. Or go without" \
+                    "it: $venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13, then" \
+                    "TRANSFORMER_ENGINE=cached launch/setup.sh${1:+ $1}" >&2
+                exit 1
+            fi
             mv "$built"/*.whl "$wheels/"
         fi
         "${uv[@]}" --no-deps "$wheels/transformer_engine_torch-$engine-$tag-"*.whl

@@ -120,6 +120,8 @@ STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"
 case "$*" in
     *version_info*) echo "$VERSION" ;;
+    *"version('transformer-engine-torch')"*) exit "${NO_EXTENSION:-0}" ;;
+    *"pip wheel"*) exit "${NO_BUILD:-0}" ;;
 esac
 """
 
@@ -176,6 +178,27 @@ def test_the_gpu_environment_has_the_transformer_engine_of_its_version_set(tmp_p
     calls = (tmp_path / "log").read_text()
     assert f" -e .[{extra},dev]\n" in calls
     assert f"no extension of Transformer Engine {engine} for torch" in done.stdout
+
+
+def test_without_a_compiler_nothing_is_installed(tmp_path: Path) -> None:
+    checkout(tmp_path)
+    missing = {"NO_EXTENSION": "1", "CXX": "no-such-compiler", "MEGARL_WHEELS": str(tmp_path / "wheels")}
+    done = set_up(tmp_path, "gpu,dev", "3.12", **missing)
+    assert done.returncode == 1 and "there is no C++ compiler (no-such-compiler)" in done.stderr
+    assert done.stderr.endswith("go without it: TRANSFORMER_ENGINE=cached launch/setup.sh gpu,dev\n")
+    assert "uv pip install" not in (tmp_path / "log").read_text()
+    # An extension that is installed needs no compiler.
+    assert set_up(tmp_path, "gpu,dev", "3.12", **missing | {"NO_EXTENSION": "0"}).returncode == 0
+
+
+def test_an_extension_that_is_not_built_names_the_remedies(tmp_path: Path) -> None:
+    checkout(tmp_path)
+    wheels = tmp_path / "wheels"
+    done = set_up(tmp_path, "gpu", "3.12", NO_EXTENSION="1", NO_BUILD="1", MEGARL_WHEELS=str(wheels), CXX="bash")
+    assert done.returncode == 1 and "extension was not built (above)" in done.stderr
+    assert "MAX_JOBS=N" in done.stderr and "uv pip uninstall transformer-engine" in done.stderr
+    assert [path for path in wheels.rglob("*") if path.is_file() or path.name.startswith(".build")] == []
+    assert not [*(tmp_path / ".venv").glob(".installed-*")]
 
 
 UV = """#!/bin/bash
