@@ -11,6 +11,7 @@ from megarl.rewards.maths.equality.exact import exact
 from megarl.rewards.maths.formulas.parser import parse
 from megarl.rewards.maths.numbers import ANY_SEPARATOR, COMMA, NotMathematicsError, read_based_number, read_number
 from megarl.rewards.maths.quantities import read_quantity
+from megarl.rewards.maths.units import read_unit
 
 NUMBERS = {
     "7": Fraction(7),
@@ -42,6 +43,23 @@ NUMBERS = {
 def test_a_root_is_exact_only_if_it_is_rational(text: str, value: Fraction | None) -> None:
     tree = parse(text)
     assert tree is not None and exact(tree) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [(r"\binom{5}{2}", 10), (r"\binom{2}{5}", 0), (r"\binom{5}{1/2}", None)])
+def test_a_binomial_is_exact_for_whole_numbers(text: str, value: int | None) -> None:
+    tree = parse(text)
+    assert tree is not None and exact(tree) == value
+
+
+def test_a_unit_has_at_most_four_words() -> None:
+    assert read_unit("kg m m s")[0]
+    assert not read_unit("kg m m s s")[0]
+
+
+def test_a_bracket_counts_for_the_nesting_once_it_is_closed_no_longer() -> None:
+    deepest = max(depth for depth in range(60) if parse("(" * depth + "x" + ")" * depth) is not None)
+    assert parse("(1)" * 50 + "(" * deepest + "x" + ")" * deepest) is not None
+    assert parse("(1)" * 50 + "(" * (deepest + 1) + "x" + ")" * (deepest + 1)) is None
 
 
 @pytest.mark.parametrize("text", NUMBERS)

@@ -119,7 +119,7 @@ def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
     A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one.
     """
     readings: list[tuple[Node | None, Node | None]] = []
-    if re.search(r"(?<=\s)[A-Za-z]\b", prediction + answer):
+    if any(re.search(r"(?<=\s)[A-Za-z]\b", text) for text in (prediction, answer)):
         readings.append((parse(answer), parse(prediction)))
     if re.search(r"\d,\d{3}", prediction) and re.search(r",\s", answer):
         readings.append((_parse_gold_formula(answer)[0], _parse_formula(prediction, _NO_WORDS, groups=False)))

@@ -152,10 +152,9 @@ def _singular(word: str) -> str:
 
 
 _PLURALS = (
-    ("feet", "foot"), ("inches", "inch"), ("people", "person"), ("men", "man"), ("children", "child"), ("dice", "die"),
-    ("boxes", "box"), ("classes", "class"), ("halves", "half"), ("dishes", "dish"), ("branches", "branch"),
-    ("matches", "match"), ("lunches", "lunch"), ("knives", "knife"), ("vertices", "vertex"),
-    ("hertz", "hertz"), ("ies", "y"),
+    ("feet", "foot"), ("people", "person"), ("men", "man"), ("children", "child"), ("dice", "die"),
+    ("halves", "half"), ("knives", "knife"), ("vertices", "vertex"), ("hertz", "hertz"),
+    ("xes", "x"), ("sses", "ss"), ("shes", "sh"), ("tches", "tch"), ("nches", "nch"), ("ies", "y"),
 )  # fmt: skip
 _ORDINAL_ENDINGS = {"st", "nd", "rd", "th"}
 _ANY_UNIT = "unit"

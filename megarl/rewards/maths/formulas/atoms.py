@@ -89,7 +89,7 @@ class Atoms(Scripts):
         return node
 
     def raise_to_power(self, base: Node) -> Node:
-        exponent = self.script()
+        exponent = self.exponent()
         if exponent.kind == "constant" and exponent.value == "degree":
             # 90^\circ is not a power but 90 degrees.
             return join_operands("product", [base, DEGREE])
@@ -116,7 +116,7 @@ class Atoms(Scripts):
             return Node("power", (self._add_index(base.parts[0]), base.parts[1]))
         if base.kind != "symbol" and not (base.kind == "constant" and base.value in ("e", "i")):
             raise NotMathematicsError("an index follows something other than a symbol")
-        index = self.script()
+        index = self.index()
         return self._apply_to_arguments(Node("index", (index,), base.value))
 
     def atom(self) -> Node:

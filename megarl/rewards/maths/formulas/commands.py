@@ -92,7 +92,7 @@ class Commands(Cursor):
         while self.token.text in ("_", "^") and self.token.kind == "sign":
             is_base = self.token.text == "_"
             self.advance()
-            script = self.argument() if is_base else self.script()
+            script = self.argument() if is_base else self.exponent()
             base, exponent = (script, exponent) if is_base else (base, script)
         node = self._call(name, self._function_argument(), base)
         if exponent is None:
@@ -141,7 +141,7 @@ class Commands(Cursor):
         while self.token.text in ("_", "^") and self.token.kind == "sign":
             sign = self.token.text
             self.advance()
-            scripts[sign] = self.script()
+            scripts[sign] = self.index() if sign == "_" else self.exponent()
         start, high = scripts.get("_"), scripts.get("^")
         if start is None or high is None or start.kind != "relation" or start.value != ("=",):
             raise NotMathematicsError(f"the {name} has no index with a first and a last value")

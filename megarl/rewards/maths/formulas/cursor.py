@@ -43,7 +43,10 @@ class Cursor:
     def group(self) -> Node:
         raise NotImplementedError
 
-    def script(self) -> Node:
+    def index(self) -> Node:
+        raise NotImplementedError
+
+    def exponent(self) -> Node:
         raise NotImplementedError
 
     def raise_to_power(self, base: Node) -> Node:

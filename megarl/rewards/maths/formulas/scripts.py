@@ -10,8 +10,16 @@ from megarl.rewards.maths.numbers import NotMathematicsError
 class Scripts(Commands):
     """Part of the formula parser: exponents and indices."""
 
-    def script(self) -> Node:
-        """Parse the operand after ^ or _: a group in braces, or one token. Digits without braces are one number."""
+    def index(self) -> Node:
+        """Parse the operand after _. A power after it belongs to the indexed symbol: x_1^2 is (x_1)^2."""
+        return self._script(takes_power=False)
+
+    def exponent(self) -> Node:
+        """Parse the operand after ^. A power after it belongs to this operand: 2^3^2 is 2^(3^2)."""
+        return self._script(takes_power=True)
+
+    def _script(self, *, takes_power: bool) -> Node:
+        """Parse a group in braces, or one token. Digits without braces are one number."""
         token = self.token
         if token.text == "{" and token.kind == "sign":
             next_token = self.following()
@@ -50,8 +58,7 @@ class Scripts(Commands):
             self.advance()
             return symbol(token.text)
         node = self.atom()
-        # 2^3^2 is 2^(3^2): powers associate to the right.
-        if self.token.text == "^" and self.token.kind == "sign":
+        if takes_power and self.token.text == "^" and self.token.kind == "sign":
             self.advance()
             self.enter_nesting()
             node = self.raise_to_power(node)

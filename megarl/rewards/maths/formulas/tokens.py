@@ -88,8 +88,8 @@ def tokenize(text: str, *, groups: bool = True) -> list[Token]:
             if text.startswith("...", position):
                 tokens.append(Token("command", "ldots", position, has_space))
                 position += 3
-            # Without a space before it, as in 5!=120, the ! is a factorial.
-            elif text.startswith("!=", position) and has_space:
+            # Directly after an operand, as in 5!=120, the ! is a factorial.
+            elif text.startswith("!=", position) and (has_space or not tokens):
                 tokens.append(Token("command", "ne", position, has_space))
                 position += 2
             elif text.startswith("**", position):
