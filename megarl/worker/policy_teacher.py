@@ -26,7 +26,7 @@ class PolicyTeacher:
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         return self._policy.forward_frozen(rows) if self._at_start else self._policy.forward(rows)
 
-    def teach(self, rows: Sequence[TokenBatch] | None) -> None:
+    def teach(self, rows: Sequence[TokenBatch] | None) -> int:
         start = self._policy.starting_weights() if self._at_start else nullcontext()
         with start, self._policy.in_memory():
-            store_targets(self._policy, rows, self._stored)
+            return store_targets(self._policy, rows, self._stored)

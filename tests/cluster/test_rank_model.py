@@ -12,6 +12,7 @@ import pytest
 from megarl.cluster.rank_model import RankModel, Work
 from megarl.cluster.row_packing import RowPacking
 from megarl.cluster.shared_prefixes import SharedPrefixes
+from megarl.cluster.teacher_model import TeacherRankModel
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.flops import forward_flops
@@ -148,6 +149,33 @@ async def test_a_value_that_is_not_finite_names_its_model(name: str, field: str,
     # Values of tokens that are not trained are not used.
     asked.loss_mask[12] = False
     assert not np.isfinite((await model.forward(asked))[12])
+
+
+class FaultyTeachers(Ranks):
+    """Ranks of a teacher. Each has `count` targets that are not finite."""
+
+    def __init__(self, parallel: ParallelConfig, count: int) -> None:
+        super().__init__(parallel)
+        self.count = count
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        self.calls.append((method, per_rank, args))
+        return [self.count] * self.world_size
+
+
+async def test_a_teacher_s_distributions_that_are_not_finite_name_it() -> None:
+    parallel = ParallelConfig(2, 1, 1, 1)
+    taught = batch([5, 5, 5])
+    taught.target_keys = np.column_stack([np.zeros(3, np.int64), np.arange(3)])
+    for count in (0, 3):
+        ranks = FaultyTeachers(parallel, count)
+        teacher = TeacherRankModel(ranks, parallel, 64, name="teacher0", shape=SHAPE)  # type: ignore[arg-type]
+        if not count:
+            await teacher.teach(taught)
+            continue
+        with pytest.raises(MegarlError, match="not finite") as caught:
+            await teacher.teach(taught)
+        assert str(caught.value).startswith("distillation.teacher: the model teacher0 computed 6 ")
 
 
 async def test_the_policy_s_values_that_are_not_finite_are_reported_by_its_update() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -114,7 +116,8 @@ def distil(
         own = np.flatnonzero(batch.target_keys[:, 0] == number)
         # Every rank needs a row, and a target may be written twice.
         own = np.concatenate([own, np.tile(own[-1:], -len(own) % teacher_parallel.dp)])
-        getattr(worker, name).teach(rows_of(recipe, teacher_parallel, batch, own))
+        num_not_finite = getattr(worker, name).teach(rows_of(recipe, teacher_parallel, batch, own))
+        assert num_not_finite == 0
     teachers = worker.find_part(Teachers)
     held = teachers.targets.numbers
     metrics = worker.policy.update(rows_of(recipe, parallel, batch, np.arange(len(LENGTHS)))).metrics
@@ -226,6 +229,40 @@ def test_a_teacher_with_experts(
     )  # fmt: skip
     found = learn_exactly(ranks, policy, [experts, dense], "tp2", "reverse")
     assert {rank["groups"] for rank in found} == {1}
+
+
+def count_faulty_targets(recipe: Recipe, batch: TokenBatch) -> list[int]:
+    """Return the numbers of targets that are not finite, by teacher."""
+    from megarl.worker.trainer_worker import TrainerWorker
+
+    parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    worker = TrainerWorker(0, 1, recipe, parallel, parallel)
+    assert batch.target_keys is not None
+    counts = []
+    for number, name in enumerate(recipe.teachers):
+        own = np.flatnonzero(batch.target_keys[:, 0] == number)
+        counts.append(getattr(worker, name).teach(rows_of(recipe, parallel, batch, own)))
+    worker.replica.close()
+    return counts
+
+
+@pytest.mark.parametrize("loss", ["reverse", "top-k"])
+def test_targets_that_are_not_finite_are_counted(
+    ranks: RankPool, folders: tuple[Path, list[Path]], tmp_path: Path, loss: str
+) -> None:
+    policy, [large, other] = folders
+    shutil.copytree(large, tmp_path / "large")
+    [file] = (tmp_path / "large").glob("*.safetensors")
+    tensors = load_file(file)
+    # Weights with NaN are refused when they are loaded. These overflow.
+    tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
+    save_file(tensors, file, {"format": "pt"})
+    recipe = recipe_of(policy, [tmp_path / "large", other], *LOSSES[loss], max_tokens_per_microbatch=128)
+    batch = make_batch(recipe)
+    assert batch.target_keys is not None
+    trained = [batch.select(np.flatnonzero(batch.target_keys[:, 0] == teacher)).loss_mask for teacher in range(2)]
+    [counts] = ranks.run(count_faulty_targets, recipe, batch, world_size=1)
+    assert counts == [trained[0].sum(), 0]
 
 
 def learn_exactly(

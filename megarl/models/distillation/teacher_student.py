@@ -43,6 +43,19 @@ def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtyp
     return top_k_bytes if config.loss == "top_k" else hidden_size * dtype.itemsize
 
 
+def count_not_finite(targets: Tensor, config: DistillationConfig, dtype: torch.dtype) -> int:
+    """Return the number of targets, uint8 [tokens, bytes], that no policy can learn. `dtype` is the teacher's.
+
+    A hidden state must be finite. A log-prob may be -inf: the teacher cannot produce these tokens.
+    """
+    # Minimum and maximum are NaN if an element is NaN. Unlike `isfinite` of all elements, they need no further memory.
+    if config.loss != "top_k":
+        extremes = torch.stack(targets.contiguous().view(dtype).aminmax(dim=-1))
+        return int((~extremes.isfinite()).any(0).sum())
+    logprobs = targets[:, config.top_k * torch.int32.itemsize :].contiguous().view(torch.float32)
+    return int((~(logprobs.amax(-1) < torch.inf)).sum())
+
+
 class TargetModel(PolicyModel):
     """A policy or teacher that can compute a student's targets (its distribution or hidden state at each token).
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.groups.megatron_ranks import RankGroups
-from megarl.models.distillation.teacher_student import TargetModel, TeacherModel
+from megarl.models.distillation.teacher_student import TargetModel, TeacherModel, count_not_finite
 from megarl.models.policy import PackedModel
 from megarl.training.distillation.targets import StoredTargets, TargetPositions
 from megarl.training.model import FrozenModel, ModelShard
@@ -54,16 +54,18 @@ class Teacher(FrozenModel):
             **self._head_settings(),
         )
 
-    def teach(self, rows: Sequence[TokenBatch] | None) -> None:
+    def teach(self, rows: Sequence[TokenBatch] | None) -> int:
         """Store the targets of the trained tokens of this replica's rows. With a `replica`, its first rank passes the
-        rows.
+        rows. Returns the number of targets on this rank that are not finite.
         """
         with self.in_memory():
-            store_targets(self, rows, self._stored)
+            return store_targets(self, rows, self._stored)
 
 
-def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: StoredTargets) -> None:
+def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: StoredTargets) -> int:
     """Store a model's targets of the trained tokens of this replica's rows, by sequence number.
+
+    Returns the number of stored targets that are not finite.
 
     Ranks of the last pipeline stage take turns: each stores every n-th row, which spreads the host memory.
     """
@@ -74,17 +76,22 @@ def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: 
     index_among_ranks = parallel_state.get_context_parallel_rank() * tp_size
     index_among_ranks += parallel_state.get_tensor_model_parallel_rank()
     numbered_rows = enumerate(replica_rows)
+    num_not_finite = 0
 
     def store_next_row(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
         """Store a row's targets, `output` [local tokens, bytes]. Megatron calls this after each row, in their order.
 
         Megatron would otherwise collect the outputs of all rows on the device.
         """
+        nonlocal num_not_finite
         row_index, row = next(numbered_rows)
         # A collective: every rank takes part, also if another rank stores the row.
         targets = whole_row(output, batch.row)
         if row_index % num_sharing_ranks == index_among_ranks:
-            _store_by_sequence(row, batch, targets, stored)
+            positions = TargetPositions.of_row(row, batch.padded)
+            trained_targets = targets[torch.from_numpy(positions.place).to(targets.device)]
+            num_not_finite += count_not_finite(trained_targets, model.recipe.distillation, model.dtype)
+            _store_by_sequence(row, positions, trained_targets, stored)
 
     feed = TaughtTokensFeed()
     model.feeds.append(feed)
@@ -92,14 +99,16 @@ def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: 
         model.run_forward(replica_rows, store_next_row)
     finally:
         model.feeds.remove(feed)
+    return num_not_finite
 
 
-def _store_by_sequence(row: TokenBatch, batch: Microbatch, targets: Tensor, stored: StoredTargets) -> None:
-    """Store a row's targets by sequence. `targets`: uint8 [tokens of the padded row, bytes]."""
+def _store_by_sequence(
+    row: TokenBatch, positions: TargetPositions, trained_targets: Tensor, stored: StoredTargets
+) -> None:
+    """Store a row's targets by sequence. `trained_targets`: uint8 [positions, bytes]."""
     assert row.target_keys is not None
-    positions = TargetPositions.of_row(row, batch.padded)
-    values = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
     counts = np.bincount(positions.sequence, minlength=row.num_sequences)
+    values = trained_targets.cpu().numpy()
     for number, sequence_targets in zip(
         row.target_keys[:, 1].tolist(), np.split(values, np.cumsum(counts)[:-1]), strict=True
     ):
@@ -116,7 +125,7 @@ class ModelInOwnGroups:
         with self._groups.in_place():
             return self._model.forward(rows)
 
-    def teach(self, rows: Sequence[TokenBatch] | None) -> None:
+    def teach(self, rows: Sequence[TokenBatch] | None) -> int:
         assert isinstance(self._model, Teacher)
         with self._groups.in_place():
-            self._model.teach(rows)
+            return self._model.teach(rows)
