@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from megarl.data.formats import (
 from megarl.data.messages import (
     REASONING,
     REASONING_KEYS,
+    WEIGHT,
     have_same_texts,
     history_messages,
     is_blank,
     standard_messages,
 )
 from megarl.data.tools.records import standard_tools
+from megarl.data.tools.schemas import ToolSchema
 from megarl.files.strict_json import shown
 from megarl.types import DataError
 
@@ -241,6 +243,27 @@ class Record:
                 raise self.error(
                     f"'{name}' is {shown(reasoning)}, which is not read; give the answer as a message "
                     f'{{"role": "assistant", "{REASONING}": "...", "content": "..."}}, or remove the field'
+                )
+
+    def refuse_unlisted_calls(
+        self, messages: Sequence[Mapping[str, Any]], environment_tools: Callable[[], Sequence[ToolSchema]] = tuple
+    ) -> None:
+        """Raise DataError for a call to a tool that the record does not list. Messages with weight 0 may have one.
+
+        Without tools in the record, the calls must be to the environment's tools. Without any tools, nothing is
+        checked: they may be described in a text.
+        """
+        calls = [call for message in messages if WEIGHT not in message for call in message.get("tool_calls", ())]
+        # Most records have no calls. Tools are read only for the others, because checking their schemas takes time.
+        if not calls or not (tools := self.tools() or environment_tools()):
+            return
+        names = {tool["function"]["name"] for tool in tools}
+        for call in calls:
+            if (name := call["function"]["name"]) not in names:
+                raise self.error(
+                    f"a message calls the tool {shown(name)}, but the conversation's tools are only "
+                    f"{', '.join(sorted(names))}; add the tool to '{self.field(self.format.tools)}', or give "
+                    '"weight": 0 at the message'
                 )
 
     def _with_input(self, field: str, prompt: Any) -> Any:

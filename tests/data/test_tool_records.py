@@ -5,13 +5,16 @@ import json
 import pytest
 
 from megarl.data.kinds.conversations import Conversations
-from megarl.data.reader import read_examples
+from megarl.data.kinds.preferences import Judged, Pairs
+from megarl.data.kinds.problems import Problems
+from megarl.data.reader import read_examples, read_records
 from megarl.data.tools.calls import parse
 from megarl.types import DataError
 from tests.data.templates import tokenizer_of
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": PARAMETERS}}
+SUBTRACT = {"type": "function", "function": {"name": "subtract", "parameters": PARAMETERS}}
 FLAT_TOOL = {"name": "add", "description": "d", "parameters": PARAMETERS}
 ARGUMENTS = {"a": 2, "b": 2}
 
@@ -61,6 +64,55 @@ def test_sft_trains_the_call_that_rl_reads(tmp_path, call):
 def test_a_template_gets_arguments_in_the_form_that_it_takes(tmp_path, family, written, form):
     call = function_call(arguments=form({"x": "ü"}))
     assert written in trained_text(tmp_path, conversation(call, tools=None), family)
+
+
+UNLISTED = {"role": "assistant", "content": "", "tool_calls": [{"name": "subtract", "arguments": {}}]}
+ASKED = {"role": "user", "content": "What is 2 + 2?"}
+ANSWERED = {"role": "assistant", "content": "4"}
+FAILED = {"role": "tool", "content": "no such tool", "name": "subtract"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        (Conversations, {"messages": [ASKED, UNLISTED, FAILED, ANSWERED]}),
+        (Pairs, {"prompt": [ASKED], "chosen": [UNLISTED], "rejected": [ANSWERED]}),
+        (Judged, {"prompt": [ASKED], "response": [UNLISTED], "label": True}),
+        (Problems, {"prompt": [ASKED, UNLISTED, FAILED], "answer": "4"}),
+    ],
+)
+def test_a_call_to_a_tool_that_is_not_listed_is_refused(tmp_path, kind, record):
+    settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 2000}
+    path = tmp_path / "calls.jsonl"
+
+    def make(kind, **more):
+        path.write_text(json.dumps(record | more))
+        [read] = read_records(path)
+        return kind.make(0, read)
+
+    with pytest.raises(DataError, match=r"calls.jsonl, line 1: .*\"subtract\", but .* only add; add .* to 'tools'"):
+        make(kind(**settings), tools=[TOOL])
+    # The tools may be described in a text.
+    make(kind(**settings))
+    if kind is Problems:
+        make(kind(environment_tools=lambda: (SUBTRACT,), **settings))
+        with pytest.raises(DataError, match="only add"):
+            make(kind(environment_tools=lambda: (TOOL,), **settings))
+    make(kind(**settings), tools=[TOOL, SUBTRACT])
+
+
+def test_a_call_that_is_not_to_be_learnt_may_be_to_any_tool(tmp_path):
+    record = {"messages": [ASKED, UNLISTED | {"weight": 0}, FAILED, ANSWERED], "tools": [TOOL]}
+    assert trained_text(tmp_path, record) == "4<|im_end|>"
+    settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 2000}
+    for kind, record in (
+        (Pairs(**settings), {"prompt": [ASKED], "rejected": [UNLISTED], "chosen": [ANSWERED], "tools": [TOOL]}),
+        (Judged(**settings), {"prompt": [ASKED], "response": [UNLISTED], "label": False, "tools": [TOOL]}),
+    ):
+        path = tmp_path / "calls.jsonl"
+        path.write_text(json.dumps(record))
+        [read] = read_records(path)
+        assert "subtract" in "".join(settings["tokenizer"].decode(s.token_ids) for s in kind.make(0, read))
 
 
 def test_arguments_of_no_value_are_an_empty_object(tmp_path):

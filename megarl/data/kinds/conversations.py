@@ -103,6 +103,7 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
     messages = (*prompt, *_response(record, prompt))
     record.refuse_other_prompts(messages, answers=True)
     record.refuse_reasoning_field(messages)
+    record.refuse_unlisted_calls(messages)
     return messages
 
 

@@ -101,6 +101,8 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     if _prompt_field(record) and not have_same_texts(_system(chosen), _system(rejected)):
         raise record.error("'chosen' and 'rejected' have different system messages; give both the same one")
     record.refuse_reasoning_field((*chosen, *rejected))
+    # A rejected answer may be rejected for its call.
+    record.refuse_unlisted_calls(chosen)
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
     _refuse_different_prompts(record, chosen, rejected)
@@ -160,6 +162,8 @@ def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mes
     messages = _conversation(record, field, system_prompt)
     record.refuse_other_prompts(messages, answers=True)
     record.refuse_reasoning_field(messages)
+    # A bad answer may be bad for its call.
+    record.refuse_unlisted_calls(messages if label else messages[:-1])
     return messages, label
 
 

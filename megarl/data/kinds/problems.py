@@ -103,7 +103,9 @@ class Problems(TokenisedKind):
     def _messages_and_answer(self, record: Record) -> tuple[tuple[Mapping[str, Any], ...], Any]:
         record.require("prompt", *(["answer"] if self.has_answers else []))
         answer = record.answer() if self.has_answers else ""
-        messages = without_weights(record.prompt(self.system_prompt))
+        weighted_messages = record.prompt(self.system_prompt)
+        record.refuse_unlisted_calls(weighted_messages, self.environment_tools)
+        messages = without_weights(weighted_messages)
         if messages[-1]["role"] not in ("user", "tool"):
             raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
         record.refuse_other_prompts(messages, answers=False)
