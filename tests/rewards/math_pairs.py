@@ -5,6 +5,25 @@
 from __future__ import annotations
 
 RIGHT: dict[str, tuple[str, ...]] = {
+    # functions by cases, and systems
+    r"\begin{cases} 1 & x>0 \\ 2 & x\le 0\end{cases}": (
+        r"\begin{cases} 2 & x\le 0\\ 1 & x>0 \end{cases}",
+        r"\begin{cases} 1, & 0<x, \\ 2, & x\leq 0.\end{cases}",
+        r"\begin{cases} 1 & \text{if } x>0 \\ 2 & \text{otherwise}\end{cases}",
+        r"\begin{cases}1,x>0\\2,x\le 0\end{cases}",
+        r"f(x)=\begin{dcases} 2 & \text{otherwise} \\ 1 & \text{if } x>0\end{dcases}",
+        r"\left\{\begin{array}{ll} 1 & x>0 \\ 2 & x\le 0\end{array}\right.",
+    ),
+    r"\begin{cases} 1 & n\ge 0 \\ 3 & n=-1 \\ 2 & \text{else}\end{cases}": (
+        r"\begin{cases} 2, & \text{otherwise}\\ 1, & \text{if } n\ge 0 \\ 3, & n=-1 \end{cases}",
+    ),
+    r"\begin{cases} x=1 \\ y=2\end{cases}": (
+        "(1,2)",
+        "x=1, y=2",
+        r"\left\{\begin{array}{l} y=2 \\ x=1\end{array}\right.",
+        r"\left\{\begin{aligned} x&=1 \\ y&=2\end{aligned}\right.",
+    ),
+    "1<x<3": (r"\begin{cases}x>1\\x<3\end{cases}", r"\begin{cases}x<3\\x>1\end{cases}"),
     # plain numbers
     "42": ("42", " 42 ", r"\boxed{42}", "$42$", r"\(42\)", "42.0", "+42", "42.", "042", r"\text{42}", "{42}", "x=42"),
     "-3": ("-3", "−3", r"\text{-}3", "-3.0", "- 3", r"-\frac{6}{2}"),
@@ -184,6 +203,20 @@ RIGHT: dict[str, tuple[str, ...]] = {
 """Predictions that are right, by gold answer."""
 
 WRONG: dict[str, tuple[str, ...]] = {
+    r"\begin{cases} 1 & x>0 \\ 2 & x\le 0\end{cases}": (
+        r"\begin{cases} 1 & x\le 0 \\ 2 & x>0\end{cases}",
+        r"\begin{cases} 2 & \text{otherwise}\\ 1 & x\ge 0\end{cases}",
+        r"\begin{cases} 2 & x>0 \\ 1 & \text{otherwise}\end{cases}",
+        "1",
+        r"\begin{cases} 1 & x>0 \\ 2\end{cases}",
+        r"\begin{pmatrix} 1 & x>0 \\ 2 & x\le 0\end{pmatrix}",
+        r"\begin{cases}2,x>0\\1,x\le 0\end{cases}",
+    ),
+    r"\begin{cases} 1 & n\ge 0 \\ 3 & n=-1 \\ 2 & \text{else}\end{cases}": (
+        r"\begin{cases} 3, & \text{otherwise}\\ 1, & \text{if } n\ge 0 \\ 2, & n=-1 \end{cases}",
+    ),
+    r"x<1 \text{ or } x>3": (r"\begin{cases}x<1\\x>3\end{cases}",),
+    r"(-\infty,1)\cup(3,\infty)": (r"\begin{cases}x<1\\x>3\end{cases}",),
     r"\binom{5/2}{2}": ("1", "3"),
     # a named point is one factor before its coordinates
     "(4,5)": ("A+(4,5)", "A(4,5)(3,4)", "A,(4,5)", r"\frac{A}{(4,5)}"),
@@ -304,7 +337,16 @@ WRONG: dict[str, tuple[str, ...]] = {
     # A product has no constant of integration, so c is another variable.
     "2C": ("c+c",),
     "C+C": ("2c",),
-    "(1,2)": ("(2,1)", "[1,2]", "(1,2]", "(1,3)", "(1,2,3)", "1"),
+    "(1,2)": (
+        "(2,1)",
+        "[1,2]",
+        "(1,2]",
+        "(1,3)",
+        "(1,2,3)",
+        "1",
+        r"\begin{cases} 1 \\ 2\end{cases}",
+        r"\left\{\begin{array}{l} x=2 \\ y=1\end{array}\right.",
+    ),
     "(x,y)=(1,2)": ("x=2, y=1", "(y,x)=(1,2)", "x=1", "(2,1)"),
     "(1,2,3)": ("(3,2,1)", "(1,2)", "(1,2,4)", "6"),
     r"(-\infty,3)": (r"x \le 3", "x>3", "x<4", r"(-\infty,3]", "3", r"(3,\infty)", "x<-3"),

@@ -136,6 +136,24 @@ r"""Matches a vector in any notation: \vec{v}, \mathbf{v}, and the unit vectors 
 _BOLD_VECTOR = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{\s*(\\(?:hat|vec)\s*\{[^{}]*\})\s*\}")
 
 
+_BRACED_ARRAY = re.compile(
+    r"\\left\s*(?:\\\{|\\lbrace)\s*\\begin\{(?P<name>array|matrix|aligned|split)\}(?:\{[^{}]*\})?(?P<rows>.*?)"
+    r"\\end\{(?P=name)\}\s*\\right\s*\.",
+    re.DOTALL,
+)
+"""Matches an array behind a single brace: cases in older LaTeX."""
+_CASES = re.compile(r"\\begin\{[dr]?cases\}(?P<rows>.*?)\\end\{[dr]?cases\}", re.DOTALL)
+_ROW_END = re.compile(r"\\\\(?:\s*\[[^\]]*\])?")
+_CONDITION_WORD = re.compile(
+    r"[\s,&]*(?:\\(?:text|textrm|mbox|mathrm)\s*\{\s*,?\s*(?:if|for|when|where)\s*\}|\b(?:if|for|when|where)\b)\s*"
+)
+_OTHERWISE = re.compile(
+    r"[\s,&]*(?:\\(?:text|textrm|mbox|mathrm)\s*\{\s*,?\s*(?:otherwise|else)\s*\}|\b(?:otherwise|else)\b)[\s.,;]*$"
+)
+_COMMA_OF_VALUE = re.compile(r"\s*,\s*&")
+_RELATION_SIGN = re.compile(r"[<>=≤≥≠∈]|\\(?:le|leq|leqslant|ge|geq|geqslant|ne|neq|lt|gt|in)(?![A-Za-z])")
+
+
 def has_vectors(text: str) -> bool:
     return _VECTOR.search(text) is not None
 
@@ -154,6 +172,8 @@ def normalize(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = with_ascii_signs(text).strip()
     text = _STYLE.sub(_plain_style, text).strip() or text
+    if r"\begin" in text:
+        text = _CASES.sub(_plain_cases, _BRACED_ARRAY.sub(_as_cases, text))
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)
     text = _BOX.sub("{", text)  # A box around a part of the answer only frames it.
@@ -179,6 +199,29 @@ def normalize(text: str) -> str:
         return "DNE"
     # Three final dots are a sequence's continuation, not a full stop.
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
+
+
+def _as_cases(match: re.Match[str]) -> str:
+    rows = match["rows"] if match["name"] in ("array", "matrix") else match["rows"].replace("&", "")
+    return rf"\begin{{cases}}{rows}\end{{cases}}"
+
+
+def _plain_cases(match: re.Match[str]) -> str:
+    r"""Return cases with one `&` before each condition, without `if`, and with `otherwise` in a \text{}."""
+    rows = [_plain_case(row) for row in _ROW_END.split(match["rows"]) if row.strip()]
+    return r"\begin{cases}" + r" \\ ".join(rows) + r"\end{cases}"
+
+
+def _plain_case(row: str) -> str:
+    row = _OTHERWISE.sub(r" & \\text{otherwise}", row)
+    row = _CONDITION_WORD.sub(" & ", row, count=1).strip().rstrip(",;. ")
+    row = _COMMA_OF_VALUE.sub(" &", row)
+    value, comma, condition = row.rpartition(",")
+    # In `x^2, x > 0` the comma separates the value from its condition. In `x = 1, y = 2` it does not.
+    is_case = comma and "&" not in row and _RELATION_SIGN.search(condition) and not _RELATION_SIGN.search(value)
+    if is_case and value.count("(") == value.count(")"):
+        return f"{value} & {condition}"
+    return row
 
 
 def with_ascii_signs(text: str) -> str:

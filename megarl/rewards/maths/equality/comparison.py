@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megarl.rewards.maths.equality.cases import same_cases
 from megarl.rewards.maths.equality.digit_groups import as_formula, compare_digit_groups
 from megarl.rewards.maths.equality.equations import Step, determines, list_steps
 from megarl.rewards.maths.equality.exact import exact
@@ -225,6 +226,8 @@ class Comparison:
                 prediction.value,
                 len(prediction.parts),
             )
+            if is_alike and gold.kind == "matrix" and gold.value == "cases":
+                return same_cases(gold, prediction, self.same)
             return is_alike and all(map(self._same_row, gold.parts, prediction.parts))
         if "ratio" in (gold.kind, prediction.kind):
             return self._same_ratio(gold, prediction)

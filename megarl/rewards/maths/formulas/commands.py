@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from megarl.rewards.maths.formulas.cursor import Cursor
-from megarl.rewards.maths.formulas.nodes import Node, join_operands, number, replace_node, symbol
+from megarl.rewards.maths.formulas.nodes import OTHERWISE, Node, join_operands, number, replace_node, symbol
 from megarl.rewards.maths.formulas.tokens import FUNCTION_WORDS, Token
 from megarl.rewards.maths.numbers import NotMathematicsError
 
@@ -156,7 +156,7 @@ class Commands(Cursor):
         return Node("series", (replace_node(body, index, bound), low, high), (SERIES[name], bound.value))
 
     def matrix(self) -> Node:
-        r"""Parse a matrix after `\begin`, up to its `\end`. `cases` with one column are a list."""
+        r"""Parse a matrix after `\begin`, up to its `\end`. `cases` with one column are statements that all hold."""
         name = self.read_name_argument()
         if name not in _MATRICES:
             raise NotMathematicsError(f"the LaTeX environment {name} is not supported")
@@ -168,7 +168,7 @@ class Commands(Cursor):
         rows: list[Node] = []
         cells: list[Node] = []
         while True:
-            cells.append(self.items())
+            cells.append(self._parse_cell())
             if self.token.text == "&":
                 self.advance()
                 continue
@@ -183,11 +183,17 @@ class Commands(Cursor):
         self.brackets -= 1
         self.advance()
         self.read_name_argument()
-        # Cases of one column are a list.
         if name == "cases" and all(len(row.parts) == 1 for row in rows):
-            return Node("list", tuple(row.parts[0] for row in rows), ",")
+            statements = tuple(row.parts[0] for row in rows)
+            return statements[0] if len(statements) == 1 else Node("list", statements, "and")
         kind = {"pmatrix": "matrix", "Bmatrix": "matrix"}.get(name, name)
         return Node("matrix", tuple(rows), kind)
+
+    def _parse_cell(self) -> Node:
+        if self.token.kind == "text" and self.token.text == OTHERWISE.value:
+            self.advance()
+            return OTHERWISE
+        return self.items()
 
 
 def fraction(over: Node, under: Node) -> Node:

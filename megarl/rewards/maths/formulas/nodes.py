@@ -42,6 +42,8 @@ BLANK = Node("blank")
 INFINITY = Node("constant", (), "infty")
 DEGREE = Node("constant", (), "degree")
 EMPTY_SET = Node("constant", (), "emptyset")
+OTHERWISE = Node("symbol", (), "otherwise")
+"""The condition of a value for all other cases."""
 
 
 def number(value: Fraction | int) -> Node:

@@ -1,0 +1,42 @@
+"""Equality of functions given by cases: values with conditions, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megarl.rewards.maths.formulas.nodes import OTHERWISE, Node
+
+_COMPLEMENTS = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="}
+"""Sign of the relation that holds exactly if the one with the key does not."""
+
+
+def same_cases(gold: Node, prediction: Node, is_same: Callable[[Node, Node], bool]) -> bool:
+    """Return whether two nodes of `cases` with as many rows have equal values under equal conditions.
+
+    Of two cases, `otherwise` is the opposite of the other condition.
+    """
+    candidates = list(_with_written_complement(prediction))
+    for row in _with_written_complement(gold):
+        match = next((candidate for candidate in candidates if _is_same_row(row, candidate, is_same)), None)
+        if match is None:
+            return False
+        candidates.remove(match)
+    return True
+
+
+def _is_same_row(gold: Node, prediction: Node, is_same: Callable[[Node, Node], bool]) -> bool:
+    return len(gold.parts) == len(prediction.parts) and all(map(is_same, gold.parts, prediction.parts))
+
+
+def _with_written_complement(cases: Node) -> tuple[Node, ...]:
+    """Return the rows, with `otherwise` written as a condition if there is one other condition with one sign."""
+    rows = cases.parts
+    if len(rows) != 2 or any(len(row.parts) != 2 for row in rows):
+        return rows
+    for row, other in (rows, rows[::-1]):
+        condition = other.parts[1]
+        if row.parts[1] != OTHERWISE or condition.kind != "relation" or len(condition.value) != 1:
+            continue
+        if (sign := _COMPLEMENTS.get(condition.value[0])) is not None:
+            return other, Node("row", (row.parts[0], Node("relation", condition.parts, (sign,))))
+    return rows
