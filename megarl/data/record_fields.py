@@ -1,8 +1,11 @@
-"""Record fields that change the training in other programs, but not in megarl. A value in such a field is an error."""
+"""Record fields that change the training in other programs, but not in megarl. A value in such a field is an error.
+
+Fields that choose a record's reward function are errors if the recipe has another function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megarl.data.formats import RecordFormat, value_at
@@ -38,11 +41,54 @@ _REMEDIES = {
          "reference_logps", "reference_KL_logps"),
         "the reference's log-probs are computed from model.path; remove the field",
     ),
+    **dict.fromkeys(
+        ("sampling_params", "sampling_kwargs", "generation_kwargs", "stop_strings"),
+        "set rollout.sampling in the recipe, for all records alike, and remove the field",
+    ),
     "functions": "give the tools in the field tools",
 }  # fmt: skip
 """Remedies for a value in a field, keyed by the field's name in other programs."""
-ENVIRONMENT_FIELDS = ("agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class")
-"""Fields by which verl and SkyRL choose a record's environment, at the top or in `extra_info`."""
+ENVIRONMENT_FIELDS = ("agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class", "agent_ref")
+"""Fields by which verl, SkyRL and NeMo Gym choose a record's environment, at the top or in `extra_info`."""
+REWARD_MODEL = "reward.model"
+"""Name of a recipe's reward model among its rewards."""
+_MODELS = ("judge", "remote", REWARD_MODEL)
+_BOXED = ("boxed", "math_competition", "math_verify")
+_MATHS = (*_BOXED, "think_answer_tags", "gsm8k")
+_REWARDS_OF_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
+    "reward_model.style": {"model": _MODELS},
+    "reward_spec.method": {"reward_model": _MODELS},
+    "data_source": {
+        **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), ("code",)),
+        **dict.fromkeys(
+            (f"searchR1_{name}" for name in (
+                "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle"
+            )),
+            (),
+        ),
+    },
+    "metadata.rm_type": {
+        **dict.fromkeys(("math", "deepscaler", "boxed_math", "boxed_deepscaler"), _MATHS),
+        **dict.fromkeys(("dapo", "boxed_dapo"), _BOXED),
+        "gpqa": ("multiple_choice",),
+        "remote_rm": _MODELS,
+    },
+    "dataset": {
+        **dict.fromkeys(("gsm8k", "math"), _MATHS),
+        **dict.fromkeys(("code", "code_stdio"), ("code",)),
+        **dict.fromkeys(("general-quality", "general-quality_ref", "general-quality_rubric"), _MODELS),
+        **dict.fromkeys(("ifeval", "ifeval_old", "string_f1", "string_matcher", "max_length", "up_to_max_length"), ()),
+    },
+}  # fmt: skip
+"""Rewards of megarl that score what another program's value of a field chooses, by field and value.
+
+reward_model.style and data_source: verl. reward_spec.method: SkyRL. metadata.rm_type: slime, miles. dataset:
+open-instruct.
+"""
+_NEEDS_GROUND_TRUTH = "dataset"
+"""Field that also names the data's origin. It chooses a reward only in records with `ground_truth`."""
+_ALL_VALUES = ("metadata.rm_type",)
+"""Fields of which every value chooses a reward: an unlisted value is a reward that megarl does not have."""
 _VERL_SINGLE_TURN = "single_turn_agent"
 _WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable")
 
@@ -63,12 +109,40 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
     return None
 
 
+def unread_reward_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str]) -> str | None:
+    """Return an error for the first field that chooses another reward than the recipe's `rewards`, or None.
+
+    Rewards and environments of the user's own get the whole record, and may read any field.
+    """
+    if _is_own(environment) or any(":" in reward for reward in rewards):
+        return None
+    for place, rewards_of_values in _REWARDS_OF_VALUES.items():
+        if place == _NEEDS_GROUND_TRUTH and "ground_truth" not in fields:
+            continue
+        value = value_at(fields, place)
+        names = value if isinstance(value, list) else [value]
+        for name in (name for name in names if isinstance(name, str) and name.strip()):
+            fitting_rewards = rewards_of_values.get(name.strip(), () if place in _ALL_VALUES else None)
+            if fitting_rewards is None or not {*fitting_rewards}.isdisjoint(rewards):
+                continue
+            remedy = f"set it to {' or '.join(fitting_rewards)}" if fitting_rewards else "give a function of your own"
+            return (
+                f"'{place}' is {shown(value)}: this record has another reward than reward.functions = "
+                f"{', '.join(rewards) or 'none'}; {remedy}, or remove the field"
+            )
+    return None
+
+
+def _is_own(environment: str) -> bool:
+    return ":" in environment or environment == "command"
+
+
 def unread_environment_field(fields: Mapping[str, Any], environment: str) -> str | None:
     """Return an error for the first environment field that `environment` does not read, or None.
 
     Environments and agents of the user's own get the whole record, and may read any field.
     """
-    if ":" in environment or environment == "command":
+    if _is_own(environment):
         return None
     for name in ENVIRONMENT_FIELDS:
         for place in (name, f"extra_info.{name}"):

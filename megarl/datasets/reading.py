@@ -10,12 +10,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl import rewards
 from megarl.config import Recipe
 from megarl.config.sections.data_sets import DataSet, path_of
 from megarl.data.kinds.conversations import Conversations
 from megarl.data.kinds.preferences import Judged, Pairs
 from megarl.data.kinds.problems import Problems, made_problems, num_made
 from megarl.data.reader import Collect, Example, Kind, in_memory, read_examples
+from megarl.data.record_fields import REWARD_MODEL
 from megarl.data.records import TooLongError
 from megarl.data.sources.harbor import FIELD, read_task, task_files
 from megarl.data.streamed import Streamed
@@ -101,10 +103,19 @@ def read_problems(
         source_name=name,
         required_fields=required_fields,
         environment=recipe.rollout.environment,
+        rewards=_rewards_of(recipe),
         # Cached for all records: creating an environment may be slow.
         environment_tools=cache(partial(tools_of_environment, recipe)),
     )
     return _read_examples(recipe, data_set, kind, dropped, collect)
+
+
+def _rewards_of(recipe: Recipe) -> tuple[str, ...] | None:
+    """Return the names of a recipe's rewards. Servers are named by their kind. None: nothing is rewarded."""
+    names = [
+        rewards.server_kind(function.name) or rewards.kind_of(function.name) for function in recipe.reward.functions
+    ]
+    return (*names, *((REWARD_MODEL,) if recipe.reward.model else ())) or None
 
 
 def read_conversations(

@@ -350,6 +350,7 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
         (problem(system="a", system_prompt="b"), "system"),
         ({"messages": [{"role": "system", "content": "Be long."}, ASKED, ANSWERED], "system": "Be brief."}, "system"),
         (problem(history=["x"]), "history"),
+        (problem(sampling_params={"temperature": 0.2}), "sampling_params"),
         (problem("q", context="The sky is green."), "context"),
         (problem("q", messages=[ASKED]), "prompt"),
         ({"prompt": "other", "messages": [ASKED, ANSWERED]}, "prompt"),
@@ -369,6 +370,53 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
 def test_what_is_not_read_is_refused_by_name(tmp_path, record, key):
     with pytest.raises(DataError, match=rf"data.jsonl, line 1: .*\b{key}\b"):
         texts_of(tmp_path, record)
+
+
+VERL = {"prompt": [ASKED], "data_source": "x"}
+SLIME = {"prompt": [ASKED], "label": "4"}
+REWARDS_OF_RECORDS = [
+    (VERL | {"reward_model": {"style": "model", "ground_truth": "4"}}, "reward_model.style", "judge"),
+    (VERL | {"reward_model": '{"style": "model", "ground_truth": "4"}'}, "reward_model.style", "reward.model"),
+    (VERL | {"data_source": "apps", "reward_model": {"ground_truth": "{}"}}, "data_source", "code"),
+    (VERL | {"data_source": "searchR1_nq", "reward_model": {"ground_truth": "x"}}, "data_source", "my.py:exact"),
+    (SLIME | {"metadata": {"rm_type": "gpqa"}}, "metadata.rm_type", "multiple_choice"),
+    (SLIME | {"metadata": '{"rm_type": "remote_rm"}'}, "metadata.rm_type", "remote"),
+    (SLIME | {"metadata": {"rm_type": "f1"}}, "metadata.rm_type", "my.py:f1"),
+    (problem(reward_spec={"method": "reward_model"}), "reward_spec.method", "judge"),
+    ({"prompt": [ASKED], "ground_truth": "x", "dataset": ["code"]}, "dataset", "code"),
+    ({"prompt": [ASKED], "ground_truth": "x", "dataset": "ifeval"}, "dataset", "my.py:ifeval"),
+]
+
+
+@pytest.mark.parametrize(("record", "field", "fitting_reward"), REWARDS_OF_RECORDS)
+def test_a_record_s_choice_of_another_reward_is_refused(tmp_path, record, field, fitting_reward):
+    path = write(tmp_path / "data.jsonl", record)
+    settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 100}
+    for rewards in ((fitting_reward,), ("boxed", fitting_reward), None):
+        read_examples(path, Problems(rewards=rewards, **settings))
+    remedy = "a function of your own" if ":" in fitting_reward else rf"set it to .*\b{fitting_reward}\b.*"
+    with pytest.raises(DataError, match=rf"line 1: '{field}' is .* = boxed; .*{remedy}, or remove the field"):
+        read_examples(path, Problems(rewards=("boxed",), **settings))
+    read_examples(path, Problems(rewards=("boxed",), environment="my.py:Environment", **settings))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        VERL | {"reward_model": {"style": "rule", "ground_truth": "4"}},
+        VERL | {"reward_model": {"style": "rule-lighteval/MATH_v2", "ground_truth": "4"}},
+        SLIME | {"metadata": {"rm_type": "math"}},
+        SLIME | {"metadata": {"rm_type": " "}},
+        SLIME | {"metadata": ["rm_type"]},
+        problem(dataset="ifeval", reward_spec={"method": "rule"}),
+        {"prompt": [ASKED], "ground_truth": "4", "dataset": "math"},
+    ],
+)
+def test_a_record_s_choice_of_the_recipe_s_reward_changes_nothing(tmp_path, record):
+    path = write(tmp_path / "data.jsonl", record)
+    kind = Problems(rewards=("boxed",), tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=100)
+    [made] = read_examples(path, kind)
+    assert made.answer == "4"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import without_weights
-from megarl.data.record_fields import unread_environment_field
+from megarl.data.record_fields import unread_environment_field, unread_reward_field
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import check_prompt_written
 from megarl.data.tools.schemas import ToolSchema
@@ -73,10 +73,16 @@ class Problems(TokenisedKind):
 
     environment: str = "single_turn"
     """rollout.environment. Records with fields of other environments are refused."""
+    rewards: Collection[str] | None = None
+    """Names of the rewards. Records with fields that choose another reward are refused. None: not checked."""
 
     def make(self, index: int, record: Record) -> Problem:
         if (fault := unread_environment_field(record.fields, self.environment)) is not None:
             raise record.error(fault)
+        if self.rewards is not None:
+            fault = unread_reward_field(record.fields, self.environment, self.rewards)
+            if fault is not None:
+                raise record.error(fault)
         for name, source in self.required_fields.items():
             if name not in record.fields:
                 raise record.error(
