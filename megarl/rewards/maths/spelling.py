@@ -123,6 +123,18 @@ _DOMAIN = re.compile(
     r"|,?\s*\\text\s*\{\s*,?\s*(?:where|for|with)\s*\}\s*(?=[A-Za-z]\s*\\in(?![A-Za-z])))"
 )
 """Matches a parameter's values in brackets, or the word before these values."""
+_NUMBER_SET = re.compile(r"\\in\s*(?:\\(?:mathbf|mathrm|bm)\s*)?(?:\{\s*([ZNRQC])\s*\}|([ZNRQC])(?![A-Za-z0-9_'({]))")
+"""Matches a number set in plain or bold letters: `k \\in Z`."""
+_BETWEEN_WORDS = r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{|[{}\s])*"
+_INTEGER = re.compile(
+    rf"(?:[,;(]|\\text\s*\{{){_BETWEEN_WORDS}(?:(?:where|with|for){_BETWEEN_WORDS})?"
+    rf"(?:(?P<subject>[A-Za-z]){_BETWEEN_WORDS}(?:is\s+(?:an|any)|is|an|any)\s+integer"
+    rf"|(?:(?:any|all|every|some|each){_BETWEEN_WORDS})?integers?{_BETWEEN_WORDS}(?P<object>[A-Za-z]))"
+    rf"{_BETWEEN_WORDS}\)?{_BETWEEN_WORDS}$"
+)
+"""Matches words at the end for a parameter's values: `where k is an integer`, `for all integers n`."""
+_INTEGER_CHARACTERS = 100
+"""Characters at the end that are searched for these words. In long hostile texts the search would be quadratic."""
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
 """Matches a brace with a meaning: around an index, an exponent, or a command's argument."""
 
@@ -187,7 +199,10 @@ def normalize(text: str) -> str:
     text = _ORDINAL.sub(r"\1", text)
     text = _MERIDIEM.sub(_meridiem, text) if _LETTER_OF_MERIDIEM.search(text) else text
     text = _DERIVATIVE.sub(r"\\frac{d\1}{d\2}", text) if "/" in text else text
-    text = _DOMAIN.sub(_separate_domain, text) if "\\in" in text else text
+    if "\\in" in text:
+        text = _NUMBER_SET.sub(_in_blackboard_bold, _DOMAIN.sub(_separate_domain, text))
+    if "integer" in text[-_INTEGER_CHARACTERS:]:
+        text = text[:-_INTEGER_CHARACTERS] + _INTEGER.sub(_domain_of_integers, text[-_INTEGER_CHARACTERS:])
     text = _BRACKETED_NUMERAL.sub(r"\1", text) if "_" in text else text
     # A leading ~ means "about", not a space.
     text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
@@ -254,6 +269,14 @@ def _meridiem(match: re.Match[str]) -> str:
 
 def _separate_domain(domain: re.Match[str]) -> str:
     return rf", {domain['name']} \in {domain['set']}" if domain["name"] else ", "
+
+
+def _in_blackboard_bold(number_set: re.Match[str]) -> str:
+    return rf"\in \mathbb{{{number_set[1] or number_set[2]}}}"
+
+
+def _domain_of_integers(words: re.Match[str]) -> str:
+    return rf", {words['subject'] or words['object']} \in \mathbb{{Z}}"
 
 
 def _plain_script(script: re.Match[str]) -> str:

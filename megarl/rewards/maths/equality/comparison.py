@@ -145,13 +145,17 @@ class Comparison:
         return element.kind == "symbol" and is_set and self.same(members, answer)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
-        """Compare two answers, of which one or both are lists.
+        r"""Compare two answers, of which one or both are lists.
 
         Two lists are compared item by item. A list next to an equation is compared with the equation's last side:
-        `1, 2` equals `x = 1, 2`.
+        `1, 2` equals `x = 1, 2`. A list next to `x \in \{1, 2\}` is compared with the set.
         """
         if gold.kind == prediction.kind == "list":
             return self._same_items(gold, prediction)
+        for relation, values in ((gold, prediction), (prediction, gold)):
+            if relation.kind == "relation" and relation.value == ("in",):
+                # `x \in \{1, 2\}` lists values, but `x \in (1, 2)` is an interval.
+                return relation.parts[1].kind == "set" and self._same_members(relation, values)
         if gold.kind == "relation" and is_equation(gold) and is_label(gold.parts[0]):
             return self.same(gold.parts[-1], prediction)
         return is_equation(prediction) and is_label(prediction.parts[0]) and self.same(gold, prediction.parts[-1])
