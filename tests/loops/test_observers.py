@@ -81,7 +81,7 @@ def test_the_order_is_checks_instabilities_weights_canary_records(tmp_path: Path
     assert [type(observer).__name__ for observer in others] == ["Canary", "StepRecorder", "PlanPromise"]
 
 
-def test_a_spike_has_one_owner_and_is_counted_in_its_step_alone() -> None:
+async def test_a_spike_has_one_owner_and_is_counted_in_its_step_alone() -> None:
     notices: list[str] = []
     tracker: Any = SimpleNamespace(notice_once=lambda kind, text: notices.append(text))
     spikes = SpikeDetector(factor=10.0, loss_factor=None, window=2)
@@ -101,11 +101,8 @@ def test_a_spike_has_one_owner_and_is_counted_in_its_step_alone() -> None:
         await instabilities.observe(step)
         return step.metrics, instabilities.find_fault(step)
 
-    async def play() -> None:
-        assert await run_step(1, 1.0, 1.0) == ({"train/spikes": 0.0, "train/rollbacks": 0.0}, None)
-        metrics, fault = await run_step(2, 100.0)
-        assert metrics["train/spikes"] == 1.0 and isinstance(fault, UnhealthyError)
-        metrics, fault = await run_step(3, 1.0)
-        assert metrics["train/spikes"] == 0.0 and fault is None
-
-    asyncio.run(play())
+    assert await run_step(1, 1.0, 1.0) == ({"train/spikes": 0.0, "train/rollbacks": 0.0}, None)
+    metrics, fault = await run_step(2, 100.0)
+    assert metrics["train/spikes"] == 1.0 and isinstance(fault, UnhealthyError)
+    metrics, fault = await run_step(3, 1.0)
+    assert metrics["train/spikes"] == 0.0 and fault is None

@@ -105,112 +105,93 @@ class Run:
         return asyncio.create_task(self.pool.generate(asked))
 
 
-def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
-    async def play() -> None:
-        run = Run()
-        assert await run.reshard_schedule.begin(1) == {}
-        await run.ranks.are_engines_paused.wait()
-        assert run.pool.is_paused and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
-        run.ranks.trainers.seconds_in_calls = 4.0
-        waiting = asyncio.create_task(run.reshard_schedule.begin(2))
-        await asyncio.sleep(0)
-        assert not waiting.done() and len(run.ranks.calls) == 1
-        run.ranks.sending.set_result(None)
-        found = await waiting
-        assert found["time/reshard_hidden_seconds"] == 4.0 and found["time/reshard_waited_seconds"] > 0
-        assert found["time/reshard_wire_seconds"] == 0.7 and found["reshard/sent_bytes"] == 16.0
-        assert found["rollout/replicas"] == 1 and found["perf/engine_pause_seconds"] > 0
-        assert run.ranks.calls[1:] == [("send", True, 3)]
-        await run.reshard_schedule.finish()
-        assert not run.pool.is_paused
-
-    asyncio.run(play())
+async def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
+    run = Run()
+    assert await run.reshard_schedule.begin(1) == {}
+    await run.ranks.are_engines_paused.wait()
+    assert run.pool.is_paused and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
+    run.ranks.trainers.seconds_in_calls = 4.0
+    waiting = asyncio.create_task(run.reshard_schedule.begin(2))
+    await asyncio.sleep(0)
+    assert not waiting.done() and len(run.ranks.calls) == 1
+    run.ranks.sending.set_result(None)
+    found = await waiting
+    assert found["time/reshard_hidden_seconds"] == 4.0 and found["time/reshard_waited_seconds"] > 0
+    assert found["time/reshard_wire_seconds"] == 0.7 and found["reshard/sent_bytes"] == 16.0
+    assert found["rollout/replicas"] == 1 and found["perf/engine_pause_seconds"] > 0
+    assert run.ranks.calls[1:] == [("send", True, 3)]
+    await run.reshard_schedule.finish()
+    assert not run.pool.is_paused
 
 
 @pytest.mark.parametrize(
     ("step", "reason"),
     [(3, "it evaluates"), (10, "it is the last"), (1, "lost"), (1, "restarted")],
 )
-def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, reason: str) -> None:
-    async def play() -> None:
-        run = Run()
-        run.ranks.is_connected = reason != "lost"
-        run.replacements.has_started = reason == "restarted"
-        found = await run.reshard_schedule.begin(step)
-        assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_paused
-        assert "time/reshard_hidden_seconds" not in found
-
-    asyncio.run(play())
+async def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, reason: str) -> None:
+    run = Run()
+    run.ranks.is_connected = reason != "lost"
+    run.replacements.has_started = reason == "restarted"
+    found = await run.reshard_schedule.begin(step)
+    assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_paused
+    assert "time/reshard_hidden_seconds" not in found
 
 
-def test_two_reshards_that_end_flatten_step_are_counted_together() -> None:
-    async def play() -> None:
-        run = Run()
-        await run.reshard_schedule.begin(2)
-        run.ranks.sending.set_result(None)
-        found = await run.reshard_schedule.begin(3)
-        assert found["reshard/sent_bytes"] == 32.0 and found["rollout/replicas"] == 1
-
-    asyncio.run(play())
+async def test_two_reshards_that_end_flatten_step_are_counted_together() -> None:
+    run = Run()
+    await run.reshard_schedule.begin(2)
+    run.ranks.sending.set_result(None)
+    found = await run.reshard_schedule.begin(3)
+    assert found["reshard/sent_bytes"] == 32.0 and found["rollout/replicas"] == 1
 
 
-def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_reshard() -> None:
+async def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_reshard() -> None:
     """The step's metrics are taken when `begin` returns: no sooner than the engine has said what it sampled."""
-
-    async def play() -> None:
-        run = Run(recompute_kv=False)
-        sampling = run.sampling()
-        while "advance" not in run.ranks.answers:
-            await asyncio.sleep(0)
-        beginning = asyncio.create_task(run.reshard_schedule.begin(1))
-        await run.ranks.has_copies.wait()
-        run.ranks.answers["advance"].set_result([])
-        while "sampled_so_far" not in run.ranks.answers:
-            await asyncio.sleep(0)
-        assert not beginning.done()
-        run.ranks.answers["sampled_so_far"].set_result({"a": 3})
-        await beginning
-        assert run.pool.metrics()["rollout/sampled_tokens"] == 3
-        sampling.cancel()
-        await run.reshard_schedule.close()
-
-    asyncio.run(play())
-
-
-def test_who_waits_for_a_sample_is_notified_that_the_weights_did_not_arrive() -> None:
-    async def play() -> None:
-        run = Run()
-        await run.reshard_schedule.begin(1)
-        await run.ranks.are_engines_paused.wait()
-        sampling = run.sampling()
-        run.ranks.sending.set_exception(MegarlError("lost"))
-        with pytest.raises(MegarlError, match="lost"):
-            await sampling
-        with pytest.raises(MegarlError, match="lost"):
-            await run.reshard_schedule.finish()
-        await run.reshard_schedule.close()
-
-    asyncio.run(play())
-
-
-def test_a_pool_that_is_held_at_a_step_s_end_counts_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play() -> None:
-        clock = Clock()
-        monkeypatch.setattr(pool_meter, "time", clock)
-        run = Run()
-        clock.now = 10.0
-        await run.pool.pause()
-        sampling = run.sampling()
+    run = Run(recompute_kv=False)
+    sampling = run.sampling()
+    while "advance" not in run.ranks.answers:
         await asyncio.sleep(0)
-        clock.now = 13.0
-        of_step = run.pool.metrics()
-        assert (of_step["perf/engines_open_seconds"], of_step["rollout/paused_seconds"]) == (10.0, 3.0)
-        clock.now = 15.0
-        run.pool.resume()
-        clock.now = 16.0
-        of_step = run.pool.metrics()
-        assert (of_step["perf/engines_open_seconds"], of_step["rollout/paused_seconds"]) == (1.0, 2.0)
-        assert run.pool.seconds_paused == 5.0
-        sampling.cancel()
+    beginning = asyncio.create_task(run.reshard_schedule.begin(1))
+    await run.ranks.has_copies.wait()
+    run.ranks.answers["advance"].set_result([])
+    while "sampled_so_far" not in run.ranks.answers:
+        await asyncio.sleep(0)
+    assert not beginning.done()
+    run.ranks.answers["sampled_so_far"].set_result({"a": 3})
+    await beginning
+    assert run.pool.metrics()["rollout/sampled_tokens"] == 3
+    sampling.cancel()
+    await run.reshard_schedule.close()
 
-    asyncio.run(play())
+
+async def test_who_waits_for_a_sample_is_notified_that_the_weights_did_not_arrive() -> None:
+    run = Run()
+    await run.reshard_schedule.begin(1)
+    await run.ranks.are_engines_paused.wait()
+    sampling = run.sampling()
+    run.ranks.sending.set_exception(MegarlError("lost"))
+    with pytest.raises(MegarlError, match="lost"):
+        await sampling
+    with pytest.raises(MegarlError, match="lost"):
+        await run.reshard_schedule.finish()
+    await run.reshard_schedule.close()
+
+
+async def test_a_pool_that_is_held_at_a_step_s_end_counts_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(pool_meter, "time", clock)
+    run = Run()
+    clock.now = 10.0
+    await run.pool.pause()
+    sampling = run.sampling()
+    await asyncio.sleep(0)
+    clock.now = 13.0
+    of_step = run.pool.metrics()
+    assert (of_step["perf/engines_open_seconds"], of_step["rollout/paused_seconds"]) == (10.0, 3.0)
+    clock.now = 15.0
+    run.pool.resume()
+    clock.now = 16.0
+    of_step = run.pool.metrics()
+    assert (of_step["perf/engines_open_seconds"], of_step["rollout/paused_seconds"]) == (1.0, 2.0)
+    assert run.pool.seconds_paused == 5.0
+    sampling.cancel()

@@ -44,21 +44,18 @@ def writer_with(write: Callable[[int, object], None]) -> SampleWriter:
     return SampleWriter(recipe, tracker, unused, unused)
 
 
-def test_the_driver_answers_others_while_samples_are_written() -> None:
+async def test_the_driver_answers_others_while_samples_are_written() -> None:
     answered, written = threading.Event(), []
 
     def write(step: int, records: object) -> None:
         assert answered.wait(120)
         written.append(step)
 
-    async def play() -> None:
-        writer = writer_with(write)
-        step = writer.recipe.samples_every_steps
-        asyncio.get_running_loop().call_soon(answered.set)
-        await writer.write_step(step, [])
-        assert written == [step], "the step goes on when its samples are written"
-
-    asyncio.run(play())
+    writer = writer_with(write)
+    step = writer.recipe.samples_every_steps
+    asyncio.get_running_loop().call_soon(answered.set)
+    await writer.write_step(step, [])
+    assert written == [step], "the step goes on when its samples are written"
 
 
 def test_a_full_disk_under_samples_ends_the_run() -> None:
@@ -70,7 +67,7 @@ def test_a_full_disk_under_samples_ends_the_run() -> None:
         asyncio.run(writer.write_step(writer.recipe.samples_every_steps, []))
 
 
-def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
+async def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
     begun, answered, written = threading.Event(), threading.Event(), []
 
     def write(step: int, records: object) -> None:
@@ -78,17 +75,14 @@ def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
         assert answered.wait(120)
         written.append(step)
 
-    async def play() -> None:
-        writer = writer_with(write)
-        task = asyncio.ensure_future(writer.write_step(writer.recipe.samples_every_steps, []))
-        assert await asyncio.to_thread(begun.wait, 120)
-        task.cancel()
-        asyncio.get_running_loop().call_soon(answered.set)
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert written
-
-    asyncio.run(play())
+    writer = writer_with(write)
+    task = asyncio.ensure_future(writer.write_step(writer.recipe.samples_every_steps, []))
+    assert await asyncio.to_thread(begun.wait, 120)
+    task.cancel()
+    asyncio.get_running_loop().call_soon(answered.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert written
 
 
 class Engines:

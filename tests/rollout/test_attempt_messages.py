@@ -182,35 +182,31 @@ def test_a_limit_of_sampled_tokens_is_of_all_turns_together() -> None:
     assert [request.sampling.max_new_tokens for request in policy.sent] == [500] * 3
 
 
-def test_waiting_for_engines_counts_once_for_completions_beside_each_other_and_not_while_they_are_held(
+async def test_waiting_for_engines_counts_once_for_completions_beside_each_other_and_not_while_they_are_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two completions: from 10 to 25 and from 12 to 40, the engines held from 20 to 26; later one from 50 to 51."""
     clock = Clock()
     monkeypatch.setattr("megarl.rollout.attempt_engine.time", clock)
     request = Request("r", np.zeros(1, np.int32), SamplingSettings(4), 0)
-
-    async def drive() -> None:
-        engine = AttemptEngine(clock)
-        tasks: list[asyncio.Task[Completion]] = []
-        for began in (10.0, 12.0):
-            clock.now = began
-            tasks.append(asyncio.create_task(engine.generate(request)))
-            await asyncio.sleep(0)
-        for place, ended in enumerate((25.0, 40.0)):
-            clock.now = ended
-            clock.gates[place].set()
-            await tasks[place]
-        assert (engine.seconds, engine.seconds_by_clock) == (24.0, 30.0)
-        clock.now = 50.0
-        failing = asyncio.create_task(engine.generate(request))
+    engine = AttemptEngine(clock)
+    tasks: list[asyncio.Task[Completion]] = []
+    for began in (10.0, 12.0):
+        clock.now = began
+        tasks.append(asyncio.create_task(engine.generate(request)))
         await asyncio.sleep(0)
-        clock.now = 51.0
-        failing.cancel()
-        await asyncio.wait([failing])
-        assert (engine.seconds, engine.seconds_by_clock) == (25.0, 31.0)
-
-    asyncio.run(drive())
+    for place, ended in enumerate((25.0, 40.0)):
+        clock.now = ended
+        clock.gates[place].set()
+        await tasks[place]
+    assert (engine.seconds, engine.seconds_by_clock) == (24.0, 30.0)
+    clock.now = 50.0
+    failing = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0)
+    clock.now = 51.0
+    failing.cancel()
+    await asyncio.wait([failing])
+    assert (engine.seconds, engine.seconds_by_clock) == (25.0, 31.0)
 
 
 class Clock(Policy):

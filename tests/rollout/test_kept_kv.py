@@ -122,52 +122,45 @@ def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGro
 
 
 @pytest.mark.distributed
-def test_a_request_that_has_not_begun_is_the_new_weights_own(model_path: str) -> None:
+async def test_a_request_that_has_not_begun_is_the_new_weights_own(model_path: str) -> None:
     """It waits in the engine for its only slot, and has a prompt in common with what runs there."""
-
-    async def drive() -> None:
-        async with engines(model_path, 1, recompute_kv=False, slots=1) as group:
-            await group.call("update", 1.0)
-            [(first, done)] = await whole_ones(group, 1)
-            version = int(done.weight_versions[0])
-            second = replace(first, request_id="second", seed=first.seed + 1)
-            ranks = HeldAfter(group, ONE, STEPS)
-            generating = [asyncio.create_task(ranks.pool.generate(one)) for one in (first, second)]
-            await ranks.at_rest.wait()
-            assert await group.call("unfinished") == [2]
-            await group.call("update", 0.97)
-            ranks.pool.resume()
-            interrupted, waited = await asyncio.gather(*generating)
-            assert set(interrupted.weight_versions.tolist()) == {version, version + 1}
-            assert set(waited.weight_versions.tolist()) == {version + 1} and waited.num_cached == 0
-            assert (await mismatches(group, second, waited)).max() <= 1e-5
-
-    asyncio.run(drive())
+    async with engines(model_path, 1, recompute_kv=False, slots=1) as group:
+        await group.call("update", 1.0)
+        [(first, done)] = await whole_ones(group, 1)
+        version = int(done.weight_versions[0])
+        second = replace(first, request_id="second", seed=first.seed + 1)
+        ranks = HeldAfter(group, ONE, STEPS)
+        generating = [asyncio.create_task(ranks.pool.generate(one)) for one in (first, second)]
+        await ranks.at_rest.wait()
+        assert await group.call("unfinished") == [2]
+        await group.call("update", 0.97)
+        ranks.pool.resume()
+        interrupted, waited = await asyncio.gather(*generating)
+        assert set(interrupted.weight_versions.tolist()) == {version, version + 1}
+        assert set(waited.weight_versions.tolist()) == {version + 1} and waited.num_cached == 0
+        assert (await mismatches(group, second, waited)).max() <= 1e-5
 
 
 @pytest.mark.distributed
-def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(model_path: str) -> None:
-    async def drive() -> None:
-        async with engines(model_path, 2, recompute_kv=False) as group:
-            ranks = HeldAfter(group, TWO, 3)
-            asked = [request(seed) for seed in range(6)]
-            generating = [asyncio.create_task(ranks.pool.generate(one)) for one in asked]
-            await ranks.at_rest.wait()
-            num_resting, *_ = await group.call("unfinished")
-            [lost, resting] = await group.scatter("sampled_so_far", [None, None])
-            # On a busy machine the second engine may have ended some before the first has made its steps.
-            num_ended = sum(len(task.result().token_ids) for task in generating if task.done())
-            num_resting_tokens = sum(lost.values()) + sum(resting.values())
-            assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_resting_tokens + num_ended
-            ranks.lost = {0}
-            ranks.pool.set_live_replicas({1})
-            assert num_resting > 0 and ranks.pool.take_lost() == num_resting
-            ranks.pool.resume()
-            found = await asyncio.gather(*generating)
-            assert [done.request_id for done in found] == [one.request_id for one in asked]
-            assert len(ranks.sent) == len(asked) + num_resting
-            # What the lost one had is sampled twice.
-            num_later = sum(len(done.token_ids) for done in found) - sum(resting.values()) - num_ended
-            assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later
-
-    asyncio.run(drive())
+async def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(model_path: str) -> None:
+    async with engines(model_path, 2, recompute_kv=False) as group:
+        ranks = HeldAfter(group, TWO, 3)
+        asked = [request(seed) for seed in range(6)]
+        generating = [asyncio.create_task(ranks.pool.generate(one)) for one in asked]
+        await ranks.at_rest.wait()
+        num_resting, *_ = await group.call("unfinished")
+        [lost, resting] = await group.scatter("sampled_so_far", [None, None])
+        # On a busy machine the second engine may have ended some before the first has made its steps.
+        num_ended = sum(len(task.result().token_ids) for task in generating if task.done())
+        num_resting_tokens = sum(lost.values()) + sum(resting.values())
+        assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_resting_tokens + num_ended
+        ranks.lost = {0}
+        ranks.pool.set_live_replicas({1})
+        assert num_resting > 0 and ranks.pool.take_lost() == num_resting
+        ranks.pool.resume()
+        found = await asyncio.gather(*generating)
+        assert [done.request_id for done in found] == [one.request_id for one in asked]
+        assert len(ranks.sent) == len(asked) + num_resting
+        # What the lost one had is sampled twice.
+        num_later = sum(len(done.token_ids) for done in found) - sum(resting.values()) - num_ended
+        assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later

@@ -354,7 +354,7 @@ async def test_the_first_error_of_an_attempt_ends_the_others_at_once() -> None:
 
 
 @pytest.mark.distributed
-def test_an_engine_that_dies_fails_every_request(model_path: str) -> None:
+async def test_an_engine_that_dies_fails_every_request(model_path: str) -> None:
     async def fails(call: Awaitable[Completion]) -> bool:
         try:
             await call
@@ -362,17 +362,14 @@ def test_an_engine_that_dies_fails_every_request(model_path: str) -> None:
             return True
         return False
 
-    async def drive() -> None:
-        async with engines(model_path, 2) as group:
-            pool = EnginePool(group, TWO, max_running=8, budget_seconds=0.05)
-            calls = [pool.generate(request(f"{n}", (5, n), 250, n)) for n in range(8)]
-            tasks = [asyncio.create_task(fails(call)) for call in calls]
-            await asyncio.sleep(0.1)
-            group.places[1].agent.kill([group.ranks.handles[1]])
-            assert any(await asyncio.gather(*tasks))
-            assert await fails(pool.generate(request("later", (5,), 4)))
-
-    asyncio.run(drive())
+    async with engines(model_path, 2) as group:
+        pool = EnginePool(group, TWO, max_running=8, budget_seconds=0.05)
+        calls = [pool.generate(request(f"{n}", (5, n), 250, n)) for n in range(8)]
+        tasks = [asyncio.create_task(fails(call)) for call in calls]
+        await asyncio.sleep(0.1)
+        group.places[1].agent.kill([group.ranks.handles[1]])
+        assert any(await asyncio.gather(*tasks))
+        assert await fails(pool.generate(request("later", (5,), 4)))
 
 
 def test_a_request_id_is_used_once_at_a_time(group: WorkerGroup, runner: asyncio.Runner) -> None:

@@ -96,32 +96,29 @@ def test_a_program_gets_its_input_and_its_output_is_read(kind: str, settings: Ca
     ],
     ids=["forks", "floods", "memory", "never ends"],
 )
-def test_a_program_beyond_a_limit_ends_by_name_and_leaves_nothing(
+async def test_a_program_beyond_a_limit_ends_by_name_and_leaves_nothing(
     script: str, outcome: str, kind: str, settings: Callable[..., ContainerSettings]
 ) -> None:
-    async def drive() -> Executed:
-        container = Container(settings(kind))
-        await container.start()
-        keeper = list(descendants(os.getpid()))
-        running = asyncio.create_task(container.execute(["sh", "-c", script], VARIABLES))
-        if outcome == "Cancelled":
-            await asyncio.sleep(0.5)
-            running.cancel()
-            await asyncio.wait({running})
-            assert running.cancelled()
-            # The container lives on, without the program.
-            ran = await container.execute(["echo", "on"], VARIABLES)
-            assert ran.stdout == "on\n"
-        else:
-            ran = await running
-            assert ran.outcome.startswith(f"{outcome}: ")
-            # A shell that cannot fork ends by itself, perhaps before it is found.
-            assert ran.exit_code is None or (outcome == "ProcessLimit" and ran.exit_code == 2)
-        assert set(descendants(os.getpid())) <= set(keeper)
-        await container.stop()
-        return ran
-
-    asyncio.run(drive())
+    container = Container(settings(kind))
+    await container.start()
+    keeper = list(descendants(os.getpid()))
+    running = asyncio.create_task(container.execute(["sh", "-c", script], VARIABLES))
+    if outcome == "Cancelled":
+        await asyncio.sleep(0.5)
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+        # The container lives on, without the program.
+        ran = await container.execute(["echo", "on"], VARIABLES)
+        assert ran.stdout == "on\n"
+    else:
+        ran = await running
+        assert ran.outcome.startswith(f"{outcome}: ")
+        # A shell that cannot fork ends by itself, perhaps before it is found.
+        assert ran.exit_code is None or (outcome == "ProcessLimit" and ran.exit_code == 2)
+    assert set(descendants(os.getpid())) <= set(keeper)
+    await container.stop()
+    return ran
 
 
 def test_a_full_disk_ends_the_program(settings: Callable[..., ContainerSettings]) -> None:
@@ -193,47 +190,41 @@ def test_a_program_changes_its_layer_of_an_image_and_not_the_image(
     assert (image / "app/code.py").read_text() == "x = 1\n" and not (image / "workspace").exists()
 
 
-def test_files_enter_and_leave_whatever_a_program_left_there(settings: Callable[..., ContainerSettings]) -> None:
-    async def drive() -> None:
-        container = Container(settings("sandbox"))
-        await container.start()
-        script = base64.b64encode(b"#!/bin/sh\necho ran; mkdir -p /logs; printf 0.5 > /logs/reward.txt").decode()
-        left = "mkdir /away; ln -s /away /tests; mkfifo /pipe; ln -s /dev/zero /zero; head -c 200 /dev/zero > /long"
-        assert (await container.execute(["sh", "-c", left], {})).exit_code == 0
-        await container.put("/tests", {"sub/test.sh": (0o755, script)})
-        ran = await container.execute(["/tests/sub/test.sh"], {})
-        assert ran.stdout == "ran\n"
-        assert base64.b64decode(await container.get("/logs/reward.txt", 100)) == b"0.5"
-        assert (await container.execute(["ls", "/away"], {})).stdout == ""
-        for path in ("/pipe", "/zero", "/long", "/absent", "/tests"):
-            with pytest.raises(ContainerError):
-                await container.get(path, 100)
-        await container.stop()
-        with pytest.raises(ContainerError, match="ContainerLost"):
-            await container.get("/logs/reward.txt", 100)
-
-    asyncio.run(drive())
+async def test_files_enter_and_leave_whatever_a_program_left_there(settings: Callable[..., ContainerSettings]) -> None:
+    container = Container(settings("sandbox"))
+    await container.start()
+    script = base64.b64encode(b"#!/bin/sh\necho ran; mkdir -p /logs; printf 0.5 > /logs/reward.txt").decode()
+    left = "mkdir /away; ln -s /away /tests; mkfifo /pipe; ln -s /dev/zero /zero; head -c 200 /dev/zero > /long"
+    assert (await container.execute(["sh", "-c", left], {})).exit_code == 0
+    await container.put("/tests", {"sub/test.sh": (0o755, script)})
+    ran = await container.execute(["/tests/sub/test.sh"], {})
+    assert ran.stdout == "ran\n"
+    assert base64.b64decode(await container.get("/logs/reward.txt", 100)) == b"0.5"
+    assert (await container.execute(["ls", "/away"], {})).stdout == ""
+    for path in ("/pipe", "/zero", "/long", "/absent", "/tests"):
+        with pytest.raises(ContainerError):
+            await container.get(path, 100)
+    await container.stop()
+    with pytest.raises(ContainerError, match="ContainerLost"):
+        await container.get("/logs/reward.txt", 100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_container_ends_without_its_lease_and_lives_with_it(
+async def test_a_container_ends_without_its_lease_and_lives_with_it(
     kind: str, settings: Callable[..., ContainerSettings]
 ) -> None:
-    async def drive() -> None:
-        before = set(descendants(os.getpid()))
-        container = Container(settings(kind, lease_seconds=2.0))
-        await container.start()
-        running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
-        for _ in range(8):
-            await asyncio.sleep(0.5)
-            container.renew()
-        assert not running.done()
-        with pytest.raises(ContainerError, match="ContainerLost"):
-            await asyncio.wait_for(running, 60)
-        await container.stop()
-        assert set(descendants(os.getpid())) <= before
-
-    asyncio.run(drive())
+    before = set(descendants(os.getpid()))
+    container = Container(settings(kind, lease_seconds=2.0))
+    await container.start()
+    running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
+    for _ in range(8):
+        await asyncio.sleep(0.5)
+        container.renew()
+    assert not running.done()
+    with pytest.raises(ContainerError, match="ContainerLost"):
+        await asyncio.wait_for(running, 60)
+    await container.stop()
+    assert set(descendants(os.getpid())) <= before
 
 
 HOLDER = """

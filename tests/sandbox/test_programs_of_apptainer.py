@@ -43,29 +43,26 @@ def test_a_program_reaches_the_endpoint_alone_and_keeps_its_files(settings: Cont
     asyncio.run(use_endpoint_and_files(settings))
 
 
-def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -> None:
-    async def drive() -> None:
-        container = Container(settings)
-        await container.start()
-        commands = {
-            "OutputLimit": ["yes"],
-            "ProcessLimit": ["bash", "-c", "for n in {1..60}; do sleep 600 & done; wait"],
-            # `tail` holds a line without end in memory.
-            "MemoryLimit": ["bash", "-c", "head -c 500000000 /dev/zero | (tail > /dev/null; sleep 600)"],
-        }
-        for limit, command in commands.items():
-            ran = await container.execute(command, VARIABLES)
-            assert ran.outcome.startswith(f"{limit}: "), ran
-        running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
-        await asyncio.sleep(1.0)
-        running.cancel()
-        await asyncio.wait({running})
-        ran = await container.execute(["sh", "-c", "echo on; echo error >&2"], VARIABLES)
-        # No notice of apptainer, such as one about a missing /etc/passwd.
-        assert (ran.stdout, ran.stderr) == ("on\n", "error\n"), ran
-        await container.stop()
-
-    asyncio.run(drive())
+async def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -> None:
+    container = Container(settings)
+    await container.start()
+    commands = {
+        "OutputLimit": ["yes"],
+        "ProcessLimit": ["bash", "-c", "for n in {1..60}; do sleep 600 & done; wait"],
+        # `tail` holds a line without end in memory.
+        "MemoryLimit": ["bash", "-c", "head -c 500000000 /dev/zero | (tail > /dev/null; sleep 600)"],
+    }
+    for limit, command in commands.items():
+        ran = await container.execute(command, VARIABLES)
+        assert ran.outcome.startswith(f"{limit}: "), ran
+    running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
+    await asyncio.sleep(1.0)
+    running.cancel()
+    await asyncio.wait({running})
+    ran = await container.execute(["sh", "-c", "echo on; echo error >&2"], VARIABLES)
+    # No notice of apptainer, such as one about a missing /etc/passwd.
+    assert (ran.stdout, ran.stderr) == ("on\n", "error\n"), ran
+    await container.stop()
 
 
 def test_an_image_that_does_not_exist_is_a_fault(settings: ContainerSettings, tmp_path: Path) -> None:

@@ -173,27 +173,24 @@ def test_a_program_reaches_the_endpoint_alone_and_keeps_its_files(settings: Cont
     assert not containers_left(settings.kind)
 
 
-def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -> None:
-    async def drive() -> None:
-        container = Container(settings)
-        await container.start()
-        ran = await container.execute(["yes"], VARIABLES)
-        assert ran.outcome.startswith("OutputLimit: "), ran
-        forks = "for n in {1..60}; do sleep 600 & done; echo ended"
-        ran = await container.execute(["bash", "-c", forks], VARIABLES)
-        assert "Resource temporarily unavailable" in ran.stderr, ran
-        # `tail` holds a line without end in memory.
-        ran = await container.execute(["bash", "-c", "head -c 500000000 /dev/zero | tail > /dev/null"], VARIABLES)
-        assert ran.exit_code == 137 and not os.path.exists("oom"), ran
-        running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
-        await asyncio.sleep(1.0)
-        running.cancel()
-        await asyncio.wait({running})
-        # The container lives on.
-        assert (await container.execute(["sh", "-c", "echo on"], VARIABLES)).stdout == "on\n"
-        await container.stop()
-
-    asyncio.run(drive())
+async def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSettings) -> None:
+    container = Container(settings)
+    await container.start()
+    ran = await container.execute(["yes"], VARIABLES)
+    assert ran.outcome.startswith("OutputLimit: "), ran
+    forks = "for n in {1..60}; do sleep 600 & done; echo ended"
+    ran = await container.execute(["bash", "-c", forks], VARIABLES)
+    assert "Resource temporarily unavailable" in ran.stderr, ran
+    # `tail` holds a line without end in memory.
+    ran = await container.execute(["bash", "-c", "head -c 500000000 /dev/zero | tail > /dev/null"], VARIABLES)
+    assert ran.exit_code == 137 and not os.path.exists("oom"), ran
+    running = asyncio.create_task(container.execute(["sleep", "600"], VARIABLES))
+    await asyncio.sleep(1.0)
+    running.cancel()
+    await asyncio.wait({running})
+    # The container lives on.
+    assert (await container.execute(["sh", "-c", "echo on"], VARIABLES)).stdout == "on\n"
+    await container.stop()
 
 
 def test_an_image_that_does_not_exist_is_a_fault(settings: ContainerSettings) -> None:

@@ -60,53 +60,50 @@ async def make_model(client: Client, number: int = 0) -> tuple[str, str]:
     return session["session_id"], reply["model_id"]
 
 
-def test_a_key_sees_nothing_of_another(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
-            ann, bob = Client(http, url, "tml-a"), Client(http, url, "tml-b")
-            session_id, model_id = await make_model(ann)
-            saved = await ann.result("save_weights", {"model_id": model_id, "seq_id": 1, "path": "kept"})
-            sampler = await ann.result(
-                "save_weights_for_sampler", {"model_id": model_id, "seq_id": 2, "sampling_session_seq_id": 0}
-            )
-            sampler_id = sampler["sampling_session_id"]
-            _, promise = await ann.post("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
-            bobs_session, _ = await make_model(bob)
-            sample = {
-                "sampling_session_id": sampler_id, "seq_id": 0, "sampling_params": {"max_tokens": 2},
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
-            }  # fmt: skip
-            foreign: list[tuple[str, Any]] = [
-                ("get_info", {"model_id": model_id}),
-                ("optim_step", {"model_id": model_id, "seq_id": 4}),
-                ("save_weights", {"model_id": model_id, "seq_id": 4, "path": "x"}),
-                ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 4, "path": "x"}),
-                ("retrieve_future", {"request_id": promise["request_id"]}),
-                ("asample", sample),
-                ("weights_info", {"tinker_path": saved["path"]}),
-                ("create_sampling_session",
-                 {"session_id": bobs_session, "sampling_session_seq_id": 0, "model_path": saved["path"]}),
-                ("create_model", {"session_id": session_id, "model_seq_id": 9, "base_model": "Qwen/Qwen3-8B"}),
-            ]  # fmt: skip
-            for path, body in foreign:
-                status, reply = await bob.post(path, body)
-                missing, missing_reply = await bob.post(path, _with_other_ids(body))
-                assert (path, status, missing) == (path, 404, 404)
-                assert reply.keys() == missing_reply.keys() == {"error"}
-            # Promises that name a foreign path fail like those that name none.
-            reply = await bob.result(
-                "load_weights",
-                {"session_id": bobs_session, "model_seq_id": 5, "path": saved["path"], "optimizer": True},
-            )
-            assert "does not exist" in reply["error"] and reply["category"] == "user"
-            assert (await bob.post("session_heartbeat", {"session_id": session_id}))[0] == 410
-            assert (await bob.post(f"sessions/{session_id}/finish"))[0] == 200
-            assert (await ann.post("session_heartbeat", {"session_id": session_id}))[0] == 200
-            assert (await ann.post("get_info", {"model_id": model_id}))[0] == 200
-            for key in ("", "tml-c", "tml-A", "\udcff"):
-                assert (await Client(http, url, key).post("create_session"))[0] == 401
-
-    asyncio.run(run())
+async def test_a_key_sees_nothing_of_another(tmp_path: Path) -> None:
+    async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
+        ann, bob = Client(http, url, "tml-a"), Client(http, url, "tml-b")
+        session_id, model_id = await make_model(ann)
+        saved = await ann.result("save_weights", {"model_id": model_id, "seq_id": 1, "path": "kept"})
+        sampler = await ann.result(
+            "save_weights_for_sampler", {"model_id": model_id, "seq_id": 2, "sampling_session_seq_id": 0}
+        )
+        sampler_id = sampler["sampling_session_id"]
+        _, promise = await ann.post("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
+        bobs_session, _ = await make_model(bob)
+        sample = {
+            "sampling_session_id": sampler_id, "seq_id": 0, "sampling_params": {"max_tokens": 2},
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+        }  # fmt: skip
+        foreign: list[tuple[str, Any]] = [
+            ("get_info", {"model_id": model_id}),
+            ("optim_step", {"model_id": model_id, "seq_id": 4}),
+            ("save_weights", {"model_id": model_id, "seq_id": 4, "path": "x"}),
+            ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 4, "path": "x"}),
+            ("retrieve_future", {"request_id": promise["request_id"]}),
+            ("asample", sample),
+            ("weights_info", {"tinker_path": saved["path"]}),
+            ("create_sampling_session",
+             {"session_id": bobs_session, "sampling_session_seq_id": 0, "model_path": saved["path"]}),
+            ("create_model", {"session_id": session_id, "model_seq_id": 9, "base_model": "Qwen/Qwen3-8B"}),
+        ]  # fmt: skip
+        for path, body in foreign:
+            status, reply = await bob.post(path, body)
+            missing, missing_reply = await bob.post(path, _with_other_ids(body))
+            assert (path, status, missing) == (path, 404, 404)
+            assert reply.keys() == missing_reply.keys() == {"error"}
+        # Promises that name a foreign path fail like those that name none.
+        reply = await bob.result(
+            "load_weights",
+            {"session_id": bobs_session, "model_seq_id": 5, "path": saved["path"], "optimizer": True},
+        )
+        assert "does not exist" in reply["error"] and reply["category"] == "user"
+        assert (await bob.post("session_heartbeat", {"session_id": session_id}))[0] == 410
+        assert (await bob.post(f"sessions/{session_id}/finish"))[0] == 200
+        assert (await ann.post("session_heartbeat", {"session_id": session_id}))[0] == 200
+        assert (await ann.post("get_info", {"model_id": model_id}))[0] == 200
+        for key in ("", "tml-c", "tml-A", "\udcff"):
+            assert (await Client(http, url, key).post("create_session"))[0] == 401
 
 
 def _with_other_ids(body: Any) -> Any:
@@ -127,126 +124,108 @@ def _with_other_ids(body: Any) -> Any:
         "tinker://a:train:0/other/x", "tinker://a:train:0/weights/x/y", "/etc/passwd", "", "tinker://%2e%2e/weights/x",
     ],
 )  # fmt: skip
-def test_a_path_cannot_leave_the_folder(tmp_path: Path, path: str) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            status, _ = await client.post("weights_info", {"tinker_path": path})
-            assert status == 404
-
-    asyncio.run(run())
+async def test_a_path_cannot_leave_the_folder(tmp_path: Path, path: str) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        status, _ = await client.post("weights_info", {"tinker_path": path})
+        assert status == 404
 
 
-def test_wrong_fields_fail_their_promise_and_use_their_number(tmp_path: Path) -> None:
-    async def run() -> None:
-        trainer = FakeTrainer()
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            wrong = {"adam_params": {"learning_rate": -1.0}, "optimizer_params": {"type": "dimuon"}}
-            for number, (name, value) in enumerate(wrong.items(), 1):
-                reply = await client.result("optim_step", {"model_id": model_id, "seq_id": number, name: value})
-                assert reply["category"] == "user" and ("learning_rate" in reply["error"] or "dimuon" in reply["error"])
-            for number, name in enumerate(("../x", ".x", "a/b", ""), 3):
-                reply = await client.result("save_weights", {"model_id": model_id, "seq_id": number, "path": name})
-                assert reply["category"] == "user" and reply["error"].startswith("path")
-            reply = await client.result("optim_step", {"model_id": model_id, "seq_id": 7, "adam_params": {}})
-            assert reply["metrics"] == {"grad_norm:mean": 0.0}
-            saved = {"model_id": model_id, "path": "once"}
-            first = await client.result("save_weights", saved | {"seq_id": 8})
-            second = await client.result("save_weights", saved | {"seq_id": 9})
-            third = await client.result("save_weights", saved | {"seq_id": 10, "overwrite": True})
-            assert "exists" in second["error"] and first["path"] == third["path"]
-
-    asyncio.run(run())
+async def test_wrong_fields_fail_their_promise_and_use_their_number(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        wrong = {"adam_params": {"learning_rate": -1.0}, "optimizer_params": {"type": "dimuon"}}
+        for number, (name, value) in enumerate(wrong.items(), 1):
+            reply = await client.result("optim_step", {"model_id": model_id, "seq_id": number, name: value})
+            assert reply["category"] == "user" and ("learning_rate" in reply["error"] or "dimuon" in reply["error"])
+        for number, name in enumerate(("../x", ".x", "a/b", ""), 3):
+            reply = await client.result("save_weights", {"model_id": model_id, "seq_id": number, "path": name})
+            assert reply["category"] == "user" and reply["error"].startswith("path")
+        reply = await client.result("optim_step", {"model_id": model_id, "seq_id": 7, "adam_params": {}})
+        assert reply["metrics"] == {"grad_norm:mean": 0.0}
+        saved = {"model_id": model_id, "path": "once"}
+        first = await client.result("save_weights", saved | {"seq_id": 8})
+        second = await client.result("save_weights", saved | {"seq_id": 9})
+        third = await client.result("save_weights", saved | {"seq_id": 10, "overwrite": True})
+        assert "exists" in second["error"] and first["path"] == third["path"]
 
 
-def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path) -> None:
+async def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path) -> None:
     class SlowTrainer(FakeTrainer):
         async def create_model(self, *arguments: Any) -> None:
             await asyncio.sleep(0.2)
             await super().create_model(*arguments)
 
-    async def run() -> None:
-        async with serving(SlowTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, session = await client.post("create_session")
-            body = {"session_id": session["session_id"], "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
-            requests = (
-                client.result("create_model", body | {"model_seq_id": number}) for number in range(MOST_MODELS + 3)
-            )
-            replies = await asyncio.gather(*requests)
-            assert sum("model_id" in reply for reply in replies) == MOST_MODELS
-            assert sum(reply.get("category") == "user" for reply in replies) == 3
-
-    asyncio.run(run())
+    async with serving(SlowTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, session = await client.post("create_session")
+        body = {"session_id": session["session_id"], "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
+        requests = (client.result("create_model", body | {"model_seq_id": number}) for number in range(MOST_MODELS + 3))
+        replies = await asyncio.gather(*requests)
+        assert sum("model_id" in reply for reply in replies) == MOST_MODELS
+        assert sum(reply.get("category") == "user" for reply in replies) == 3
 
 
-def test_an_idle_model_moves_to_disk_once_and_its_heartbeat_does_not_keep_it(tmp_path: Path) -> None:
-    async def run() -> None:
-        now, trainer = [0.0], FakeTrainer()
-        desk = Desk(trainer, Checkpoints(tmp_path, print), report=print, clock=lambda: now[0], idle_seconds=60.0)
-        session_id = desk.sessions.open(CreateSession(), "ann")
-        lora = LoraSettings(rank=8)
-        body = CreateModel(session_id=session_id, model_seq_id=0, base_model="Qwen/Qwen3-8B", lora_config=lora)
-        promise = desk.models.create(body, "ann")
-        await promise.done.wait()
-        for seconds in (50, 70, 130, 190):
-            now[0] = seconds
-            desk.sessions.touch(session_id, "ann")
-            await desk.expire()
-        moved = ("to disk", promise.model_id)
-        assert trainer.calls.count(moved) == 1
-        step = desk.training.optim_step({"model_id": promise.model_id, "seq_id": 1, "adam_params": {}}, "ann")
-        await step.done.wait()
-        now[0] += 61
+async def test_an_idle_model_moves_to_disk_once_and_its_heartbeat_does_not_keep_it(tmp_path: Path) -> None:
+    now, trainer = [0.0], FakeTrainer()
+    desk = Desk(trainer, Checkpoints(tmp_path, print), report=print, clock=lambda: now[0], idle_seconds=60.0)
+    session_id = desk.sessions.open(CreateSession(), "ann")
+    lora = LoraSettings(rank=8)
+    body = CreateModel(session_id=session_id, model_seq_id=0, base_model="Qwen/Qwen3-8B", lora_config=lora)
+    promise = desk.models.create(body, "ann")
+    await promise.done.wait()
+    for seconds in (50, 70, 130, 190):
+        now[0] = seconds
+        desk.sessions.touch(session_id, "ann")
         await desk.expire()
-        assert trainer.calls.count(moved) == 2
-        await desk.close()
+    moved = ("to disk", promise.model_id)
+    assert trainer.calls.count(moved) == 1
+    step = desk.training.optim_step({"model_id": promise.model_id, "seq_id": 1, "adam_params": {}}, "ann")
+    await step.done.wait()
+    now[0] += 61
+    await desk.expire()
+    assert trainer.calls.count(moved) == 2
+    await desk.close()
 
-    asyncio.run(run())
 
-
-def test_copies_to_sample_from_are_limited_and_those_of_checkpoints_come_back(
+async def test_copies_to_sample_from_are_limited_and_those_of_checkpoints_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.service.published.MOST_PUBLISHED", 2)
+    trainer = FakeTrainer()
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        session_id, model_id = await make_model(client)
+        saved = await client.result("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "path": "kept"})
+        address = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": saved["path"]}
+        _, sampler = await client.post("create_sampling_session", address)
+        samplers = [sampler["sampling_session_id"]]
+        for number in range(2, 6):
+            body = {"model_id": model_id, "seq_id": number, "sampling_session_seq_id": number}
+            samplers.append((await client.result("save_weights_for_sampler", body))["sampling_session_id"])
 
-    async def run() -> None:
-        trainer = FakeTrainer()
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            session_id, model_id = await make_model(client)
-            saved = await client.result("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "path": "kept"})
-            address = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": saved["path"]}
-            _, sampler = await client.post("create_sampling_session", address)
-            samplers = [sampler["sampling_session_id"]]
-            for number in range(2, 6):
-                body = {"model_id": model_id, "seq_id": number, "sampling_session_seq_id": number}
-                samplers.append((await client.result("save_weights_for_sampler", body))["sampling_session_id"])
+        async def sample(sampler_id: str, number: int) -> bytes:
+            asked = {
+                "sampling_session_id": sampler_id, "seq_id": number, "sampling_params": {"max_tokens": 2},
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+            }  # fmt: skip
+            _, promise = await client.post("asample", asked)
+            headers = {"X-API-Key": "tml-a"}
+            poll = {"request_id": promise["request_id"]}
+            async with http.post(f"{url}/api/v1/retrieve_future", json=poll, headers=headers) as reply:
+                return await reply.read()
 
-            async def sample(sampler_id: str, number: int) -> bytes:
-                asked = {
-                    "sampling_session_id": sampler_id, "seq_id": number, "sampling_params": {"max_tokens": 2},
-                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
-                }  # fmt: skip
-                _, promise = await client.post("asample", asked)
-                headers = {"X-API-Key": "tml-a"}
-                poll = {"request_id": promise["request_id"]}
-                async with http.post(f"{url}/api/v1/retrieve_future", json=poll, headers=headers) as reply:
-                    return await reply.read()
-
-            for number in range(2):
-                for sampler_id in (samplers[0], *samplers[-1:]):
-                    assert b"error" not in await sample(sampler_id, number)
-            assert b"newer ones" in await sample(samplers[1], 0)
-            # The base model, and two copies.
-            assert len(trainer.versions) == 3
-
-    asyncio.run(run())
+        for number in range(2):
+            for sampler_id in (samplers[0], *samplers[-1:]):
+                assert b"error" not in await sample(sampler_id, number)
+        assert b"newer ones" in await sample(samplers[1], 0)
+        # The base model, and two copies.
+        assert len(trainer.versions) == 3
 
 
-def test_a_poll_with_a_known_key_outlasts_the_time_for_strangers(
+async def test_a_poll_with_a_known_key_outlasts_the_time_for_strangers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.serving.http_server.HEAD_SECONDS", 0.3)
@@ -255,29 +234,23 @@ def test_a_poll_with_a_known_key_outlasts_the_time_for_strangers(
         async def clear_gradients(self, model_id: str) -> None:
             await asyncio.sleep(60)
 
-    async def run() -> None:
-        async with serving(SlowTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
-            ann = Client(http, url, "tml-a")
-            _, model_id = await make_model(ann)
-            # A refused step clears the gradients.
-            wrong_step = {"model_id": model_id, "seq_id": 1, "adam_params": {"eps": 0}}
-            assert (await ann.result("optim_step", wrong_step))["type"] == "try_again"
-
-    asyncio.run(run())
+    async with serving(SlowTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
+        ann = Client(http, url, "tml-a")
+        _, model_id = await make_model(ann)
+        # A refused step clears the gradients.
+        wrong_step = {"model_id": model_id, "seq_id": 1, "adam_params": {"eps": 0}}
+        assert (await ann.result("optim_step", wrong_step))["type"] == "try_again"
 
 
-def test_bodies_that_cannot_be_read_are_refused_without_a_retry(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            assert (await client.post("optim_step", raw=b"{"))[0] == 400
-            assert (await client.post("optim_step", raw=b"[]"))[0] == 400
-            assert (await client.post("optim_step", {"model_id": 3}))[0] == 422
-            assert (await client.post("forward_backward", raw=b"\xff\xff\xff"))[0] in (400, 404)
-            assert (await client.post("forward_backward", raw=b"x", **{"Content-Encoding": "gzip"}))[0] == 415
-            assert (await client.post("telemetry", raw=gzip.compress(b"{}"), **{"Content-Encoding": "gzip"}))[0] == 415
-
-    asyncio.run(run())
+async def test_bodies_that_cannot_be_read_are_refused_without_a_retry(tmp_path: Path) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        assert (await client.post("optim_step", raw=b"{"))[0] == 400
+        assert (await client.post("optim_step", raw=b"[]"))[0] == 400
+        assert (await client.post("optim_step", {"model_id": 3}))[0] == 422
+        assert (await client.post("forward_backward", raw=b"\xff\xff\xff"))[0] in (400, 404)
+        assert (await client.post("forward_backward", raw=b"x", **{"Content-Encoding": "gzip"}))[0] == 415
+        assert (await client.post("telemetry", raw=gzip.compress(b"{}"), **{"Content-Encoding": "gzip"}))[0] == 415
 
 
 @pytest.mark.parametrize(
@@ -310,7 +283,7 @@ def test_other_machines_need_keys(tmp_path: Path) -> None:
     assert accounts.owner_of("tml-a") == "ann" and accounts.owner_of("tml-b") is None
 
 
-def test_a_save_whose_session_ends_is_finished_before_its_folder_moves(tmp_path: Path) -> None:
+async def test_a_save_whose_session_ends_is_finished_before_its_folder_moves(tmp_path: Path) -> None:
     class SlowTrainer(FakeTrainer):
         begun, goes_on, has_folder = asyncio.Event(), asyncio.Event(), False
 
@@ -319,25 +292,22 @@ def test_a_save_whose_session_ends_is_finished_before_its_folder_moves(tmp_path:
             await self.goes_on.wait()
             self.has_folder = folder.exists()
 
-    async def run() -> None:
-        trainer = SlowTrainer()
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            session_id, model_id = await make_model(client)
-            await client.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "last"})
-            await trainer.begun.wait()
-            assert (await client.post(f"sessions/{session_id}/finish"))[0] == 200
-            trainer.goes_on.set()
-            path = {"tinker_path": f"tinker://{model_id}/weights/last"}
-            async with asyncio.timeout(20):
-                while (await client.post("weights_info", path))[0] != 200:
-                    await asyncio.sleep(0.01)
-            assert trainer.has_folder
-
-    asyncio.run(run())
+    trainer = SlowTrainer()
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        session_id, model_id = await make_model(client)
+        await client.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "last"})
+        await trainer.begun.wait()
+        assert (await client.post(f"sessions/{session_id}/finish"))[0] == 200
+        trainer.goes_on.set()
+        path = {"tinker_path": f"tinker://{model_id}/weights/last"}
+        async with asyncio.timeout(20):
+            while (await client.post("weights_info", path))[0] != 200:
+                await asyncio.sleep(0.01)
+        assert trainer.has_folder
 
 
-def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path) -> None:
+async def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path) -> None:
     class SlowTrainer(FakeTrainer):
         begun, goes_on = asyncio.Event(), asyncio.Event()
 
@@ -346,40 +316,34 @@ def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path: Path)
             await self.goes_on.wait()
             self.versions[version] = self.versions[None]
 
-    async def run() -> None:
-        trainer, checkpoints = SlowTrainer(), Checkpoints(tmp_path, print)
-        partial = checkpoints.begin("a1:train:0", "weights", "saved", "ann", overwrite=False)
-        checkpoints.complete(partial, "saved", {"owner": "ann"}, None)
-        published = PublishedWeights(trainer, checkpoints)
-        folder, record = checkpoints.find("tinker://a1:train:0/weights/saved", "ann")
-        weights = Weights("ann", "session", folder=folder, saved_at=record["time"])
+    trainer, checkpoints = SlowTrainer(), Checkpoints(tmp_path, print)
+    partial = checkpoints.begin("a1:train:0", "weights", "saved", "ann", overwrite=False)
+    checkpoints.complete(partial, "saved", {"owner": "ann"}, None)
+    published = PublishedWeights(trainer, checkpoints)
+    folder, record = checkpoints.find("tinker://a1:train:0/weights/saved", "ann")
+    weights = Weights("ann", "session", folder=folder, saved_at=record["time"])
 
-        async def sample() -> None:
-            async with published.use(weights) as version:
-                assert version in trainer.versions and version is not None
+    async def sample() -> None:
+        async with published.use(weights) as version:
+            assert version in trainer.versions and version is not None
 
-        request = asyncio.create_task(sample())
-        await trainer.begun.wait()
-        assert published.end_session("session") == []
-        trainer.goes_on.set()
-        await request
-        assert trainer.versions.keys() == {None}
-
-    asyncio.run(run())
+    request = asyncio.create_task(sample())
+    await trainer.begun.wait()
+    assert published.end_session("session") == []
+    trainer.goes_on.set()
+    await request
+    assert trainer.versions.keys() == {None}
 
 
-def test_a_load_drops_what_a_failed_call_left(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            address = {"model_id": model_id}
-            saved = await client.result("save_weights", address | {"seq_id": 1, "path": "saved"})
-            failing = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=2, loss_fn="unknown")
-            assert (await client.post("forward_backward", raw=failing.SerializeToString()))[0] == 200
-            body = {"seq_id": 3, "path": saved["path"], "optimizer": True}
-            assert (await client.result("load_weights", address | body))["model_id"] == model_id
-            reply = await client.result("optim_step", address | {"seq_id": 4, "adam_params": {}})
-            assert "metrics" in reply
-
-    asyncio.run(run())
+async def test_a_load_drops_what_a_failed_call_left(tmp_path: Path) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        address = {"model_id": model_id}
+        saved = await client.result("save_weights", address | {"seq_id": 1, "path": "saved"})
+        failing = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=2, loss_fn="unknown")
+        assert (await client.post("forward_backward", raw=failing.SerializeToString()))[0] == 200
+        body = {"seq_id": 3, "path": saved["path"], "optimizer": True}
+        assert (await client.result("load_weights", address | body))["model_id"] == model_id
+        reply = await client.result("optim_step", address | {"seq_id": 4, "adam_params": {}})
+        assert "metrics" in reply

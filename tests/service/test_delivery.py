@@ -282,77 +282,66 @@ async def bad_proxy(url: str, draw: random.Random) -> AsyncIterator[str]:
 
 # Half a minute: the SDK waits between its repetitions.
 @pytest.mark.long
-def test_the_sdk_trains_the_same_over_a_bad_network(tmp_path: Path) -> None:
-    async def run() -> None:
-        trainer = FakeTrainer()
-        async with serving(trainer, tmp_path) as url, bad_proxy(url, random.Random(5)) as proxy:
-            good, bad = await asyncio.gather(run_program(url, "supervised"), run_program(proxy, "supervised"))
-        assert bad.pop("paths") != good.pop("paths")
-        assert bad == good
-        # Each program has two models: the trained one, and the resumed one.
-        trained = {model for name, model in trainer.calls if name == "create"}
-        assert len(trained) == 2
-        for model in trained:
-            names = [name for name, other in trainer.calls if other == model]
-            assert names == ["create", *["forward_backward", "optim_step"] * 4, "forward"]
-
-    asyncio.run(run())
+async def test_the_sdk_trains_the_same_over_a_bad_network(tmp_path: Path) -> None:
+    trainer = FakeTrainer()
+    async with serving(trainer, tmp_path) as url, bad_proxy(url, random.Random(5)) as proxy:
+        good, bad = await asyncio.gather(run_program(url, "supervised"), run_program(proxy, "supervised"))
+    assert bad.pop("paths") != good.pop("paths")
+    assert bad == good
+    # Each program has two models: the trained one, and the resumed one.
+    trained = {model for name, model in trainer.calls if name == "create"}
+    assert len(trained) == 2
+    for model in trained:
+        names = [name for name, other in trainer.calls if other == model]
+        assert names == ["create", *["forward_backward", "optim_step"] * 4, "forward"]
 
 
-def test_a_number_that_never_arrives_is_skipped_in_its_turn() -> None:
+async def test_a_number_that_never_arrives_is_skipped_in_its_turn() -> None:
     """The SDK raises for a request that it could not send, and goes on with the next number."""
+    now = [0.0]
+    ledger, order = Ledger(report=print, clock=lambda: now[0]), []
+    ledger.open_model("m", "owner", lambda reason: order.append(("skipped", reason)))
 
-    async def run() -> None:
-        now = [0.0]
-        ledger, order = Ledger(report=print, clock=lambda: now[0]), []
-        ledger.open_model("m", "owner", lambda reason: order.append(("skipped", reason)))
+    def note(number: int) -> Any:
+        async def work() -> Reply:
+            order.append(("ran", number))
+            return json_reply(number=number)
 
-        def note(number: int) -> Any:
-            async def work() -> Reply:
-                order.append(("ran", number))
-                return json_reply(number=number)
+        return work
 
-            return work
-
-        promises = {number: ledger.submit("m", number, b"%d" % number, note(number)) for number in (1, 4, 7)}
-        for seconds in (GAP_SECONDS - 1, GAP_SECONDS + 1):
-            now[0] = seconds
-            ledger.expire()
-        assert await ledger.wait_for(promises[4], 5.0) and not promises[4].is_failed
-        assert not promises[7].done.is_set(), "each missing number has the whole time to arrive"
-        now[0] = 2 * GAP_SECONDS + 3
+    promises = {number: ledger.submit("m", number, b"%d" % number, note(number)) for number in (1, 4, 7)}
+    for seconds in (GAP_SECONDS - 1, GAP_SECONDS + 1):
+        now[0] = seconds
         ledger.expire()
-        assert await ledger.wait_for(promises[7], 5.0)
-        skipped = [("skipped", f"request {number} did not arrive") for number in (2, 3, 5, 6)]
-        assert order == [("ran", 1), *skipped[:2], ("ran", 4), *skipped[2:], ("ran", 7)]
-        late = ledger.submit("m", 5, b"5", note(5))
-        assert late.is_failed and late.reply is not None and b"did not arrive" in late.reply.body
-        await ledger.close()
+    assert await ledger.wait_for(promises[4], 5.0) and not promises[4].is_failed
+    assert not promises[7].done.is_set(), "each missing number has the whole time to arrive"
+    now[0] = 2 * GAP_SECONDS + 3
+    ledger.expire()
+    assert await ledger.wait_for(promises[7], 5.0)
+    skipped = [("skipped", f"request {number} did not arrive") for number in (2, 3, 5, 6)]
+    assert order == [("ran", 1), *skipped[:2], ("ran", 4), *skipped[2:], ("ran", 7)]
+    late = ledger.submit("m", 5, b"5", note(5))
+    assert late.is_failed and late.reply is not None and b"did not arrive" in late.reply.body
+    await ledger.close()
 
-    asyncio.run(run())
 
-
-def test_a_late_copy_of_the_first_request_does_not_reset_a_trained_model(
+async def test_a_late_copy_of_the_first_request_does_not_reset_a_trained_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.service.ledger.READ_SECONDS", -1.0)
     monkeypatch.setattr("megarl.service.routes.EXPIRY_SECONDS", 0.05)
     assert READ_SECONDS > 0
-
-    async def run() -> None:
-        trainer = FakeTrainer()
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            network = Network(http, url, None)
-            session_id = (await network.deliver("create_session", {}))["session_id"]
-            body = {"session_id": session_id, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B",
-                    "lora_config": {"rank": 8}}  # fmt: skip
-            promise = await network.deliver("create_model", body)
-            await network.result(promise["request_id"])
-            # The first promise is forgotten when it is no longer known.
-            while (await network.status("retrieve_future", {"request_id": promise["request_id"]})) == 200:
-                await asyncio.sleep(0.02)
-            copy = await network.deliver("create_model", body)
-            assert b"was used by another request" in (await network.result(copy["request_id"]))[1]
-            assert [name for name, _ in trainer.calls] == ["create"]
-
-    asyncio.run(run())
+    trainer = FakeTrainer()
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        network = Network(http, url, None)
+        session_id = (await network.deliver("create_session", {}))["session_id"]
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B",
+                "lora_config": {"rank": 8}}  # fmt: skip
+        promise = await network.deliver("create_model", body)
+        await network.result(promise["request_id"])
+        # The first promise is forgotten when it is no longer known.
+        while (await network.status("retrieve_future", {"request_id": promise["request_id"]})) == 200:
+            await asyncio.sleep(0.02)
+        copy = await network.deliver("create_model", body)
+        assert b"was used by another request" in (await network.result(copy["request_id"]))[1]
+        assert [name for name, _ in trainer.calls] == ["create"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import itertools
 import json
@@ -22,67 +21,59 @@ from tests.service.test_delivery import training_body
 from tests.tracking.test_full_disk import fill
 
 
-def test_a_full_disk_fails_a_save_and_the_service_goes_on(small_disk: Callable[[str], Path]) -> None:
+async def test_a_full_disk_fails_a_save_and_the_service_goes_on(small_disk: Callable[[str], Path]) -> None:
     disk = small_disk("size=256k")
-
-    async def run() -> None:
-        async with serving(FakeTrainer(), disk) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            address = {"model_id": model_id, "path": "saved"}
-            first = await client.result("save_weights", address | {"seq_id": 1})
-            ballast = fill(disk)
-            failed = await client.result("save_weights", address | {"seq_id": 2, "overwrite": True})
-            assert failed["category"] == "user" and "path = saved" in failed["error"]
-            assert str(disk) not in failed["error"], "folders of the service are not the client's"
-            sampler = await client.result("save_weights_for_sampler", address | {"seq_id": 3})
-            assert sampler["category"] == "user"
-            # Lifetimes are written too.
-            route = f"training_runs/{model_id}/checkpoints/weights/saved/ttl"
-            async with http.put(f"{url}/api/v1/{route}", json={"ttl_seconds": 3600}) as reply:
-                assert reply.status == 422
-            names = [file.relative_to(disk) for file in disk.rglob("*") if file.is_file() and file != ballast]
-            folder = Path(model_id) / "weights" / "saved"
-            assert sorted(names) == [folder / "logits.npy", folder / "service.json"], "nothing is half written"
-            step = await client.result("optim_step", {"model_id": model_id, "seq_id": 4, "adam_params": {}})
-            assert "metrics" in step
-            ballast.unlink()
-            again = await client.result("save_weights", address | {"seq_id": 5, "overwrite": True})
-            assert again["path"] == first["path"]
-            loaded = await client.result("load_weights", address | {"seq_id": 6, "optimizer": True} | first)
-            assert loaded["model_id"] == model_id
-
-    asyncio.run(run())
+    async with serving(FakeTrainer(), disk) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        address = {"model_id": model_id, "path": "saved"}
+        first = await client.result("save_weights", address | {"seq_id": 1})
+        ballast = fill(disk)
+        failed = await client.result("save_weights", address | {"seq_id": 2, "overwrite": True})
+        assert failed["category"] == "user" and "path = saved" in failed["error"]
+        assert str(disk) not in failed["error"], "folders of the service are not the client's"
+        sampler = await client.result("save_weights_for_sampler", address | {"seq_id": 3})
+        assert sampler["category"] == "user"
+        # Lifetimes are written too.
+        route = f"training_runs/{model_id}/checkpoints/weights/saved/ttl"
+        async with http.put(f"{url}/api/v1/{route}", json={"ttl_seconds": 3600}) as reply:
+            assert reply.status == 422
+        names = [file.relative_to(disk) for file in disk.rglob("*") if file.is_file() and file != ballast]
+        folder = Path(model_id) / "weights" / "saved"
+        assert sorted(names) == [folder / "logits.npy", folder / "service.json"], "nothing is half written"
+        step = await client.result("optim_step", {"model_id": model_id, "seq_id": 4, "adam_params": {}})
+        assert "metrics" in step
+        ballast.unlink()
+        again = await client.result("save_weights", address | {"seq_id": 5, "overwrite": True})
+        assert again["path"] == first["path"]
+        loaded = await client.result("load_weights", address | {"seq_id": 6, "optimizer": True} | first)
+        assert loaded["model_id"] == model_id
 
 
-def test_refused_saves_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_saves_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name in use, a key's limit of bytes, a wrong name, a body that cannot be read: the next step runs."""
+    trainer = FakeTrainer()
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        gradient = training_body(model_id, 1, [1, 2], 1.0)
+        assert (await client.post("forward_backward", raw=gradient))[0] == 200
+        numbers = itertools.count(2)
 
-    async def run() -> None:
-        trainer = FakeTrainer()
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            gradient = training_body(model_id, 1, [1, 2], 1.0)
-            assert (await client.post("forward_backward", raw=gradient))[0] == 200
-            numbers = itertools.count(2)
+        async def save(**values: Any) -> Any:
+            return await client.result("save_weights", {"model_id": model_id, "seq_id": next(numbers)} | values)
 
-            async def save(**values: Any) -> Any:
-                return await client.result("save_weights", {"model_id": model_id, "seq_id": next(numbers)} | values)
-
-            assert "path" in await save(path="taken")
-            refusals = [
-                await save(path="taken"),
-                await save(path="a/b"),
-                await save(path="deep", user_metadata=json.loads('{"a":' * 70 + "1" + "}" * 70)),
-            ]
-            monkeypatch.setattr("megarl.service.checkpoints.MOST_CHECKPOINTS", 1)
-            refusals.append(await save(path="other"))
-            assert [refusal["category"] for refusal in refusals] == ["user"] * 4
-            step = await client.result("optim_step", {"model_id": model_id, "seq_id": next(numbers)})
-            assert step["metrics"]["grad_norm:mean"] > 0, "the gradients before the saves are in the step"
-
-    asyncio.run(run())
+        assert "path" in await save(path="taken")
+        refusals = [
+            await save(path="taken"),
+            await save(path="a/b"),
+            await save(path="deep", user_metadata=json.loads('{"a":' * 70 + "1" + "}" * 70)),
+        ]
+        monkeypatch.setattr("megarl.service.checkpoints.MOST_CHECKPOINTS", 1)
+        refusals.append(await save(path="other"))
+        assert [refusal["category"] for refusal in refusals] == ["user"] * 4
+        step = await client.result("optim_step", {"model_id": model_id, "seq_id": next(numbers)})
+        assert step["metrics"]["grad_norm:mean"] > 0, "the gradients before the saves are in the step"
 
 
 class FaultyTrainer(FakeTrainer):
@@ -101,37 +92,34 @@ class FaultyTrainer(FakeTrainer):
     ("error", "problem"),
     [(DataError, "its files are damaged"), (StorageError, "the disk of the service fails"), (OSError, "fails")],
 )
-def test_a_checkpoint_that_cannot_be_read_fails_the_requests_for_it_alone(
+async def test_a_checkpoint_that_cannot_be_read_fails_the_requests_for_it_alone(
     tmp_path: Path, error: type[Exception], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def run() -> None:
-        trainer = FaultyTrainer()
-        trainer.error = error("/disk/checkpoints/file: cut short")
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            session_id, model_id = await make_model(client)
-            saved = await client.result("save_weights", {"model_id": model_id, "seq_id": 1, "path": "saved"})
-            source = {"path": saved["path"], "optimizer": True}
-            loaded = await client.result("load_weights", {"session_id": session_id, "model_seq_id": 5} | source)
-            again = await client.result("load_weights", {"model_id": model_id, "seq_id": 2} | source)
-            _, sampler = await client.post(
-                "create_sampling_session",
-                {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": saved["path"]},
-            )
-            sampled = await client.result(
-                "asample",
-                {"sampling_session_id": sampler["sampling_session_id"], "seq_id": 0, "sampling_params": {},
-                 "prompt": {"chunks": [{"tokens": [1]}]}},
-            )  # fmt: skip
-            for reply in (loaded, again, sampled):
-                assert reply["category"] == "user"
-                assert reply["error"].startswith(f"path = {saved['path']}: ") and problem in reply["error"]
-                assert "/disk" not in reply["error"], "folders of the service are not the client's"
-            assert capsys.readouterr().out.count("/disk/checkpoints/file: cut short") == 3, "the operator learns them"
-            step = await client.result("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
-            assert "metrics" in step
-
-    asyncio.run(run())
+    trainer = FaultyTrainer()
+    trainer.error = error("/disk/checkpoints/file: cut short")
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        session_id, model_id = await make_model(client)
+        saved = await client.result("save_weights", {"model_id": model_id, "seq_id": 1, "path": "saved"})
+        source = {"path": saved["path"], "optimizer": True}
+        loaded = await client.result("load_weights", {"session_id": session_id, "model_seq_id": 5} | source)
+        again = await client.result("load_weights", {"model_id": model_id, "seq_id": 2} | source)
+        _, sampler = await client.post(
+            "create_sampling_session",
+            {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": saved["path"]},
+        )
+        sampled = await client.result(
+            "asample",
+            {"sampling_session_id": sampler["sampling_session_id"], "seq_id": 0, "sampling_params": {},
+             "prompt": {"chunks": [{"tokens": [1]}]}},
+        )  # fmt: skip
+        for reply in (loaded, again, sampled):
+            assert reply["category"] == "user"
+            assert reply["error"].startswith(f"path = {saved['path']}: ") and problem in reply["error"]
+            assert "/disk" not in reply["error"], "folders of the service are not the client's"
+        assert capsys.readouterr().out.count("/disk/checkpoints/file: cut short") == 3, "the operator learns them"
+        step = await client.result("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
+        assert "metrics" in step
 
 
 def test_an_earlier_checkpoint_stays_if_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

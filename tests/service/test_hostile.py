@@ -66,19 +66,15 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_protobuf_bomb_is_refused_before_it_is_parsed(tmp_path: Path, name: str) -> None:
+async def test_a_protobuf_bomb_is_refused_before_it_is_parsed(tmp_path: Path, name: str) -> None:
     """8 MiB of empty messages took minutes of the event loop, and gigabytes."""
-
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
-            ann, bob = Client(http, url, "tml-a"), Client(http, url, "tml-b")
-            attack = asyncio.create_task(ann.post("forward_backward", raw=BOMBS[name]))
-            _, model_id = await make_model(bob)
-            assert "metrics" in await step(http, url, model_id, "tml-b")
-            status, reply = await attack
-            assert status == 400 and "body" in reply["error"]
-
-    asyncio.run(run())
+    async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url, ClientSession() as http:
+        ann, bob = Client(http, url, "tml-a"), Client(http, url, "tml-b")
+        attack = asyncio.create_task(ann.post("forward_backward", raw=BOMBS[name]))
+        _, model_id = await make_model(bob)
+        assert "metrics" in await step(http, url, model_id, "tml-b")
+        status, reply = await attack
+        assert status == 400 and "body" in reply["error"]
 
 
 def test_a_large_call_of_the_sdk_is_no_bomb() -> None:
@@ -119,48 +115,39 @@ NUMBERED = '{"model_id": "MODEL", "seq_id": %s}'
         ("create_session", '{"user_metadata": {"a": "' + "x" * 100_000 + '"}}'),
     ],
 )
-def test_hostile_json_gets_a_status_without_retries(tmp_path: Path, path: str, body: str) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            session_id, model_id = await make_model(client)
-            raw = body.replace("MODEL", model_id).replace("SESSION", session_id).encode()
-            status, reply = await client.post(path, raw=raw)
-            assert 400 <= status < 500 and status not in (402, 408, 409, 429) and reply["error"], (status, reply)
-            assert "metrics" in await step(http, url, model_id), "no number was used"
-
-    asyncio.run(run())
+async def test_hostile_json_gets_a_status_without_retries(tmp_path: Path, path: str, body: str) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        session_id, model_id = await make_model(client)
+        raw = body.replace("MODEL", model_id).replace("SESSION", session_id).encode()
+        status, reply = await client.post(path, raw=raw)
+        assert 400 <= status < 500 and status not in (402, 408, 409, 429) and reply["error"], (status, reply)
+        assert "metrics" in await step(http, url, model_id), "no number was used"
 
 
 @pytest.mark.parametrize("number", [-1, 0, 2**31 - 1, -(2**31)])
-def test_a_number_out_of_range_fails_its_promise(tmp_path: Path, number: int) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            reply = await client.result("optim_step", {"model_id": model_id, "seq_id": number, "adam_params": {}})
-            assert reply["category"] == "user" and "next request" in reply["error"]
-            message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cispo")
-            status, promise = await client.post("forward_backward", raw=message.SerializeToString())
-            assert status == 200
-            reply = json.loads(await read_result(http, url, promise["request_id"]))
-            assert reply["category"] == "user"
-
-    asyncio.run(run())
+async def test_a_number_out_of_range_fails_its_promise(tmp_path: Path, number: int) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        reply = await client.result("optim_step", {"model_id": model_id, "seq_id": number, "adam_params": {}})
+        assert reply["category"] == "user" and "next request" in reply["error"]
+        message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cispo")
+        status, promise = await client.post("forward_backward", raw=message.SerializeToString())
+        assert status == 200
+        reply = json.loads(await read_result(http, url, promise["request_id"]))
+        assert reply["category"] == "user"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_are_not_finite_fail_their_promise(tmp_path: Path, value: float) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            for seq_id, name in enumerate(("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"), 1):
-                body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {name: value}}
-                reply = await client.result("optim_step", body)
-                assert reply["category"] == "user" and name in reply["error"]
-
-    asyncio.run(run())
+async def test_numbers_that_are_not_finite_fail_their_promise(tmp_path: Path, value: float) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        for seq_id, name in enumerate(("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"), 1):
+            body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {name: value}}
+            reply = await client.result("optim_step", body)
+            assert reply["category"] == "user" and name in reply["error"]
 
 
 LONG = "x" * 100_000
@@ -175,48 +162,43 @@ LONG = "x" * 100_000
         {"loss_fn": "cross_entropy", "data": [{"loss_fn_inputs": {LONG: {"dense": b"1"}}}]},
     ],
 )
-def test_a_long_name_is_not_sent_back(tmp_path: Path, values: dict[str, Any]) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=1, **values)
-            for datum in message.data:
-                datum.model_input.add().encoded_text.tokens = bytes(4)
-                for name in ("target_tokens", "weights"):
-                    datum.loss_fn_inputs[name].dense = bytes(8)
-                    datum.loss_fn_inputs[name].dtype = wire.messages().DTYPE_INT64
-                for tensor in datum.loss_fn_inputs.values():
-                    tensor.dtype = tensor.dtype or wire.messages().DTYPE_FLOAT32
-            _, promise = await client.post("forward_backward", raw=message.SerializeToString())
-            reply = json.loads(await read_result(http, url, promise["request_id"]))
-            assert reply["category"] == "user" and "xxx" in reply["error"] and len(reply["error"]) < 500, reply
-
-    asyncio.run(run())
+async def test_a_long_name_is_not_sent_back(tmp_path: Path, values: dict[str, Any]) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=1, **values)
+        for datum in message.data:
+            datum.model_input.add().encoded_text.tokens = bytes(4)
+            for name in ("target_tokens", "weights"):
+                datum.loss_fn_inputs[name].dense = bytes(8)
+                datum.loss_fn_inputs[name].dtype = wire.messages().DTYPE_INT64
+            for tensor in datum.loss_fn_inputs.values():
+                tensor.dtype = tensor.dtype or wire.messages().DTYPE_FLOAT32
+        _, promise = await client.post("forward_backward", raw=message.SerializeToString())
+        reply = json.loads(await read_result(http, url, promise["request_id"]))
+        assert reply["category"] == "user" and "xxx" in reply["error"] and len(reply["error"]) < 500, reply
 
 
-def test_a_too_large_body_of_unknown_length_uses_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_too_large_body_of_unknown_length_uses_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("megarl.service.routes", "megarl.serving.body"):
         monkeypatch.setattr(f"{module}.MAX_BODY_BYTES", 1 << 16)
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        _, model_id = await make_model(Client(http, url, "tml-a"))
 
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            _, model_id = await make_model(Client(http, url, "tml-a"))
+        async def send() -> AsyncIterator[bytes]:
+            yield f'{{"model_id": "{model_id}", "seq_id": 1, "path": "'.encode()
+            for _ in range(16):
+                yield b"x" * (1 << 14)
 
-            async def send() -> AsyncIterator[bytes]:
-                yield f'{{"model_id": "{model_id}", "seq_id": 1, "path": "'.encode()
-                for _ in range(16):
-                    yield b"x" * (1 << 14)
-
-            async with http.post(f"{url}/api/v1/save_weights", data=send(), headers={KEY: "tml-a"}) as reply:
-                promise = await reply.json()
-            result = json.loads(await read_result(http, url, promise["request_id"]))
-            assert result == {"error": "the body has more than 65536 bytes", "category": "user"}
-
-    asyncio.run(run())
+        async with http.post(f"{url}/api/v1/save_weights", data=send(), headers={KEY: "tml-a"}) as reply:
+            promise = await reply.json()
+        result = json.loads(await read_result(http, url, promise["request_id"]))
+        assert result == {"error": "the body has more than 65536 bytes", "category": "user"}
 
 
-def test_a_body_that_stops_after_its_number_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stops_after_its_number_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[asyncio.Timeout] = []
     heads: list[bytearray] = []
 
@@ -228,29 +210,26 @@ def test_a_body_that_stops_after_its_number_uses_it(tmp_path: Path, monkeypatch:
         heads.append(head)
         await read_head(request, head, num_bytes)
 
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
-            _, model_id = await make_model(Client(http, url, "tml-a"))
-            is_answered = asyncio.Event()
-            timing = SimpleNamespace(timeout=limit, to_thread=asyncio.to_thread)
-            monkeypatch.setattr("megarl.serving.body.asyncio", timing)
-            monkeypatch.setattr("megarl.service.routes.read_head", read)
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        _, model_id = await make_model(Client(http, url, "tml-a"))
+        is_answered = asyncio.Event()
+        timing = SimpleNamespace(timeout=limit, to_thread=asyncio.to_thread)
+        monkeypatch.setattr("megarl.serving.body.asyncio", timing)
+        monkeypatch.setattr("megarl.service.routes.read_head", read)
 
-            async def send() -> AsyncIterator[bytes]:
-                yield f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()
-                while not (heads and heads[0]):
-                    await asyncio.sleep(0)
-                # The minute of the body is over.
-                limits[0].reschedule(0.0)
-                await is_answered.wait()
+        async def send() -> AsyncIterator[bytes]:
+            yield f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()
+            while not (heads and heads[0]):
+                await asyncio.sleep(0)
+            # The minute of the body is over.
+            limits[0].reschedule(0.0)
+            await is_answered.wait()
 
-            async with http.post(f"{url}/api/v1/optim_step", data=send(), headers={KEY: "tml-a"}) as reply:
-                promise = await reply.json()
-                is_answered.set()
-            result = json.loads(await read_result(http, url, promise["request_id"]))
-            assert "not complete after 60 seconds" in result["error"] and result["category"] == "user"
-
-    asyncio.run(run())
+        async with http.post(f"{url}/api/v1/optim_step", data=send(), headers={KEY: "tml-a"}) as reply:
+            promise = await reply.json()
+            is_answered.set()
+        result = json.loads(await read_result(http, url, promise["request_id"]))
+        assert "not complete after 60 seconds" in result["error"] and result["category"] == "user"
 
 
 async def send_part(url: str, path: str, body: bytes, size: int) -> None:
@@ -263,27 +242,23 @@ async def send_part(url: str, path: str, body: bytes, size: int) -> None:
     writer.transport.abort()
 
 
-def test_clients_that_die_in_mid_request_leave_nothing(tmp_path: Path) -> None:
+async def test_clients_that_die_in_mid_request_leave_nothing(tmp_path: Path) -> None:
     """Dead while they send a body, and while they poll: bytes and promises are free, and numbers are unused."""
-
-    async def run() -> None:
-        trainer = FakeTrainer()
-        trainer.seconds = 0.2
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, model_id = await make_model(client)
-            body = json.dumps({"model_id": model_id, "seq_id": 1, "adam_params": {}, "x": "x" * 200_000}).encode()
-            await asyncio.gather(*(send_part(url, "optim_step", body, size) for size in range(0, 200_000, 1000)))
-            _, promise = await client.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
-            poll = json.dumps({"request_id": promise["request_id"]}).encode()
-            await asyncio.gather(*(send_part(url, "retrieve_future", poll, len(poll)) for _ in range(100)))
-            reply = await read_result(http, url, promise["request_id"])
-            assert b"metrics" in reply and trainer.calls.count(("optim_step", model_id)) == 1
-
-    asyncio.run(run())
+    trainer = FakeTrainer()
+    trainer.seconds = 0.2
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        body = json.dumps({"model_id": model_id, "seq_id": 1, "adam_params": {}, "x": "x" * 200_000}).encode()
+        await asyncio.gather(*(send_part(url, "optim_step", body, size) for size in range(0, 200_000, 1000)))
+        _, promise = await client.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+        poll = json.dumps({"request_id": promise["request_id"]}).encode()
+        await asyncio.gather(*(send_part(url, "retrieve_future", poll, len(poll)) for _ in range(100)))
+        reply = await read_result(http, url, promise["request_id"])
+        assert b"metrics" in reply and trainer.calls.count(("optim_step", model_id)) == 1
 
 
-def test_thousands_of_open_futures_are_all_answered(tmp_path: Path) -> None:
+async def test_thousands_of_open_futures_are_all_answered(tmp_path: Path) -> None:
     count = 2000
 
     class WaitingTrainer(FakeTrainer):
@@ -293,32 +268,29 @@ def test_thousands_of_open_futures_are_all_answered(tmp_path: Path) -> None:
             await self.goes_on.wait()
             return await super().sample(version, prompt, settings, seeds)
 
-    async def run() -> None:
-        trainer = WaitingTrainer()
-        async with serving(trainer, tmp_path) as url, ClientSession() as http:
-            client = Client(http, url, "tml-a")
-            _, session = await client.post("create_session")
-            address = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
-            _, sampler = await client.post("create_sampling_session", address)
+    trainer = WaitingTrainer()
+    async with serving(trainer, tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, session = await client.post("create_session")
+        address = {"session_id": session["session_id"], "sampling_session_seq_id": 0, "base_model": "Qwen/Qwen3-8B"}
+        _, sampler = await client.post("create_sampling_session", address)
 
-            async def submit(number: int) -> str:
-                body = {
-                    "sampling_session_id": sampler["sampling_session_id"], "seq_id": number,
-                    "sampling_params": {"max_tokens": 1, "seed": number},
-                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
-                }  # fmt: skip
-                status, promise = await client.post("asample", body)
-                assert status == 200, promise
-                return promise["request_id"]
+        async def submit(number: int) -> str:
+            body = {
+                "sampling_session_id": sampler["sampling_session_id"], "seq_id": number,
+                "sampling_params": {"max_tokens": 1, "seed": number},
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]},
+            }  # fmt: skip
+            status, promise = await client.post("asample", body)
+            assert status == 200, promise
+            return promise["request_id"]
 
-            ids = await asyncio.gather(*map(submit, range(count)))
-            assert len(set(ids)) == count
-            # Another client trains meanwhile.
-            _, model_id = await make_model(client)
-            assert "metrics" in await step(http, url, model_id)
-            trainer.goes_on.set()
-            replies = await asyncio.gather(*(read_result(http, url, request_id) for request_id in ids))
-            parsed = [wire.messages().SampleResponse.FromString(reply) for reply in replies]
-            assert all(len(response.sequences) == 1 for response in parsed)
-
-    asyncio.run(run())
+        ids = await asyncio.gather(*map(submit, range(count)))
+        assert len(set(ids)) == count
+        # Another client trains meanwhile.
+        _, model_id = await make_model(client)
+        assert "metrics" in await step(http, url, model_id)
+        trainer.goes_on.set()
+        replies = await asyncio.gather(*(read_result(http, url, request_id) for request_id in ids))
+        parsed = [wire.messages().SampleResponse.FromString(reply) for reply in replies]
+        assert all(len(response.sequences) == 1 for response in parsed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -16,34 +15,31 @@ from tests.service.test_access import ACCOUNTS
 RUN = "a1:train:0"
 
 
-def test_the_rest_client_sees_what_its_key_has(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url:
-            found = await run_program(url, "listing", SDK_KEY="tml-a", SDK_OTHER="tml-b")
-        run_id, [state, sampler_path] = found["run id"], found["paths"]
-        [one] = found["runs"]["training_runs"]
-        assert one == found["run"] and one["training_run_id"] == found["by path"] == run_id
-        assert (one["model_owner"], one["lora_rank"], found["info"]) == ("ann", 8, 8)
-        assert one["last_checkpoint"]["tinker_path"] == state
-        assert one["last_sampler_checkpoint"]["tinker_path"] == sampler_path
-        newest, oldest = found["of run"]["checkpoints"]
-        assert (newest["checkpoint_id"], newest["checkpoint_type"]) == ("sampler_weights/second", "sampler")
-        assert newest["expires_at"] is not None and oldest["expires_at"] is None
-        assert oldest["user_metadata"] == {"note": "x"} and oldest["size_bytes"] > 100
-        assert found["page"]["checkpoints"] == [oldest] and found["page"]["cursor"]["total_count"] == 2
-        assert found["session"]["training_run_ids"] == [run_id]
-        assert found["foreign"] == [[], []]
-        assert found["lifetimes"] == [True, False] and found["left"] == [sampler_path]
-        errors = found["errors"]
-        for label in ("foreign run", "foreign checkpoints", "foreign session", "foreign delete", "foreign ttl"):
-            assert "does not exist" in errors[label] and "NotFoundError" in errors[label], errors[label]
-        words = {"publish": "one key", "unpublish": "one key", "copy": "load it there", "download": "own disk",
-                 "project": "no projects", "ttl": "3600", "external": "save_state"}  # fmt: skip
-        assert errors.keys() == words.keys() | {label for label in errors if label.startswith("foreign")}
-        for label, text in words.items():
-            assert text in errors[label], errors[label]
-
-    asyncio.run(run())
+async def test_the_rest_client_sees_what_its_key_has(tmp_path: Path) -> None:
+    async with serving(FakeTrainer(), tmp_path, ACCOUNTS) as url:
+        found = await run_program(url, "listing", SDK_KEY="tml-a", SDK_OTHER="tml-b")
+    run_id, [state, sampler_path] = found["run id"], found["paths"]
+    [one] = found["runs"]["training_runs"]
+    assert one == found["run"] and one["training_run_id"] == found["by path"] == run_id
+    assert (one["model_owner"], one["lora_rank"], found["info"]) == ("ann", 8, 8)
+    assert one["last_checkpoint"]["tinker_path"] == state
+    assert one["last_sampler_checkpoint"]["tinker_path"] == sampler_path
+    newest, oldest = found["of run"]["checkpoints"]
+    assert (newest["checkpoint_id"], newest["checkpoint_type"]) == ("sampler_weights/second", "sampler")
+    assert newest["expires_at"] is not None and oldest["expires_at"] is None
+    assert oldest["user_metadata"] == {"note": "x"} and oldest["size_bytes"] > 100
+    assert found["page"]["checkpoints"] == [oldest] and found["page"]["cursor"]["total_count"] == 2
+    assert found["session"]["training_run_ids"] == [run_id]
+    assert found["foreign"] == [[], []]
+    assert found["lifetimes"] == [True, False] and found["left"] == [sampler_path]
+    errors = found["errors"]
+    for label in ("foreign run", "foreign checkpoints", "foreign session", "foreign delete", "foreign ttl"):
+        assert "does not exist" in errors[label] and "NotFoundError" in errors[label], errors[label]
+    words = {"publish": "one key", "unpublish": "one key", "copy": "load it there", "download": "own disk",
+             "project": "no projects", "ttl": "3600", "external": "save_state"}  # fmt: skip
+    assert errors.keys() == words.keys() | {label for label in errors if label.startswith("foreign")}
+    for label, text in words.items():
+        assert text in errors[label], errors[label]
 
 
 def save(checkpoints: Checkpoints, name: str, text: str, owner: str = "ann") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,26 +35,22 @@ class Notes:
         pass
 
 
-def test_a_call_under_way_at_a_kill_does_not_count() -> None:
+async def test_a_call_under_way_at_a_kill_does_not_count() -> None:
     """Two calls are allowed, and the driver is killed in the second one. The client repeats it."""
-
-    async def test() -> None:
-        notes, limits = Notes(), Limits(CONTEXT_TOKENS, 2, 60.0)
-        async with scripted_endpoint() as s:
-            first = s.sessions.open("t", "s", SAMPLING, limits, s.pool, notes)
-            answer = await first.chat(Conversation.read([QUESTION]), SAMPLING, b"1", is_retry=False).task
-        recorded = RecordedCall(answer.call.prompt_token_ids, [answer.call.completion], is_done=True)
-        calls = ((recorded, notes.requests[0], True),)
-        earlier = ReopenedSession(first.name, first.secret, "driver", "container", calls, num_started=2)
-        follow_up = Conversation.read([QUESTION, answer.message, QUESTION])
-        async with scripted_endpoint() as s:
-            second = s.sessions.open("t", "s", SAMPLING, limits, s.pool, num_aborted=5)
-            await s.sessions.reopen(second, earlier)
-            repeated = await second.chat(follow_up, SAMPLING, b"2", is_retry=True).task
-            assert (repeated.number, repeated.continued) == (3, 1)
-            num_answered = sum(len(a.call.completion.token_ids) for a in (answer, repeated))
-            assert second._sampler.num_sampled == num_answered + 5
-            with pytest.raises(RequestError, match=r"rollout\.max_turns"):
-                second.chat(Conversation.read([QUESTION, answer.message]), SAMPLING, b"3", is_retry=False)
-
-    asyncio.run(test())
+    notes, limits = Notes(), Limits(CONTEXT_TOKENS, 2, 60.0)
+    async with scripted_endpoint() as s:
+        first = s.sessions.open("t", "s", SAMPLING, limits, s.pool, notes)
+        answer = await first.chat(Conversation.read([QUESTION]), SAMPLING, b"1", is_retry=False).task
+    recorded = RecordedCall(answer.call.prompt_token_ids, [answer.call.completion], is_done=True)
+    calls = ((recorded, notes.requests[0], True),)
+    earlier = ReopenedSession(first.name, first.secret, "driver", "container", calls, num_started=2)
+    follow_up = Conversation.read([QUESTION, answer.message, QUESTION])
+    async with scripted_endpoint() as s:
+        second = s.sessions.open("t", "s", SAMPLING, limits, s.pool, num_aborted=5)
+        await s.sessions.reopen(second, earlier)
+        repeated = await second.chat(follow_up, SAMPLING, b"2", is_retry=True).task
+        assert (repeated.number, repeated.continued) == (3, 1)
+        num_answered = sum(len(a.call.completion.token_ids) for a in (answer, repeated))
+        assert second._sampler.num_sampled == num_answered + 5
+        with pytest.raises(RequestError, match=r"rollout\.max_turns"):
+            second.chat(Conversation.read([QUESTION, answer.message]), SAMPLING, b"3", is_retry=False)

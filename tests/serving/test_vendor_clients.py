@@ -163,31 +163,27 @@ def test_a_stream_that_waits_sends_events(served: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_a_call_beyond_the_limit_of_tokens_is_refused_in_each_dialect(streams: bool) -> None:
+async def test_a_call_beyond_the_limit_of_tokens_is_refused_in_each_dialect(streams: bool) -> None:
     """The last answer is cut at the limit, as each dialect says it. The next call is refused, and ends the attempt."""
-
-    async def test() -> None:
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "stream": streams}
-        pages: dict[str, tuple[dict[str, Any], str]] = {
-            "chat/completions": (asked, '"finish_reason": "length"'),
-            "messages": (asked | {"max_tokens": 100}, '"stop_reason": "max_tokens"'),
-            "responses": ({"input": QUESTION, "store": False, "stream": streams}, '"reason": "max_output_tokens"'),
-        }
-        async with scripted_endpoint(ScriptedPool(["one two three four five"])) as s, aiohttp.ClientSession() as http:
-            for page, (body, cut) in pages.items():
-                session = s.open(sampled_tokens=3)
-                url = f"{s.endpoint.url_of(session)}/{page}"
-                async with http.post(url, json=body) as response:
-                    assert response.status == 200 and cut in (await response.text()).replace('":"', '": "')
-                assert session.outcome is None
-                async with http.post(url, json=body | {"temperature": 1.0, "metadata": {}}) as response:
-                    refused = await response.json()
-                assert response.status == 400 and "rollout.agent.sampled_tokens" in refused["error"]["message"]
-                if page == "messages":
-                    assert refused["type"] == "error" and refused["error"]["type"] == "invalid_request_error"
-                else:
-                    assert refused["error"]["code"] == "sampled_tokens"
-                assert session.outcome is not None and session.outcome.startswith("TokenLimit: ")
-                assert [answer.num_sampled_tokens for answer in session.answers] == [3]
-
-    asyncio.run(test())
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "stream": streams}
+    pages: dict[str, tuple[dict[str, Any], str]] = {
+        "chat/completions": (asked, '"finish_reason": "length"'),
+        "messages": (asked | {"max_tokens": 100}, '"stop_reason": "max_tokens"'),
+        "responses": ({"input": QUESTION, "store": False, "stream": streams}, '"reason": "max_output_tokens"'),
+    }
+    async with scripted_endpoint(ScriptedPool(["one two three four five"])) as s, aiohttp.ClientSession() as http:
+        for page, (body, cut) in pages.items():
+            session = s.open(sampled_tokens=3)
+            url = f"{s.endpoint.url_of(session)}/{page}"
+            async with http.post(url, json=body) as response:
+                assert response.status == 200 and cut in (await response.text()).replace('":"', '": "')
+            assert session.outcome is None
+            async with http.post(url, json=body | {"temperature": 1.0, "metadata": {}}) as response:
+                refused = await response.json()
+            assert response.status == 400 and "rollout.agent.sampled_tokens" in refused["error"]["message"]
+            if page == "messages":
+                assert refused["type"] == "error" and refused["error"]["type"] == "invalid_request_error"
+            else:
+                assert refused["error"]["code"] == "sampled_tokens"
+            assert session.outcome is not None and session.outcome.startswith("TokenLimit: ")
+            assert [answer.num_sampled_tokens for answer in session.answers] == [3]
