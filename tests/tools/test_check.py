@@ -17,7 +17,7 @@ def test_the_list_describes_every_check(capsys: pytest.CaptureFixture[str]) -> N
     assert check.main(["--list"]) == 0
     printed = capsys.readouterr().out
     listed = [line for line in printed.splitlines() if not line.startswith(" ")]
-    assert listed == check.NAMES and len(listed) == 22
+    assert listed == check.NAMES and len(listed) == 20
     assert printed.count("    full: ") + printed.count("; full: ") == len(listed)
 
 
