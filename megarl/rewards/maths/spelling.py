@@ -133,8 +133,6 @@ _INTEGER = re.compile(
     rf"{_BETWEEN_WORDS}\)?{_BETWEEN_WORDS}$"
 )
 """Matches words at the end for a parameter's values: `where k is an integer`, `for all integers n`."""
-_INTEGER_CHARACTERS = 100
-"""Characters at the end that are searched for these words. In long hostile texts the search would be quadratic."""
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
 """Matches a brace with a meaning: around an index, an exponent, or a command's argument."""
 
@@ -201,8 +199,7 @@ def normalize(text: str) -> str:
     text = _DERIVATIVE.sub(r"\\frac{d\1}{d\2}", text) if "/" in text else text
     if "\\in" in text:
         text = _NUMBER_SET.sub(_in_blackboard_bold, _DOMAIN.sub(_separate_domain, text))
-    if "integer" in text[-_INTEGER_CHARACTERS:]:
-        text = text[:-_INTEGER_CHARACTERS] + _INTEGER.sub(_domain_of_integers, text[-_INTEGER_CHARACTERS:])
+    text = _INTEGER.sub(_domain_of_integers, text) if "integer" in text else text
     text = _BRACKETED_NUMERAL.sub(r"\1", text) if "_" in text else text
     # A leading ~ means "about", not a space.
     text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
