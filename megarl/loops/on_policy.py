@@ -22,6 +22,7 @@ from megarl.rollout.journal.journal import AttemptJournal
 from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState, flatten, problem_lookup
 from megarl.rollout.step.step_metrics import step_metrics
+from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.types import Group
 
 
@@ -143,6 +144,7 @@ def _open_journal(run: Run) -> AttemptJournal:
         run.remaining_steps.start,
         find_problem,
         max_staleness=run.recipe.rollout.staleness_bound,
+        saved_steps=[checkpoint_step(folder) for folder in RunRecord.read(run.folder.path).checkpoints],
     )
 
 

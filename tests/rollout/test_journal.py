@@ -486,7 +486,8 @@ class RefusingPool(Pool):
         return join_parts([*parts, last])
 
 
-async def test_a_refused_call_of_a_checkpoint_is_repeated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_in_checkpoint", [True, False])
+async def test_a_refused_call_is_repeated(is_in_checkpoint: bool, tmp_path: Path) -> None:
     """Otherwise its prompt is unknown to the new try, which samples all later answers again."""
     journal, calls = opened(tmp_path, 1), list[RecordedCall]()
     prompts = [np.array(prompt, np.int32) for prompt in (SECOND, FIRST)]
@@ -500,10 +501,14 @@ async def test_a_refused_call_of_a_checkpoint_is_repeated(tmp_path: Path) -> Non
 
     await ask(journal.begin("a", "s"), RefusingPool())
     assert journal.account() == TokenAccount(sampled=4, waiting=4)
-    journal.close()
-    journal, pool = opened(tmp_path, 1), RefusingPool()
-    engine = await ask(journal.begin("a", "s"), pool)
-    assert pool.num_sampled == 0 and not engine.is_restarted
-    # The tokens of the refused call stay with the earlier try.
-    assert journal.account() == TokenAccount(sampled=4, waiting=2, lost=2)
+    for _ in range(2):
+        if not is_in_checkpoint:
+            calls.clear()
+        journal.close()
+        journal, pool = opened(tmp_path, 1), RefusingPool()
+        engine = await ask(journal.begin("a", "s"), pool)
+        assert pool.num_sampled == 0 and not engine.is_restarted
+        assert [call.is_refused for call in calls] == [True, False]
+        # The tokens of the refused call stay with the earlier try.
+        assert account_of(journal) == TokenAccount(sampled=4, waiting=2, lost=2)
     journal.close()

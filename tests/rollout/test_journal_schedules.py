@@ -61,6 +61,12 @@ class NumberedPool:
     def finish(self, request_id: str) -> None:
         self.open[request_id][1].set_result(self._sample())
 
+    def refuse(self, request_id: str) -> None:
+        """Refuse to continue a completion after a pause, or to begin it."""
+        nothing = np.zeros(0, np.int32)
+        refused = Completion("r", nothing, nothing.astype(np.float32), "error", nothing, error="refused")
+        self.open[request_id][1].set_result(refused)
+
     def note_checkpoint(self, calls: list[RecordedCall]) -> None:
         for call in calls:
             self._note_known(call.parts)
@@ -101,10 +107,11 @@ class DroppedError(Exception):
 class Drivers:
     """Drivers of one run, each killed at a random moment. They make one attempt after the other."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.draw, self.file = random.Random(seed), folder / "attempts.journal"
+    def __init__(self, folder: Path, seed: int, damaged_share: float) -> None:
+        """`damaged_share`: how often a start finds its newest checkpoint damaged, and goes on from an older one."""
+        self.draw, self.file, self.damaged_share = random.Random(seed), folder / "attempts.journal", damaged_share
         self.pool = NumberedPool(self.draw)
-        self.saved = Checkpoint(1, 0)
+        self.checkpoints = [Checkpoint(1, 0)]
         self.num_requests = 0
         self.trained: dict[int, set[int]] = {}
         self.journal: Any = None
@@ -112,10 +119,18 @@ class Drivers:
 
     async def live(self) -> None:
         """Go on from a checkpoint until a kill."""
-        self.now = self.saved.copy()
+        while len(self.checkpoints) > 1 and self.draw.random() < self.damaged_share:
+            del self.checkpoints[-1]
+        self.now = self.checkpoints[-1].copy()
         self.trained = {step: tokens for step, tokens in self.trained.items() if step < self.now.step}
         max_staleness = self.draw.randint(0, 2)
-        self.journal = AttemptJournal(self.file, self.now.step, lambda *_: PROBLEM, max_staleness=max_staleness)
+        self.journal = AttemptJournal(
+            self.file,
+            self.now.step,
+            lambda *_: PROBLEM,
+            max_staleness=max_staleness,
+            saved_steps=[checkpoint.step - 1 for checkpoint in self.checkpoints],
+        )
         self.pool.version, self.pool.is_killed, self.tasks = self.now.step, False, []
         settings = self.draw.choice(["s", "s", "s", "other"])
         try:
@@ -157,7 +172,11 @@ class Drivers:
         has_ended = ending != "waits"
         self.now = Checkpoint(self.now.step + 1, self.now.attempt + has_ended, [], None if has_ended else waiting)
         self.pool.version = self.now.step
-        self.saved = self.now.copy()
+        self.save()
+
+    def save(self) -> None:
+        """Save a checkpoint, and remove the oldest of more than four."""
+        self.checkpoints = [*self.checkpoints, self.now.copy()][-4:]
 
     async def attempt_or_drop(self, settings: str) -> Trajectory | None:
         try:
@@ -181,6 +200,8 @@ class Drivers:
             prompt = [*prompt, turn, 0 if self.draw.random() < 0.8 else self.draw.randrange(1, 3)]
             if self.draw.random() < 0.3:
                 await self.abort(engine, prompt)
+            if self.draw.random() < 0.1:
+                await self.ask(engine, [*prompt, 3], is_refused=True)
             completion = await self.ask(engine, prompt)
             answers.append(ModelCall(np.array(prompt, np.int32), completion))
             prompt = [*prompt, *completion.token_ids.tolist()]
@@ -223,11 +244,13 @@ class Drivers:
             self.maybe_kill()
         return name, task
 
-    async def ask(self, engine: AttemptEngine, prompt: list[int]) -> Completion:
+    async def ask(self, engine: AttemptEngine, prompt: list[int], *, is_refused: bool = False) -> Completion:
         name, task = await self.begin(engine, prompt)
         if name in self.pool.open:
-            self.pool.finish(name)
+            end = self.pool.refuse if is_refused else self.pool.finish
+            end(name)
         completion = await task
+        assert (completion.finish_reason == "error") is is_refused
         self.maybe_save()
         self.maybe_kill()
         return completion
@@ -245,12 +268,13 @@ class Drivers:
             self.journal.settle(self.now.step, [], set())
             self.now.step += 1
             self.pool.version = self.now.step
-            self.saved = self.now.copy()
+            self.save()
 
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_each_known_token_is_counted_once(seed: int, tmp_path: Path) -> None:
-    drivers = Drivers(tmp_path, seed)
+    """Half of the runs go on from an older checkpoint now and then."""
+    drivers = Drivers(tmp_path, seed, damaged_share=0.3 * (seed % 2))
     for number in range(12):
         await drivers.live()
         account = account_tokens(tmp_path)

@@ -16,6 +16,8 @@ as may calls without an answer when a driver is killed. Such calls are counted a
 A run reads the journal when it starts from a checkpoint. It uses ended attempts as they are. An unfinished attempt
 begins a new try, unless its program still runs (rollout.agent.outlive_seconds). For these programs the journal has
 their requests too. Answers sampled by weights after the checkpoint are lost, and later steps are undone.
+
+A start removes the tokens of settled tries. If a checkpoint may have a try, its counts stay (record `counted`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from safetensors.numpy import load, save
 from megarl.files.atomic import replace_bytes, storage_faults_named
 from megarl.rollout.engine_requests import num_sampled
 from megarl.rollout.journal.lines import damaged, encode_line, prompt_digest
-from megarl.rollout.journal.state import JournaledTry, JournalState, TokenAccount, sampled_record
+from megarl.rollout.journal.state import JournaledTry, JournalState, TokenAccount, refused_record, sampled_record
 from megarl.rollout.recording import RecordedCall, load_trajectory
 from megarl.rollout.state import DAMAGE
 from megarl.types import Archive, FindProblem, Trajectory
@@ -53,10 +55,19 @@ class AttemptJournal:
     Each write returns once its record is on the disk. Concurrent writes share one flush.
     """
 
-    def __init__(self, file: Path, weight_version: int, find_problem: FindProblem, *, max_staleness: int = 0) -> None:
+    def __init__(
+        self,
+        file: Path,
+        weight_version: int,
+        find_problem: FindProblem,
+        *,
+        max_staleness: int = 0,
+        saved_steps: Collection[int] = (),
+    ) -> None:
         """Read the journal of the run's earlier starts, and remove tries of no further use.
 
         Attempts of earlier starts may be used for `max_staleness` steps after the first one. Later they count as lost.
+        A later start may go on from the checkpoint of any of the `saved_steps`: numbers of their tries are retained.
         Raises DataError if the journal is damaged, StorageError if it cannot be read or written.
         """
         self._file, self._find_problem = file, find_problem
@@ -73,9 +84,9 @@ class AttemptJournal:
             self._state.read(file)
         # Undo later steps first: their attempts can be trained again, and `forget_settled` would remove them.
         self._state.start(weight_version)
-        self._state.forget_settled()
+        self._state.forget_settled(saved_steps)
         # Attempts of earlier starts are unused until their problems are drawn again.
-        self._unused = {t.name for t in self._state.tries.values() if not t.is_replaced}
+        self._unused = {t.name for t in self._state.tries.values() if not t.is_replaced and t.settled_step is None}
         tries = (record for agent_try in self._state.tries.values() for record in agent_try.records())
         records = [self._state.totals(), *tries, {"kind": "start", "version": weight_version}]
         # Write a new file, because a kill may have cut the end of the old one.
@@ -133,14 +144,14 @@ class AttemptJournal:
         dropped = [
             t.name
             for t in self._state.tries.values()
-            if t.step is None and not (t.is_open or t.is_replaced or t.is_dropped or t.name in self._unused)
+            if t.settled_step is None and not (t.is_open or t.is_replaced or t.name in self._unused)
             and t.name not in names and t.name not in live
         ]  # fmt: skip
         # One flush for both kinds of records: a kill between two flushes would leave attempts without an end.
         self.append({"kind": "step", "step": step, "tries": [list(pair) for pair in trained]})
         self.append({"kind": "dropped", "tries": dropped, "step": step})
         if step >= self._last_use and self._unused:
-            self.append({"kind": "lost", "tries": sorted(self._unused)})
+            self.append({"kind": "lost", "tries": sorted(self._unused), "step": step})
             self._unused.clear()
         self._state.forget_settled()
         # `_flush` writes in this thread too, so records keep their order in the file.
@@ -222,6 +233,10 @@ class AttemptJournal:
         is_repeatable = call.parts[0].routed_experts is None
         record_fields = {"is_repeatable": is_repeatable, "num_begun": num_begun, "request": request_id}
         await self.write(sampled_record(agent_try, agent_try.num_begun, call, origin, **record_fields))
+
+    async def write_refusal(self, name: str, call: RecordedCall) -> None:
+        """Write that an engine has refused a try's call, and return when it is on the disk. Raises StorageError."""
+        await self.write(refused_record(self._state.tries[name], call))
 
     def close(self) -> None:
         """Write the last records. Raises the error of a failed write, unless `check_storage` has raised it."""
@@ -314,11 +329,18 @@ class AttemptLog:
         self._earlier = earlier
         self.calls = []
         self._origins.clear()
+        if earlier.settings != self._try.settings:
+            return
+        refused_calls = list(earlier.refused)
         for number, answer in earlier.answers.items():
-            if answer.call is not None and earlier.settings == self._try.settings:
+            # In their order: a refused prompt may have been asked again.
+            while refused_calls and refused_calls[0][0] <= number:
+                self.calls.append(refused_calls.pop(0)[1])
+            if answer.call is not None:
                 self._origins[_digest(answer.call)].append((earlier.name, number))
                 if answer.is_repeatable:
                     self.calls.append(answer.call)
+        self.calls += [call for _, call in refused_calls]
 
     def begin_again(self) -> None:
         """Begin another try, which may repeat the answers of the current try."""
@@ -354,15 +376,15 @@ class AttemptLog:
     def merge_into(self, calls: list[RecordedCall]) -> None:
         """Add the earlier try's answers to the model calls of a checkpoint, without duplicates.
 
-        Removes answers that this try cannot use, because their tokens are counted as lost. Refused calls stay: only
-        checkpoints have them.
+        Removes answers that this try cannot use, because their tokens are counted as lost. Refused calls stay, because
+        journals of earlier versions of megarl do not have them.
         """
         journaled = Counter(map(_digest, self.calls))
-        for call in [call for call in calls if call.is_done and not call.is_refused]:
+        for call in [call for call in calls if call.is_done]:
             if journaled[_digest(call)]:
                 journaled[_digest(call)] -= 1
                 calls.remove(call)
-            elif self._earlier is not None and self._earlier.knows(call.identity) and not self._has_origin(call):
+            elif not call.is_refused and self._is_lost(call):
                 calls.remove(call)
         for call in calls:
             # Earlier versions of megarl identify calls by their prompts, in checkpoints and in journals.
@@ -374,8 +396,10 @@ class AttemptLog:
             self._is_dropped = True
             self._journal.append({"kind": "dropped", "tries": [self.name]})
 
-    def _has_origin(self, call: RecordedCall) -> bool:
-        return bool(self._origins.get(_digest(call)))
+    def _is_lost(self, call: RecordedCall) -> bool:
+        """Return whether the tokens of a checkpoint's answer are counted, and this try cannot repeat it."""
+        is_known = self._earlier is not None and self._earlier.knows(call.identity)
+        return is_known and not self._origins.get(_digest(call))
 
     def note_begun(self, call: RecordedCall) -> bool:
         """Count the tokens of an unanswered call in a checkpoint. Return whether this try may continue the call.
@@ -428,9 +452,11 @@ class AttemptLog:
                 self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
             raise asyncio.CancelledError
         if call.is_refused:
-            # A repeated attempt is refused again, so the answer is not recorded. Count the parts before a pause.
+            # Count the parts before a pause. An earlier try's stay with it.
             if not is_repeated:
                 self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
+            if call.parts[0].routed_experts is None:
+                await self._journal.write_refusal(self.name, call)
         else:
             origins = self._origins[_digest(call)] if is_repeated else []
             origin = origins.pop(0) if origins else None

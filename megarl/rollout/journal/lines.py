@@ -86,8 +86,13 @@ def completion_values(completion: Completion) -> dict[str, Any]:
     }
 
 
-def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
-    """Return the completion written by `completion_values`. Raises ValueError, TypeError or LookupError if invalid."""
+def read_completion(
+    name: str, values: Mapping[str, Any], finish_reasons: tuple[str, ...] = ("stop", "length")
+) -> Completion:
+    """Return the completion written by `completion_values`, with one of the `finish_reasons`.
+
+    Raises ValueError, TypeError or LookupError if invalid.
+    """
     token_ids, logprobs = decode_tokens(values["tokens"]), _decode(values["logprobs"], np.float32)
     versions = decode_tokens(values["versions"])
     if not len(token_ids) == len(logprobs) == len(versions):
@@ -95,7 +100,7 @@ def read_completion(name: str, values: Mapping[str, Any]) -> Completion:
     # The log-prob of a sampled token is at most 0, up to rounding.
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise ValueError("a log-prob is not that of a sampled token")
-    if values["finish"] not in ("stop", "length"):
+    if values["finish"] not in finish_reasons:
         raise ValueError("the completion has no end")
     sets = None
     if values["sets"] is not None:

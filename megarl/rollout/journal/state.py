@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ class JournaledAnswer:
 
     `call` has the tokens; None: only their number and newest weight version are known. `is_repeatable`: a later try may
     get this answer again. Answers with routed experts are not repeatable: the experts are stored on their rank, and are
-    lost with a kill. `request` is the id of the answer's request.
+    lost with a kill. `request` is the id of the answer's request, `identity` that of its call.
     """
 
     num_tokens: int
@@ -47,6 +47,7 @@ class JournaledAnswer:
     call: RecordedCall | None
     is_repeatable: bool
     request: str = ""
+    identity: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +58,17 @@ class JournaledTry:
     as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a kill;
     None: the program cannot outlive the driver. `asked` has the requests by id. `received` has the number of clients
     that read each answer. `aborted` has the numbers of sampled tokens without an answer, by the call's identity. A call
-    with 0 tokens there has passed them to an answer.
+    with 0 tokens there has passed them to an answer. `refused` has the calls that an engine refused, each with the
+    number of answers begun before. A later try is refused too, so that it can repeat the answers that follow.
+
+    `first_step` was in progress when the attempt's first try began. A try is settled by the step that trained it
+    (`step`), or dropped it, or lost it because no start of the run used it any more.
     """
 
     name: str
     attempt_name: str
     settings: str
+    first_step: int
     answers: dict[int, JournaledAnswer] = field(default_factory=dict)
     chains: list[Chain] = field(default_factory=list)
     num_begun: int = 0
@@ -71,11 +77,18 @@ class JournaledTry:
     num_trained: int = 0
     is_open: bool = True
     is_replaced: bool = False
-    is_dropped: bool = False
+    dropped_step: int | None = None
+    lost_step: int | None = None
     opened: Mapping[str, Any] | None = None
     asked: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     received: Counter[str] = field(default_factory=Counter)
     aborted: Counter[str] = field(default_factory=Counter)
+    refused: list[tuple[int, RecordedCall]] = field(default_factory=list)
+
+    @property
+    def settled_step(self) -> int | None:
+        steps = [step for step in (self.step, self.dropped_step, self.lost_step) if step is not None]
+        return steps[0] if steps else None
 
     @property
     def num_answered(self) -> int:
@@ -89,7 +102,7 @@ class JournaledTry:
     def can_go_on(self) -> bool:
         """Whether the program, if it still runs, can continue from its last complete request."""
         has_all = all(a.call is not None and a.is_repeatable and a.request in self.asked for a in self.answers.values())
-        is_unfinished = self.ended is None and self.step is None and not self.is_replaced
+        is_unfinished = self.ended is None and self.settled_step is None and not self.is_replaced
         return self.opened is not None and is_unfinished and has_all
 
     def forget_after(self, version: int) -> int:
@@ -101,17 +114,21 @@ class JournaledTry:
         if stale:
             # Trajectory and program already contain the removed tokens, so neither can be used.
             self.ended = self.opened = None
+            self.refused = [(num_begun, call) for num_begun, call in self.refused if num_begun <= min(stale)]
         num_removed = 0
         for answer in map(self.answers.pop, stale):
             num_removed += answer.num_tokens
             if answer.call is not None:
                 num_retained = int((answer.call.parts[0].weight_versions <= version).sum())
-                self.aborted[answer.call.identity] += num_retained
+                self.aborted[answer.identity] += num_retained
                 num_removed -= num_retained
+            else:
+                # Their versions are unknown. Only remember that the tokens of this call are counted.
+                self.aborted[answer.identity] += 0
         return num_removed
 
     def has_answer(self, identity: str) -> bool:
-        return any(answer.call is not None and answer.call.identity == identity for answer in self.answers.values())
+        return any(answer.identity == identity for answer in self.answers.values())
 
     def knows(self, identity: str) -> bool:
         """Return whether the journal has counted tokens of this call. `identity` is empty in checkpoints of old."""
@@ -119,16 +136,15 @@ class JournaledTry:
 
     def remember_calls_of(self, earlier: JournaledTry) -> None:
         """Remember that the tokens of an earlier try's calls are counted, and lost. A checkpoint may have the calls."""
-        calls = [answer.call for answer in earlier.answers.values() if answer.call is not None]
-        for identity in [*earlier.aborted, *(call.identity for call in calls)]:
+        for identity in [*earlier.aborted, *(answer.identity for answer in earlier.answers.values())]:
             self.aborted[identity] += 0
 
     def forget_tokens(self) -> None:
-        """Remove everything except numbers of tokens, so that a settled try needs little memory."""
+        """Remove everything except numbers of tokens and identities, so that a settled try needs little memory."""
         if self.ended is not None:
-            # An empty mapping, not None, still shows that the try ended. `_apply_step` checks this.
-            self.ended = {}
-        self.chains, self.opened = [], None
+            # Not None: this still shows that the try ended. `_apply_step` checks this.
+            self.ended = {"kind": "ended", "try": self.name, "trajectory": None}
+        self.chains, self.opened, self.refused = [], None, []
         self.asked.clear()
         for answer in self.answers.values():
             answer.call = None
@@ -151,23 +167,38 @@ class JournaledTry:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the records of this try, in the order of reading."""
-        yield {"kind": "began", "try": self.name, "attempt": self.attempt_name, "settings": self.settings}
+        names = {"try": self.name, "attempt": self.attempt_name, "settings": self.settings}
+        yield {"kind": "began", **names, "step": self.first_step}
         if self.can_go_on:
             yield from (dict(record) for record in (self.opened, *self.asked.values()) if record is not None)
         # Rebuild the try step by step: `base` of a record may only name an answer written before it.
-        rebuilt_try = JournaledTry(self.name, self.attempt_name, self.settings)
+        rebuilt_try = JournaledTry(self.name, self.attempt_name, self.settings, self.first_step)
+        refused_calls = list(self.refused)
         for number, answer in sorted(self.answers.items()):
-            assert answer.call is not None, "tries without tokens are settled"
-            yield sampled_record(
-                rebuilt_try, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request
-            )
+            while refused_calls and refused_calls[0][0] <= number:
+                yield refused_record(rebuilt_try, refused_calls.pop(0)[1])
+            if answer.call is None:
+                counts = {"tokens": answer.num_tokens, "version": answer.newest_version}
+                yield {"kind": "counted", "try": self.name, "call": number, "id": answer.identity, **counts}
+            else:
+                yield sampled_record(
+                    rebuilt_try, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request
+                )
             rebuilt_try.add(number, answer)
             if self.received[answer.request] > 0 and self.can_go_on:
                 yield {"kind": "received", "try": self.name, "request": answer.request, "clients": 1}
+        for _, refused_call in refused_calls:
+            yield refused_record(rebuilt_try, refused_call)
         for identity, num_tokens in self.aborted.items():
             yield {"kind": "aborted", "try": self.name, "id": identity, "tokens": num_tokens, "from": None}
         if self.ended is not None:
             yield dict(self.ended)
+        if self.step is not None:
+            yield {"kind": "step", "step": self.step, "tries": [[self.name, self.num_trained]]}
+        elif self.dropped_step is not None:
+            yield {"kind": "dropped", "step": self.dropped_step, "tries": [self.name]}
+        elif self.lost_step is not None:
+            yield {"kind": "lost", "step": self.lost_step, "tries": [self.name]}
 
 
 def sampled_record(
@@ -185,7 +216,6 @@ def sampled_record(
     `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `num_begun` tokens of
     the answer are in the try's `aborted` already. `request` is the request's id.
     """
-    base_answer, num_shared = agent_try.place(call.prompt_token_ids)
     return {
         "kind": "sampled",
         "try": agent_try.name,
@@ -193,8 +223,21 @@ def sampled_record(
         "from": None if origin is None else list(origin),
         "repeatable": is_repeatable,
         "begun": num_begun,
-        "id": call.identity,
         "request": request,
+        **_call_values(agent_try, call),
+    }
+
+
+def refused_record(agent_try: JournaledTry, call: RecordedCall) -> dict[str, Any]:
+    """Return the record of a call that an engine refused. Its tokens are counted by another record (`aborted`)."""
+    values = _call_values(agent_try, call)
+    return {"kind": "refused", "try": agent_try.name, "error": call.parts[0].error, **values}
+
+
+def _call_values(agent_try: JournaledTry, call: RecordedCall) -> dict[str, Any]:
+    base_answer, num_shared = agent_try.place(call.prompt_token_ids)
+    return {
+        "id": call.identity,
         "base": base_answer,
         "prompt": prompt_digest(call.prompt_token_ids),
         "new": encode_tokens(call.prompt_token_ids[num_shared:]),
@@ -280,6 +323,8 @@ class JournalState:
             "asked": self._apply_asked,
             "called": self._apply_called,
             "sampled": self._apply_sampled,
+            "counted": self._apply_counted,
+            "refused": self._apply_refused,
             "aborted": self._apply_aborted,
             "engine_lost": self._apply_engine_lost,
             "received": self._apply_received,
@@ -305,9 +350,9 @@ class JournalState:
         for agent_try in self.tries.values():
             if agent_try.step is not None:
                 _add(account, agent_try)
-            elif agent_try.is_dropped:
+            elif agent_try.dropped_step is not None:
                 account.dropped += agent_try.num_sampled
-            elif agent_try.is_replaced:
+            elif agent_try.is_replaced or agent_try.lost_step is not None:
                 account.lost += agent_try.num_sampled
             else:
                 account.waiting += agent_try.num_sampled
@@ -329,25 +374,36 @@ class JournalState:
         for step in [step for step in settled_tokens.trained if step >= version]:
             settled_tokens.lost += settled_tokens.trained.pop(step) + settled_tokens.untrained.pop(step)
         for agent_try in self.tries.values():
-            if agent_try.step is not None and agent_try.step >= version:
-                agent_try.step, agent_try.num_trained = None, 0
-            settled_tokens.lost += agent_try.forget_after(version) if agent_try.step is None else 0
-            agent_try.is_open = agent_try.is_dropped = False
+            if agent_try.settled_step is not None and agent_try.settled_step >= version:
+                agent_try.step = agent_try.dropped_step = agent_try.lost_step = None
+                agent_try.num_trained = 0
+            settled_tokens.lost += agent_try.forget_after(version) if agent_try.settled_step is None else 0
+            agent_try.is_open = False
         self._last_step = version - 1
 
-    def forget_settled(self) -> None:
-        """Count and remove all trained, dropped and lost tries."""
+    def forget_settled(self, saved_steps: Collection[int] = ()) -> None:
+        """Count and remove all trained, dropped and lost tries.
+
+        Tries that the checkpoints of `saved_steps` may have stay, without their tokens: a start from such a checkpoint
+        undoes the steps that settled them.
+        """
+        newest_tries = {agent_try.attempt_name: agent_try for agent_try in self.tries.values()}
         for name, agent_try in list(self.tries.items()):
+            is_unused = self._is_unused(agent_try)
+            if agent_try.settled_step is None and not is_unused:
+                continue
+            if is_unused:
+                # A checkpoint may have its calls. The newest try then knows that they are counted.
+                newest_tries[agent_try.attempt_name].remember_calls_of(agent_try)
+            elif any(agent_try.first_step <= step + 1 <= agent_try.settled_step for step in saved_steps):
+                agent_try.forget_tokens()
+                continue
             if agent_try.step is not None:
                 _add(self._settled_tokens, agent_try)
-            elif agent_try.is_dropped:
+            elif agent_try.dropped_step is not None:
                 self._settled_tokens.dropped += agent_try.num_sampled
-            elif self._is_lost(agent_try):
-                self._settled_tokens.lost += agent_try.num_sampled
-                if (newest := self.newest(agent_try.attempt_name)) is not None:
-                    newest.remember_calls_of(agent_try)
             else:
-                continue
+                self._settled_tokens.lost += agent_try.num_sampled
             del self.tries[name]
 
     def totals(self) -> dict[str, Any]:
@@ -368,18 +424,15 @@ class JournalState:
         tries = [
             t
             for t in self.tries.values()
-            if t.attempt_name == attempt_name and not (t.is_replaced or t.is_dropped) and t.step is None
+            if t.attempt_name == attempt_name and not t.is_replaced and t.settled_step is None
         ]
         return tries[-1] if tries else None
 
-    def _is_lost(self, agent_try: JournaledTry) -> bool:
-        """Return whether neither a run nor a later try can use this try's answers."""
-        if not agent_try.is_replaced:
-            # The tokens of a trained step are removed from memory. If a resume then undid the step, the try cannot be
-            # used.
-            is_used = self._used_from is None or all(answer.call is not None for answer in agent_try.answers.values())
-            return not is_used
-        return not any(t.attempt_name == agent_try.attempt_name and t.is_open for t in self.tries.values())
+    def _is_unused(self, agent_try: JournaledTry) -> bool:
+        """Return whether a later try has replaced this one, and repeats none of its answers any more."""
+        return agent_try.is_replaced and not any(
+            t.attempt_name == agent_try.attempt_name and t.is_open for t in self.tries.values()
+        )
 
     def _apply_totals(self, values: Mapping[str, Any]) -> None:
         """Add the counts of the tries that an earlier start removed from the journal."""
@@ -398,11 +451,15 @@ class JournalState:
         name, attempt_name, settings = (str(values[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError("a try began twice")
+        # Earlier versions of megarl never write the step.
+        first_step = _count(values["step"]) if "step" in values else self._last_step + 1
         for earlier in self.tries.values():
-            if earlier.attempt_name == attempt_name and earlier.step is None:
-                # Keep its answers, because the later try may repeat them.
-                earlier.is_open, earlier.is_replaced = False, True
-        self.tries[name] = JournaledTry(name, attempt_name, settings)
+            if earlier.attempt_name == attempt_name:
+                first_step = min(first_step, earlier.first_step)
+                if earlier.settled_step is None:
+                    # Keep its answers, because the later try may repeat them.
+                    earlier.is_open, earlier.is_replaced = False, True
+        self.tries[name] = JournaledTry(name, attempt_name, settings, first_step)
 
     def _apply_called(self, values: Mapping[str, Any]) -> None:
         self._calls_under_way.add(str(values["id"]))
@@ -422,7 +479,7 @@ class JournalState:
         newest_version = int(versions.max(initial=0))
         # Earlier versions of megarl write no ids of requests and calls.
         request_id = str(values.get("request", ""))
-        answer = JournaledAnswer(num_tokens, newest_version, call, values["repeatable"] is True, request_id)
+        answer = JournaledAnswer(num_tokens, newest_version, call, values["repeatable"] is True, request_id, identity)
         agent_try.add(number, answer)
         if values["from"] is None:
             # Earlier versions of megarl do not count the tokens of unfinished calls.
@@ -434,6 +491,24 @@ class JournalState:
         origin_try, origin_number = values["from"]
         if self.tries[origin_try].answers.pop(_count(origin_number)).num_tokens != num_tokens:
             raise ValueError("an answer taken from an earlier try has another number of tokens there")
+
+    def _apply_counted(self, values: Mapping[str, Any]) -> None:
+        """Add an answer of a settled try to its numbers. Its tokens are removed from the journal."""
+        num_tokens, newest_version = _count(values["tokens"]), _count(values["version"])
+        answer = JournaledAnswer(num_tokens, newest_version, None, is_repeatable=False, identity=str(values["id"]))
+        self.tries[values["try"]].add(_count(values["call"]), answer)
+        self._settled_tokens.sampled += num_tokens
+
+    def _apply_refused(self, values: Mapping[str, Any]) -> None:
+        agent_try = self.tries[values["try"]]
+        completion = read_completion(agent_try.name, values, ("error",))
+        if not isinstance(values["error"], str | None):
+            raise TypeError("the reason of a refusal is not text")
+        completion = replace(completion, error=values["error"])
+        if self._used_from is not None:
+            prompt = _read_prompt(agent_try, values)
+            call = RecordedCall(prompt, [completion], is_done=True, identity=str(values["id"]))
+            agent_try.refused.append((agent_try.num_begun, call))
 
     def _apply_aborted(self, values: Mapping[str, Any]) -> None:
         """Count the tokens of a call that ended without an answer."""
@@ -496,7 +571,8 @@ class JournalState:
 
     def _apply_reopened(self, values: Mapping[str, Any]) -> None:
         agent_try = self.tries[values["try"]]
-        if agent_try.is_open or agent_try.is_replaced or agent_try.ended is not None or agent_try.step is not None:
+        is_over = agent_try.is_replaced or agent_try.ended is not None or agent_try.settled_step is not None
+        if agent_try.is_open or is_over:
             raise ValueError("a try that is not interrupted is opened again")
         agent_try.is_open = True
 
@@ -519,17 +595,19 @@ class JournalState:
         step = _count(values["step"]) if "step" in values else self._last_step + 1
         for name in values["tries"]:
             agent_try = self.tries[name]
-            if agent_try.step is not None or agent_try.is_dropped:
+            if agent_try.step is not None or agent_try.dropped_step is not None:
                 raise ValueError("a try that was trained or dropped is dropped")
-            agent_try.is_dropped, agent_try.is_open, agent_try.opened = True, False, None
+            agent_try.dropped_step, agent_try.is_open, agent_try.opened = step, False, None
             # A run that goes on before this step has its calls again.
             if self._used_from is None or step < self._used_from:
-                self._settled_tokens.dropped += self.tries.pop(name).num_sampled
+                agent_try.forget_tokens()
 
     def _apply_lost(self, values: Mapping[str, Any]) -> None:
+        # Earlier versions of megarl never write the step: it is the newest one.
+        step = _count(values["step"]) if "step" in values else self._last_step
         for name in values["tries"]:
             agent_try = self.tries[name]
-            agent_try.is_replaced, agent_try.is_open, agent_try.ended = True, False, None
+            agent_try.lost_step, agent_try.is_open = step, False
 
     def _apply_step(self, values: Mapping[str, Any]) -> None:
         """Note the step that trained these tries, and how many of their tokens. Contradictions become faults.
@@ -543,7 +621,11 @@ class JournalState:
                 self._settled_tokens.faults.append(
                     f"step {step}: attempt {name!s:.80} was trained before, or never began"
                 )
-            elif agent_try.ended is None or _count(num_trained) > agent_try.num_answered:
+            elif (
+                agent_try.ended is None
+                or agent_try.lost_step is not None
+                or _count(num_trained) > agent_try.num_answered
+            ):
                 self._settled_tokens.faults.append(
                     f"step {step}: attempt {name!s:.80} did not end, or trains too many tokens"
                 )
