@@ -36,6 +36,8 @@ class Harbor:
     """
 
     makes_problems = True
+    runs_elsewhere = False
+    """Whether the agent runs in an environment that cannot reach a loopback address of this machine. See `check`."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Harbor:
         return number
 
     def check(self) -> None:
-        self._tasks.check(self._folder)
+        self.runs_elsewhere = self._tasks.check(self._folder)["runs_elsewhere"] is True
 
 
 def _choice(name: str, field: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe
+from megarl.config.sections.rollout import LOOPBACK
 from megarl.data.chat import tokenizer_of
 from megarl.data.dialogue import Dialogue
 from megarl.data.kinds.problems import MADE
@@ -91,6 +92,12 @@ def _read_tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
         if check_machine := getattr(environment, "check", None):
             check_machine()
         tools = tuple(getattr(environment, "tools", ()))
+    if getattr(environment, "runs_elsewhere", False) and recipe.rollout.endpoint.host in LOOPBACK:
+        raise ConfigError(
+            f"rollout.endpoint.host = {recipe.rollout.endpoint.host}: the agent runs in an environment of Harbor "
+            "that cannot reach this address; set host to an address of this machine that it reaches (docker: "
+            "172.17.0.1), and rollout.endpoint.token to ${oc.env:NAME}"
+        )
     for fault in _find_name_faults(recipe, environment):
         raise ConfigError(fault)
     return tools

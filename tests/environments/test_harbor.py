@@ -36,18 +36,30 @@ import pathlib
 from types import SimpleNamespace as Space
 class Task:
     short_name = "task"
-    config = Space(environment=Space())
     def __init__(self, folder):
         self.task_dir = folder
-        self.paths = Space(environment_dir=pathlib.Path(folder, "environment"))
+        mode = pathlib.Path(folder, "task.toml").read_text() or "public"
+        phase = Space(network_mode=None, environment=None)
+        self.config = Space(environment=Space(network_mode=mode), agent=phase, verifier=phase, steps=None)
         (pathlib.Path(folder) / "tests/test.sh").read_text()
+""",
+    "models/task/config.py": """
+from types import SimpleNamespace
+class EnvironmentConfig(SimpleNamespace):
+    @classmethod
+    def model_validate(cls, values):
+        return cls(**values)
+    def model_dump(self, mode, exclude=()):
+        return vars(self)
+NetworkPolicy = EnvironmentConfig
 """,
     "models/trial/config.py": """
 from types import SimpleNamespace
 class Config:
     @classmethod
     def model_validate(cls, values):
-        return SimpleNamespace(**{"type": None, "import_path": None, "delete": True} | values)
+        defaults = {"type": None, "import_path": None, "delete": True, "extra_docker_compose": []}
+        return SimpleNamespace(**defaults | values)
 AgentConfig = EnvironmentConfig = Config
 class TrialConfig(Config):
     model_fields = dict.fromkeys(["task", "trial_name", "trials_dir", "agent", "environment", "verifier"])
@@ -58,8 +70,10 @@ TrialPaths = pathlib.Path
 """,
     "environments/factory.py": """
 import asyncio, pathlib
+from types import SimpleNamespace
 class Environment:
-    def __init__(self, session_id, trial_paths, kwargs):
+    def __init__(self, session_id, trial_paths, kwargs, **made_with):
+        self.made_with = made_with
         # A folder is the container, and outlives its process. Other files say how it stops.
         self.folder = trial_paths.parent.parent
         self.container = self.folder / "containers" / session_id
@@ -76,6 +90,8 @@ class Environment:
             await asyncio.sleep(0.01)
         if self.container.exists():
             self.container.rmdir()
+            with (self.folder / "stopped").open("a") as file:
+                print(self.made_with, file=file)
     async def run(self, command):
         if command[0] == "down":
             return await Environment.stop(self, command)
@@ -94,29 +110,43 @@ class Environment:
             pass
 class EnvironmentFactory:
     @classmethod
-    def create_environment_from_config(cls, *, config, session_id, trial_paths, **_):
-        return Environment(session_id, trial_paths, config.kwargs)
+    def create_environment_from_config(cls, *, config, session_id, trial_paths, **made_with):
+        return Environment(session_id, trial_paths, config.kwargs, **made_with)
+    @staticmethod
+    def get_environment_class(kind):
+        compose = ("podman-compose", "--in-pod=false")
+        return SimpleNamespace(runtime=lambda: SimpleNamespace(compose=compose))
     @staticmethod
     def run_preflight(kind, import_path, kwargs):
         if kind == "docker":
             raise SystemExit("Docker is not installed or not on PATH.")
 """,
     "agents/factory.py": """
-from types import SimpleNamespace
+from harbor.agents.installed.base import BaseInstalledAgent as Installed
 class AgentFactory:
     @staticmethod
     def get_agent_class_from_config(config):
-        return SimpleNamespace(MODEL_CONNECTION=None if vars(config).get("name") == "oracle" else object())
+        if vars(config).get("name") == "claude-code":
+            return Installed
+        return type("Agent", (), {"MODEL_CONNECTION": None if vars(config).get("name") == "oracle" else object()})
+""",
+    "agents/installed/base.py": """
+class BaseInstalledAgent:
+    MODEL_CONNECTION = object()
 """,
     "trial/trial.py": """
 import asyncio, json, os, pathlib
 from types import SimpleNamespace as Space
 from harbor.environments.factory import EnvironmentFactory
+from harbor.models.task import config as task
+from harbor.models.trial.config import EnvironmentConfig
 class Trial:
     @classmethod
     async def create(cls, config):
         trial = cls()
         trial.config = config
+        if pathlib.Path(config.task["path"], "task.toml").read_text() == "no-network":
+            raise ValueError("network_mode='no-network' is not supported")
         return trial
     async def run(self):
         config = self.config
@@ -126,7 +156,15 @@ class Trial:
         outcome = json.loads(pathlib.Path(config.task["path"], "outcome").read_text())
         session = f"{config.trial_name}__env" + ("-stuck" if outcome == "stuck" else "")
         environment = EnvironmentFactory.create_environment_from_config(
-            config=Space(**config.environment), session_id=session, trial_paths=folder
+            config=EnvironmentConfig.model_validate(config.environment),
+            session_id=session,
+            trial_paths=folder,
+            # As those of a verifier with an environment of its own.
+            environment_dir=pathlib.Path(config.task["path"], "tests"),
+            environment_name="task",
+            task_env_config=task.EnvironmentConfig(cpus=2),
+            network_policy=task.NetworkPolicy(network_mode="no-network"),
+            phase_network_policies=[],
         )
         is_late = outcome in ("error", {"reward": 0.25})
         errors = [Space(exception_type="AgentTimeoutError", exception_message="late")] if is_late else []
@@ -321,6 +359,10 @@ async def test_the_container_of_a_killed_trial_is_stopped_by_the_next(
     finally:
         await close_shared()
     is_stuck = outcome == "stuck"
+    if not is_stuck:
+        [first, *_] = (tasks.parent / "stopped").read_text().splitlines()
+        # Not those of the task: a verifier with an environment of its own has other files and another network.
+        assert all(part in first for part in ("tasks/0/tests'", "cpus=2", "network_mode='no-network'"))
     assert container.exists() == is_stuck and len([*tasks.parent.glob("trials/.live/*")]) == is_stuck
     assert ("no daemon" in caplog.text) == is_stuck
 
@@ -403,7 +445,7 @@ class Trials:
 
         monkeypatch.setattr(fcntl, "flock", flock_on_disk)
 
-    async def stop_session(self, trial_name: str, facts: dict[str, Any], session: str) -> None:
+    async def stop_session(self, trial_name: str, settings: Any, session: str, values: dict[str, Any]) -> None:
         self.stopped.append(session)
 
 
@@ -411,14 +453,14 @@ async def test_a_damaged_file_of_a_killed_trial_stops_no_later_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials = Trials(tmp_path, monkeypatch)
-    with trials.library.live_trial("lives", "task") as live_trial:
-        live_trial.note("stopped", True)
-        live_trial.note("stopped", False)
-        live_trial.note("living", True)
+    with trials.library.live_trial("lives") as live_trial:
+        live_trial.note("stopped", {})
+        live_trial.note("stopped", None)
+        live_trial.note("living", {})
         facts = (tmp_path / LIVE / "lives").read_bytes()
         for name, content in {"empty": b"", "cut": facts[:-4], "killed": facts.replace(b"living", b"dead")}.items():
             (tmp_path / LIVE / name).write_bytes(content)
-        live_trial.note("living", False)
+        live_trial.note("living", None)
         errors = await trials.library.sweep()
         assert trials.stopped == ["dead"] and os.listdir(tmp_path / LIVE) == ["lives"]
     assert len(errors) == 2
@@ -429,7 +471,7 @@ async def test_a_damaged_file_of_a_killed_trial_stops_no_later_trial(
 def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = Trials(tmp_path, monkeypatch, has_locks=False)
     refused = pytest.raises(RuntimeError, match=rf"trials = {tmp_path}: its disk has no file locks \(.*\); choose")
-    with refused, trials.library.live_trial("name", "task"):
+    with refused, trials.library.live_trial("name"):
         pass
     assert not [*(tmp_path / LIVE).iterdir()]
 
@@ -469,6 +511,16 @@ def test_what_cannot_be_tried_is_refused(tasks: Path) -> None:
     Harbor("tasks", agent="oracle", environment="my:Environment").check()
     with pytest.raises(ConfigError, match="Docker is not installed"):
         Harbor("tasks", agent="oracle").check()
+    for agent, environment in (("claude-code", "modal"), ("claude-code", "singularity"), ("terminus-2", "modal")):
+        trial = Harbor("tasks", agent=agent, environment=environment)
+        trial.check()
+        assert trial.runs_elsewhere == (agent == "claude-code" and environment == "modal")
+    with pytest.raises(ConfigError, match="podman-compose only"):
+        Harbor("tasks", agent="oracle", environment="podman").check()
+    (tasks / "5/task.toml").write_text("no-network")
+    with pytest.raises(ConfigError, match=r"5/task\.toml: environment = my:Environment cannot run .*no-network"):
+        Harbor("tasks", agent="oracle", environment="my:Environment").check()
+    (tasks / "5/task.toml").write_text("")
     with pytest.raises(ConfigError, match="less than two tasks"):
         Harbor("gone", agent="oracle", environment="my:Environment").check()
     with pytest.raises(ConfigError, match=r"trial\.timeouts: Harbor's TrialConfig has no such field"):

@@ -19,6 +19,15 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
 """Functions of the user's, none of which says that it judges the answer."""
 
 
+class Elsewhere:
+    """An agent in a container that cannot reach the machine's loopback addresses."""
+
+    runs_elsewhere = True
+
+    async def run(self, problem: Any, base_url: str, api_key: str) -> float:
+        return 0.0
+
+
 class Misfit(NamedTuple):
     """A refused recipe."""
 
@@ -447,6 +456,11 @@ MISFITS = {
         {"rollout": {"environment": "gem", "environment_kwargs": {"name": "game:Mastermind-v0-easy"}}},
         "rollout.environment_kwargs",
         ["gem-llm", "rollout.environment_kwargs.python"],
+    ),
+    "an endpoint that the agent cannot reach": Misfit(
+        {"rollout": {"environment": f"{__name__}:Elsewhere"}},
+        "rollout.endpoint.host = 127.0.0.1",
+        ["172.17.0.1", "rollout.endpoint.token"],
     ),
     "a setting that the environment needs": Misfit(
         {"rollout": {"environment": "search"}}, "rollout.environment_kwargs = {}", ["search", "'corpus'"]

@@ -9,11 +9,14 @@ import os
 import pathlib
 import signal
 import sys
+import tempfile
 import time
 
 KEY_NAME = "OPENAI_API_KEY"
 CHILD_SECONDS = 10.0
 """Seconds for `docker compose up` to end after SIGTERM."""
+LIMIT_FIELDS = ("network_mode", "allowed_hosts", "cpus", "memory_mb", "storage_mb", "gpus", "gpu_types", "tpu", "os")
+"""Fields of a task that not every environment can honour."""
 LIVE = ".live"
 """Folder, inside the folder of trials, with a file for each running trial. The trial's process locks its file."""
 
@@ -27,21 +30,65 @@ class Library:
         self.task_class = importlib.import_module("harbor.models.task.task").Task
         self.configs = importlib.import_module("harbor.models.trial.config")
         self.paths_class = importlib.import_module("harbor.models.trial.paths").TrialPaths
+        self.task_configs = importlib.import_module("harbor.models.task.config")
         self.trial_class = importlib.import_module("harbor.trial.trial").Trial
         self.settings = settings["trial"]
         folders = [path.parent for path in sorted(pathlib.Path(settings["tasks"]).glob("*/task.toml"))]
         # Read each task, so that a broken one is refused before the run.
-        self.tasks = [str(self.task_class(folder).task_dir) for folder in folders]
+        tasks = [self.task_class(folder) for folder in folders]
+        self.tasks = [str(task.task_dir) for task in tasks]
         environment = self.configs.EnvironmentConfig.model_validate(self.settings["environment"])
         self.environments = importlib.import_module("harbor.environments.factory").EnvironmentFactory
         self.environments.run_preflight(environment.type, environment.import_path, kwargs=environment.kwargs)
         agent = self.configs.AgentConfig.model_validate(self.settings["agent"])
+        self.refuse_podman_compose(environment)
         agent_factory = importlib.import_module("harbor.agents.factory").AgentFactory
-        self.has_connection = agent_factory.get_agent_class_from_config(agent).MODEL_CONNECTION is not None
-        self.make_config(0, "check", "http://127.0.0.1:9/v1")
-        self.introduction = {"num_tasks": len(self.tasks)}
+        agent_class = agent_factory.get_agent_class_from_config(agent)
+        self.has_connection = agent_class.MODEL_CONNECTION is not None
+        self.refuse_tasks(tasks)
+        installed_class = importlib.import_module("harbor.agents.installed.base").BaseInstalledAgent
+        is_inside = environment.type is not None and issubclass(agent_class, installed_class)
+        # Containers of singularity have the network of the machine.
+        runs_elsewhere = is_inside and environment.type != "singularity"
+        self.introduction = {"num_tasks": len(self.tasks), "runs_elsewhere": runs_elsewhere}
 
-    def make_config(self, task, trial_name, base_url):
+    def refuse_podman_compose(self, environment):
+        """Raise ValueError if Harbor would use podman-compose. It leaves the networks of trials."""
+        if environment.type != "podman":
+            return
+        # Harbor passes this option to podman-compose only.
+        if "--in-pod=false" in self.environments.get_environment_class("podman").runtime().compose:
+            raise ValueError(
+                "environment = podman: Harbor finds podman-compose only, which leaves the network of each trial; "
+                "install podman 4.7 or newer with Docker Compose 2, or set environment to docker"
+            )
+
+    def refuse_tasks(self, tasks):
+        """Raise ValueError for a task that the environment cannot run: its network modes or its resources.
+
+        Creates a trial of each kind of task, without a start. The trial's own checks are those before its start.
+        """
+        os.environ[KEY_NAME] = "check"
+        kinds = {}
+        for number, task in enumerate(tasks):
+            config = task.config
+            phases = [part for step in (config, *(config.steps or ())) for part in (step.agent, step.verifier)]
+            parts = [config.environment, config.verifier.environment, *phases]
+            limits = [[getattr(part, name, None) for name in LIMIT_FIELDS] for part in parts]
+            kinds.setdefault(repr(limits), number)
+        with tempfile.TemporaryDirectory(prefix="megarl-harbor-") as folder:
+            for number in kinds.values():
+                config = self.make_config(number, f"check-{number}", "http://127.0.0.1:9/v1", folder)
+                try:
+                    asyncio.run(self.trial_class.create(config))
+                except Exception as error:
+                    name = self.settings["environment"].get("type") or self.settings["environment"]["import_path"]
+                    raise ValueError(
+                        f"{self.tasks[number]}/task.toml: environment = {name} cannot run this task: {error!s:.400}; "
+                        "change the task, or choose another environment"
+                    ) from error
+
+    def make_config(self, task, trial_name, base_url, trials_folder=None):
         agent = dict(self.settings["agent"])
         # Agents that call no model, such as oracle, refuse these fields.
         if self.has_connection:
@@ -49,8 +96,9 @@ class Library:
             agent |= {"model_name": "openai/policy", "base_url": base_url, "model_api_key_name": KEY_NAME}
         values = self.settings | {
             "agent": agent,
-            "task": {"path": self.tasks[task] if self.tasks else "."},
+            "task": {"path": self.tasks[task]},
             "trial_name": trial_name,
+            "trials_dir": trials_folder or self.settings["trials_dir"],
         }
         # Harbor would silently ignore an unknown field.
         if unknown := sorted(values.keys() - self.configs.TrialConfig.model_fields.keys()):
@@ -81,7 +129,7 @@ class Library:
             for number in self.process_tree.ENDING_SIGNALS:
                 loop.add_signal_handler(number, cancel_once if number == signal.SIGTERM else lambda: None)
             notes = await self.sweep()
-            with self.live_trial(request["trial_name"], self.tasks[request["task"]]) as live_trial:
+            with self.live_trial(request["trial_name"]) as live_trial:
                 rewards, errors = await self.make_trial(config, live_trial)
             return {"rewards": rewards, "notes": [*notes, *errors]}
 
@@ -99,12 +147,12 @@ class Library:
         def create_noted(*arguments, **options):
             environment = create(*arguments, **options)
             session = options["session_id"]
-            live_trial.note(session, True)
+            live_trial.note(session, self.describe_environment(options))
             stop = self.make_stop(environment)
 
             async def stop_and_note(delete):
                 await stop(delete)
-                live_trial.note(session, False)
+                live_trial.note(session, None)
 
             async def stop_noted(delete):
                 stopping = asyncio.create_task(stop_and_note(delete))
@@ -132,8 +180,20 @@ class Library:
             raise RuntimeError("; ".join(errors))
         return rewards, errors
 
+    def describe_environment(self, options):
+        """Return what another process needs to stop an environment created with these options, as JSON values."""
+        policies = options.get("network_policy"), *(options.get("phase_network_policies") or ())
+        return {
+            "extra_docker_compose": [str(path) for path in options["config"].extra_docker_compose],
+            "environment_dir": str(options["environment_dir"]),
+            "environment_name": options["environment_name"],
+            # Harbor has made this old field a network mode.
+            "task_env_config": options["task_env_config"].model_dump(mode="json", exclude={"allow_internet"}),
+            "network_policies": [policy and policy.model_dump(mode="json") for policy in policies],
+        }
+
     @contextlib.contextmanager
-    def live_trial(self, trial_name, task):
+    def live_trial(self, trial_name):
         """Keep a locked file while a trial runs. Yields a LiveTrial.
 
         The file stays, without a lock, if the trial is killed or one of its environments does not stop. The next trial
@@ -151,7 +211,7 @@ class Library:
                     f"trials = {folder.parent}: its disk has no file locks ({error.strerror}); choose a folder on "
                     "another disk"
                 ) from error
-            facts = {"machine": os.uname().nodename, "environment": self.settings["environment"], "task": task}
+            facts = {"machine": os.uname().nodename, "environment": self.settings["environment"]}
             file.write(json.dumps(facts) + "\n")
             file.flush()
             # Lock the file before the rename shows it to `sweep`.
@@ -160,7 +220,7 @@ class Library:
             try:
                 yield live_trial
             finally:
-                if not any(live_trial.is_running.values()):
+                if all(values is None for values in live_trial.environments.values()):
                     path.unlink()
 
     async def sweep(self):
@@ -178,7 +238,9 @@ class Library:
                     continue
                 try:
                     facts, *changes = map(json.loads, file)
-                    is_running = dict(changes)
+                    running = {session: values for session, values in dict(changes).items() if values is not None}
+                    if not all(isinstance(values, dict) for values in running.values()):
+                        raise TypeError("an environment has no description")
                     is_here = facts["machine"] == os.uname().nodename
                 # A crash of the machine may leave an empty file. It must not stop all later trials.
                 except (ValueError, TypeError, KeyError) as error:
@@ -191,8 +253,8 @@ class Library:
                 if not is_here:
                     continue
                 try:
-                    for session in [session for session in is_running if is_running[session]]:
-                        await self.stop_session(path.name, facts, session)
+                    for session, values in running.items():
+                        await self.stop_session(path.name, facts["environment"], session, values)
                 # The environment may be a user's class and raise anything.
                 except Exception as error:
                     print(f"{path}: {error!r}", file=sys.stderr)
@@ -201,17 +263,26 @@ class Library:
                 path.unlink()
         return errors
 
-    async def stop_session(self, trial_name, facts, session):
-        """Stop an environment that another process started. Harbor's environments find it by its session."""
-        task = self.task_class(facts["task"])
-        config = self.configs.EnvironmentConfig.model_validate(facts["environment"])
+    async def stop_session(self, trial_name, settings, session, values):
+        """Stop an environment that another process started. Harbor's environments find it by its session.
+
+        `values` describe it (`describe_environment`): a verifier's own environment has other files than the task's.
+        """
+        extra_files = {"extra_docker_compose": values["extra_docker_compose"]}
+        config = self.configs.EnvironmentConfig.model_validate(settings | extra_files)
+        policy_class = self.task_configs.NetworkPolicy
+        network_policy, *phase_policies = (
+            policy and policy_class.model_validate(policy) for policy in values["network_policies"]
+        )
         environment = self.environments.create_environment_from_config(
             config=config,
-            environment_dir=task.paths.environment_dir,
-            environment_name=task.short_name,
+            environment_dir=pathlib.Path(values["environment_dir"]),
+            environment_name=values["environment_name"],
             session_id=session,
             trial_paths=self.paths_class(pathlib.Path(self.settings["trials_dir"], trial_name)),
-            task_env_config=task.config.environment,
+            task_env_config=self.task_configs.EnvironmentConfig.model_validate(values["task_env_config"]),
+            network_policy=network_policy,
+            phase_network_policies=phase_policies,
         )
         await self.make_stop(environment)(config.delete)
 
@@ -260,13 +331,15 @@ class Library:
 
 
 class LiveTrial:
-    """The environments of a trial, by session: whether they may run. Its file has a line for each change."""
+    """The environments of a trial, by session: their description while they may run, else None. Its file has a line for
+    each change.
+    """
 
     def __init__(self, file):
         self.file = file
-        self.is_running = {}
+        self.environments = {}
 
-    def note(self, session, is_running):
-        self.is_running[session] = is_running
-        self.file.write(json.dumps([session, is_running]) + "\n")
+    def note(self, session, values):
+        self.environments[session] = values
+        self.file.write(json.dumps([session, values]) + "\n")
         self.file.flush()

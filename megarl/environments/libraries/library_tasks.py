@@ -52,15 +52,20 @@ class LibraryTasks:
         """Return the number of a problem's task. Raises ChildError for an invalid number of tasks."""
         return task_of(problem["index"], problem["record"].get("split"), _count_tasks(process), self._heldout)
 
-    def check(self, source: str) -> None:
-        """Load the tasks of `source` before a run. Raises ConfigError if this fails."""
+    def check(self, source: str) -> Mapping[str, Any]:
+        """Load the tasks of `source` before a run, and return the introduction of their process.
+
+        Raises ConfigError if this fails.
+        """
         try:
-            if _count_tasks(run_alone(self.process)) < 2:
+            process = run_alone(self.process)
+            if _count_tasks(process) < 2:
                 raise ChildError(
                     f"{source} has less than two tasks; at least one each is needed for training and validation"
                 )
         except Exception as error:
             raise ConfigError(f"rollout.environment = {self._library}: {error}") from error
+        return process.introduction
 
 
 def _count_tasks(process: LibraryProcess) -> int:

@@ -389,13 +389,13 @@ class JournalState:
         """
         newest_tries = {agent_try.attempt_name: agent_try for agent_try in self.tries.values()}
         for name, agent_try in list(self.tries.items()):
-            is_unused = self._is_unused(agent_try)
-            if agent_try.settled_step is None and not is_unused:
-                continue
-            if is_unused:
+            settled_step = agent_try.settled_step
+            if self._is_unused(agent_try):
                 # A checkpoint may have its calls. The newest try then knows that they are counted.
                 newest_tries[agent_try.attempt_name].remember_calls_of(agent_try)
-            elif any(agent_try.first_step <= step + 1 <= agent_try.settled_step for step in saved_steps):
+            elif settled_step is None:
+                continue
+            elif any(agent_try.first_step <= step + 1 <= settled_step for step in saved_steps):
                 agent_try.forget_tokens()
                 continue
             if agent_try.step is not None:
