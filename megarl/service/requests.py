@@ -1,4 +1,8 @@
-"""JSON bodies of the SDK's requests. Unknown fields are ignored: newer versions of the SDK send more fields."""
+"""JSON bodies of the SDK's requests.
+
+Newer versions of the SDK send more fields. Unknown fields that could change training or sampling are refused
+(`Settings`), others are ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
 
 from megarl.service.refusals import UserError
@@ -52,6 +57,23 @@ class Body(BaseModel):
     """A request's body. The SDK has names that begin with `model_`."""
 
     model_config = {"protected_namespaces": (), "extra": "ignore"}
+
+
+class Settings(Body):
+    """Settings of training or sampling. A setting that this version does not know is refused, unless it is null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name, value in values.items():
+                # Each SDK class writes its name as `type`.
+                if name not in cls.model_fields and name != "type" and value is not None:
+                    raise ValueError(
+                        f"{name:.50} = {value!r:.50} is not supported; leave it out, or use one of "
+                        f"{', '.join(cls.model_fields)}"
+                    )
+        return values
 
 
 def _as_texts(values: dict[str, Any]) -> dict[str, str]:
@@ -94,7 +116,7 @@ class Numbered(Body):
     seq_id: int
 
 
-class LoraSettings(Body):
+class LoraSettings(Settings):
     rank: PositiveInt
     seed: NonNegativeInt | None = None
     # True is the SDK's default. It has no effect here, but refusing it would refuse most programs.
@@ -103,7 +125,7 @@ class LoraSettings(Body):
     train_attn: bool = True
 
 
-class OptimizerKind(Body):
+class OptimizerKind(Settings):
     type: str = "adamw"
 
 
@@ -130,7 +152,7 @@ class LoadWeights(Body):
     optimizer_config: OptimizerKind | None = None
 
 
-class AdamSettings(Body):
+class AdamSettings(Settings):
     """Settings of one step of AdamW, with the SDK's defaults. `grad_clip_norm` 0: no clipping."""
 
     learning_rate: Annotated[FiniteFloat, Field(ge=0)] = 1e-4
@@ -197,7 +219,7 @@ def _check_stops(stop: Any) -> Any:
     return stop
 
 
-class SampleSettings(Body):
+class SampleSettings(Settings):
     max_tokens: PositiveInt | None = None
     seed: int | None = None
     stop: Annotated[str | list[str | int] | None, BeforeValidator(_check_stops)] = None
@@ -216,6 +238,8 @@ class SampleAddress(Body):
 
 
 class SampleRequest(SampleAddress):
+    base_model: str | None = None
+    model_path: str | None = None
     prompt: Prompt
     sampling_params: SampleSettings
     prompt_logprobs: bool | None = None

@@ -138,6 +138,9 @@ def _prompt_tokens(body: SampleRequest) -> np.ndarray:
 
 def _refuse_unsupported(body: SampleRequest, num_prompt_tokens: int) -> None:
     """Raise UserError for unsupported values of a sampling request."""
+    for name in ("base_model", "model_path"):
+        if (model := getattr(body, name)) is not None:
+            raise UserError(f"{name} = {model:.200}: the sampling session has chosen the model; leave this out")
     if body.target_prompt_logprobs is not None:
         raise UserError("target_prompt_logprobs: is not supported; leave it out, or ask for topk_prompt_logprobs")
     if value := body.prompt_alt_tokens_k:

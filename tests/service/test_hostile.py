@@ -13,6 +13,8 @@ import pytest
 from aiohttp import ClientSession
 
 from megarl.service import wire
+from megarl.service.refusals import UserError
+from megarl.service.requests import CreateModel, SampleRequest, read_fields
 from megarl.serving.body import read_head
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
@@ -148,6 +150,33 @@ async def test_numbers_that_are_not_finite_fail_their_promise(tmp_path: Path, va
             body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {name: value}}
             reply = await client.result("optim_step", body)
             assert reply["category"] == "user" and name in reply["error"]
+
+
+async def test_an_unknown_setting_of_a_step_is_refused_unless_it_is_null(tmp_path: Path) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        _, model_id = await make_model(client)
+        body = {"model_id": model_id, "adam_params": {"amsgrad": True}}
+        reply = await client.result("optim_step", body | {"seq_id": 1})
+        assert reply["category"] == "user" and "amsgrad = True is not supported" in reply["error"]
+        body["adam_params"] = {"amsgrad": None, "type": "adamw"}
+        assert "metrics" in await client.result("optim_step", body | {"seq_id": 2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "field"),
+    [
+        (CreateModel, {"lora_config": {"rank": 8, "alpha": 64}}, "alpha"),
+        (CreateModel, {"optimizer_config": {"type": "adamw", "momentum": 0.9}}, "momentum"),
+        (SampleRequest, {"sampling_params": {"min_p": 0.1}}, "min_p"),
+    ],
+)
+def test_an_unknown_setting_of_results_is_refused(kind: type[Any], values: dict[str, Any], field: str) -> None:
+    required = {"session_id": "s", "model_seq_id": 0, "base_model": "m", "sampling_session_id": "s", "seq_id": 0}
+    required |= {"prompt": {"chunks": []}, "sampling_params": {}}
+    read_fields(kind, required)
+    with pytest.raises(UserError, match=f"{field} = .* is not supported; leave it out"):
+        read_fields(kind, required | values)
 
 
 LONG = "x" * 100_000
