@@ -1,4 +1,4 @@
-"""The types of package and tools, by pyright; a test like the others, so that other tests run beside it."""
+"""The types of package, tools and tests for GPUs, by pyright: a test, so that other tests run beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -21,10 +22,10 @@ def digest_of(root: Path) -> str:
     digest = hashlib.sha256(sys.version.encode())
     for name in sorted(f"{library.name} {library.version}" for library in distributions()):
         digest.update(name.encode())
-    sources = [
-        file for folder in ("megarl", "tools") for file in (root / folder).rglob("*.py*") if file.suffix != ".pyc"
-    ]
-    for file in sorted([*sources, root / "pyproject.toml"]):
+    settings = root / "pyproject.toml"
+    folders = tomllib.loads(settings.read_text(encoding="utf-8"))["tool"]["pyright"]["include"]
+    sources = [file for folder in folders for file in (root / folder).rglob("*.py*") if file.suffix != ".pyc"]
+    for file in sorted([*sources, settings]):
         digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
@@ -45,12 +46,21 @@ def test_types_hold() -> None:
     PASSED.write_text(digest)
 
 
-@pytest.mark.parametrize("name", ["megarl/a.py", "tools/typings/b.pyi", "pyproject.toml"])
+SETTINGS = '[tool.pyright]\ninclude = ["megarl", "tools", "tests/gpu"]\n'
+
+
+@pytest.mark.parametrize("name", ["megarl/a.py", "tools/typings/b.pyi", "tests/gpu/c.py", "pyproject.toml"])
 def test_a_change_is_checked_again(tmp_path: Path, name: str) -> None:
-    for file in (tmp_path / "pyproject.toml", tmp_path / "megarl/a.py", tmp_path / "tools/typings/b.pyi"):
+    for file in (tmp_path / "megarl/a.py", tmp_path / "tools/typings/b.pyi", tmp_path / "tests/gpu/c.py"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
+    (tmp_path / "pyproject.toml").write_text(SETTINGS)
     before = digest_of(tmp_path)
     assert digest_of(tmp_path) == before
-    (tmp_path / name).write_text("a = 1")
+    (tmp_path / name).write_text(f"{SETTINGS}a = 1" if name == "pyproject.toml" else "a = 1")
     assert digest_of(tmp_path) != before
+
+
+def test_tests_that_only_a_gpu_runs_are_checked() -> None:
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"]
+    assert {"megarl", "tools", "tests/gpu", "tests/standin_gpu"} <= {*included}

@@ -41,20 +41,24 @@ def test_varlen_attention_is_attention(cp: int) -> None:
         ]
     )
     rows = [PackedRow.from_lengths(lengths, torch.device("cuda"), "packed", cp=cp, cp_rank=rank) for rank in range(cp)]
-    gathered = torch.cat([row.local for row in rows])
-    for row in rows:
+    local_tokens = [row.local for row in rows if row.local is not None]
+    all_tokens = torch.cat(local_tokens)
+
+    def select(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        return x if index is None else x[index]
+
+    for row, tokens in zip(rows, local_tokens, strict=True):
         parts = [
             attention._attend_varlen(
-                *(
-                    x if index is None else x[index]
-                    for x, index in ((q[row.local], part.queries), (k[gathered], part.keys), (v[gathered], part.keys))
-                ),
+                select(q[tokens], part.queries),
+                select(k[all_tokens], part.keys),
+                select(v[all_tokens], part.keys),
                 part,
             )
             for part in row.parts
         ]
         out = parts[0] if row.order is None else torch.cat(parts)[row.order]
-        torch.testing.assert_close(out.float(), expected[row.local], rtol=0, atol=2e-2)
+        torch.testing.assert_close(out.float(), expected[tokens], rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize("window", [0, 70])
@@ -64,6 +68,7 @@ def test_attention_of_a_tree_is_that_of_its_paths(window: int) -> None:
 
     from megarl.data.token_batch import TokenBatch
     from megarl.models.trees.attention import attend
+    from megarl.models.trees.row import TreeRow
     from megarl.training.rows.choice import make_microbatch
     from megarl.types import TrainingSequence
 
@@ -73,10 +78,11 @@ def test_attention_of_a_tree_is_that_of_its_paths(window: int) -> None:
         ids = [np.concatenate([prompt, random.integers(1, 99, length)]) for length in (90, 7, 260, 128)]
         batch = TokenBatch.from_sequences([TrainingSequence(one, np.ones(len(one), bool)) for one in ids])
         batch.shares_prefixes = True
-        trees = {
-            name: make_microbatch(batch, multiple=2, qkv_format="packed", device=torch.device(name)).row.tree
-            for name in ("cpu", "cuda")
-        }
+        trees = {}
+        for name in ("cpu", "cuda"):
+            row = make_microbatch(batch, multiple=2, qkv_format="packed", device=torch.device(name)).row
+            assert isinstance(row, TreeRow)
+            trees[name] = row.tree
         torch.manual_seed(0)
         shapes = (8, 64), (2, 64), (2, 64)
         size = len(trees["cpu"].positions)
@@ -137,7 +143,7 @@ def test_transformer_engine_accumulates_gradients_in_place() -> None:
     rows = [torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     expected = torch.zeros(128, 256, device="cuda")
     for row in rows:
-        layers[0].weight.grad = None
+        layers[0].zero_grad()
         for layer in layers:
             layer(row).float().square().sum().backward()
         expected += layers[0].weight.grad.float()

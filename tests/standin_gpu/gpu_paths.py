@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ def engine_all_reduce(rank: int) -> None:
 def microbatches(rank: int) -> None:
     """Compute log-probs of two microbatches and their gradients, without a wait of the host."""
     # Of the folder: a copy of tests/host_waits.py.
-    from host_waits import host_waits  # pyright: ignore[reportMissingImports]
+    from host_waits import host_waits
 
     from megarl.models.logprobs import vocab_parallel_logprobs
 
@@ -129,7 +130,7 @@ def two_groups(rank: int) -> None:
 
 def gathered_parameters(rank: int) -> None:
     """Gather shards of two parameters in one call, as Megatron's distributed optimizer does."""
-    group = dist.new_group(backend="cpu:gloo,cuda:nccl", group_desc="shards")
+    group: Any = dist.new_group(backend="cpu:gloo,cuda:nccl", group_desc="shards")
     shards = [torch.full((4,), 1.0 + rank, device="cuda") for _ in range(2)]
     whole = [torch.empty(8, device="cuda") for _ in shards]
     with dist._coalescing_manager(group):  # pyright: ignore[reportPrivateImportUsage]
