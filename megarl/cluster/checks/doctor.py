@@ -17,6 +17,7 @@ import torch.cuda.nccl
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from megarl.cluster.checks.node_checks import inspect
 from megarl.cluster.checks.node_report import NodeReport, gpus
@@ -37,6 +38,11 @@ STACK = (
 
 VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
 """vLLM versions that megarl supports."""
+
+_RAN_TOGETHER = {("vllm", "0.30.0", "torch"): SpecifierSet("==2.11.*")}
+"""Versions of a package with which another one has run on a GPU, against its own requirement (tests/gpu/README.md). The
+extensions of vLLM 0.30.0 use torch's stable interface; `tools/offline_bundle.py` bundles it for hosts with torch 2.11.
+"""
 
 _APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
 """Modules of NVIDIA's apex that Megatron-Core uses for Adam and for accumulating gradients."""
@@ -160,7 +166,13 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
         if version is None:
             faults = [f"{package} needs {name}{specifier}, not installed" for package, specifier in unmet_requirements]
         else:
-            conflicts = [(package, specifier) for package, specifier in unmet_requirements if package != "megarl"]
+            others = [(package, specifier) for package, specifier in unmet_requirements if package != "megarl"]
+            tried = [requirement for requirement in others if _has_run(requirement[0], installed, name)]
+            tested_text += "".join(
+                f"; {package} {installed[package]} needs {specifier}, but has run with it"
+                for package, specifier in tried
+            )
+            conflicts = [requirement for requirement in others if requirement not in tried]
             faults = [
                 f"{version}, but {package} {installed[package]} needs {specifier}" for package, specifier in conflicts
             ]
@@ -170,6 +182,12 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
             yield Finding("bad", name, f"{'; '.join(faults)}", _SETUP)
         elif version or name in ("transformer-engine", "flash-attn", "ray"):
             yield Finding("good" if version else "absent", name, f"{version or 'not installed'}{tested_text}")
+
+
+def _has_run(package: str, installed: Mapping[str, str], name: str) -> bool:
+    """Whether an installed package has run on a GPU with the installed version of `name`."""
+    versions_that_ran = _RAN_TOGETHER.get((package, Version(installed[package]).public, name))
+    return versions_that_ran is not None and versions_that_ran.contains(installed[name])
 
 
 def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
