@@ -206,6 +206,8 @@ def main() -> int:
     for line in differences(manifest):
         print(f"unpack.py: warning: {line}", file=sys.stderr)
     print(f"{number} files in {folder}. In each shell: . {folder}/env.sh")
+    if (script := folder / "build_engine.sh").exists():
+        print(f"Once, for Transformer Engine's extension, on a machine with CUDA's toolkit: bash {script}")
     return 0
 
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from megarl.platform.commands import run_command
 from megarl.types import ConfigError
 
-REMEDY = "run launch/setup.sh, or uninstall transformer-engine"
+REMEDY = "run launch/setup.sh (in an offline bundle build_engine.sh), or uninstall transformer-engine"
 """Advice for a Transformer Engine whose import fails."""
 
 _IMPORT_SECONDS = 120.0

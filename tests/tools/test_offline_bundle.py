@@ -106,6 +106,7 @@ def test_what_is_unpacked_is_the_wheel_without_code_of_other_architectures(bundl
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "the bundle is for torch 2.11.0" in done.stderr
+    assert done.stdout.splitlines()[-1].endswith(f"on a machine with CUDA's toolkit: bash {site}/build_engine.sh")
 
     for name in ("tiny_kernels/__init__.py", "tiny_kernels/table.bin"):
         assert (site / name).read_bytes() == FILES[name]
