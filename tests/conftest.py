@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import resource
 import signal
@@ -15,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +34,7 @@ from tests.forked_command import MEGARL
 from tests.hidden_slurm import path_without_slurm
 from tests.leftovers import WITHOUT_SLURM, Watch
 from tests.shared_fork_servers import shared_fork_servers
+from tools import runs
 
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool
@@ -61,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give what the run starts a folder for its temporary files, and end by a signal as by Ctrl-C: in good order."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[WATCH] = watch = Watch()
+    # Runs of tools start fast, like those of tests.
+    runs.program = MEGARL
     # With `-n`, only the workers run tests: names of sockets are too long in a folder within another.
     if not getattr(config.option, "tx", None) or hasattr(config, "workerinput"):
         os.environ["TMPDIR"] = tempfile.tempdir = str(watch.folder)
@@ -239,15 +240,6 @@ def _no_file_may_grow() -> Iterator[None]:
 def no_file_may_grow() -> Callable[[], AbstractContextManager[None]]:
     """`with no_file_may_grow():` each write to a file fails, as on a disk without room."""
     return _no_file_may_grow
-
-
-@pytest.fixture(scope="session")
-def tool() -> Callable[[str], ModuleType]:
-    """`tool("make_tiny_model")` is that script of `tools/` as a module."""
-    from tools import runs
-
-    runs.program = MEGARL
-    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.package_copy import copy_package
+from tools.make_dataset import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_FILES = {
@@ -168,9 +168,7 @@ def add(copy: Path, what: str, file: str, name: str, table_file: str) -> None:
 
 
 @pytest.mark.end_to_end
-def test_additions_touch_what_contributing_says(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
+def test_additions_touch_what_contributing_says(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     copy = tmp_path / "copy"
     copy_package(copy)
     before = hashes(copy)
@@ -186,7 +184,7 @@ def test_additions_touch_what_contributing_says(
     config = json.loads((tmp_path / "model/config.json").read_text())
     config |= {"architectures": ["ToyForCausalLM"], "model_type": "toy"}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     recipe = {
         "name": "toy",
         "loop": "rl",

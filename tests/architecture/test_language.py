@@ -6,11 +6,11 @@ The numbers are symptoms, and a reader is the proof: `tools/read_aloud.py` print
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tools import read_aloud
 
 MOST_RELATIVE_WORDS = 1.4
 """Per 100 words of docstrings. Nine codebases known for their clarity have 0.5 to 1.3; riddles had 3.8."""
@@ -23,11 +23,8 @@ MOST_PARTICIPLE_FUNCTIONS = 2.0
 OPENINGS = ("Of ", "Those ", "Who ", "What ", "As of ")
 """Words with which no sentence begins: its subject comes first."""
 
-Tool = Callable[[str], ModuleType]
 
-
-def test_the_package_reads_plainly(tool: Tool) -> None:
-    read_aloud = tool("read_aloud")
+def test_the_package_reads_plainly() -> None:
     found = read_aloud.numbers(read_aloud.files())
     assert found.code_lines > 30_000, "the package was not read"
     assert found.relative_per_100_words <= MOST_RELATIVE_WORDS
@@ -37,8 +34,7 @@ def test_the_package_reads_plainly(tool: Tool) -> None:
     assert (found.unclear, found.as_of, found.without_shapes) == ((), (), ())
 
 
-def test_docstrings_begin_with_their_subject(tool: Tool) -> None:
-    read_aloud = tool("read_aloud")
+def test_docstrings_begin_with_their_subject() -> None:
     texts = [text for path in read_aloud.files() for text in read_aloud.texts(path) if text.kind != "message"]
     assert [text.place for text in texts if text.words.startswith(OPENINGS)] == []
 
@@ -65,9 +61,8 @@ def test_docstrings_begin_with_their_subject(tool: Tool) -> None:
     ],
 )
 def test_a_number_counts_what_it_says(
-    tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, number: str, expected: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, number: str, expected: float
 ) -> None:
-    read_aloud = tool("read_aloud")
     monkeypatch.setattr(read_aloud, "PACKAGE", tmp_path / "megarl")
     path = tmp_path / "megarl" / "module.py"
     path.parent.mkdir()
@@ -76,11 +71,9 @@ def test_a_number_counts_what_it_says(
     assert (len(found) if isinstance(found, tuple) else found) == expected
 
 
-def test_texts_are_drawn_for_a_reader(
-    tool: Tool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_drawn_for_a_reader(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["read_aloud.py", "--count", "2", "--seed", "3", "--bare"])
-    tool("read_aloud").main()
+    read_aloud.main()
     printed = capsys.readouterr().out
     assert [printed.count(f"[{kind}]") for kind in ("docstring", "field", "message")] == [2, 2, 2]
     assert not re.search(r"\.py:\d", printed)

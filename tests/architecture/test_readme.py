@@ -35,6 +35,7 @@ from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from megarl.tracking.metric_table import find, rows
 from megarl.tracking.trackers import TRACKERS
 from megarl.types import Problem, ToolCall
+from tools import read_aloud
 
 ROOT = Path(__file__).resolve().parents[2]
 README = "README.md"
@@ -111,13 +112,12 @@ def test_lines_of_prose_fit_into_120_characters(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_read_plainly(page: str, tool: Callable[[str], Any]) -> None:
+def test_pages_read_plainly(page: str) -> None:
     found = list(sentences(page))
     words = [word.lower() for sentence in found for word in re.findall(r"[A-Za-z']+", sentence)]
     assert len(found) > 10
     assert [s for s in found if len(s.split()) > MOST_WORDS_OF_A_SENTENCE] == []
     assert [s for s in found if s.startswith(OPENINGS)] == []
-    read_aloud = tool("read_aloud")
     assert [s for s in found if re.search(read_aloud.UNCLEAR, s)] == []
     assert 100 * sum(word in read_aloud.RELATIVE for word in words) / len(words) <= 1.4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.types import DataError
+from tools.make_tiny_model import make_tiny_model
 
 
 def test_every_byte_and_scale_as_in_transformers() -> None:
@@ -61,9 +61,8 @@ def quantise(folder: Path) -> None:
 
 
 @pytest.fixture
-def quantised(tmp_path: Path, tool: Any) -> Path:
+def quantised(tmp_path: Path) -> Path:
     folder = tmp_path / "quantised"
-    make_tiny_model = tool("make_tiny_model").make_tiny_model
     make_tiny_model(folder, family="gpt_oss", hidden_size=64, num_layers=1, intermediate_size=96, num_experts=2)
     quantise(folder)
     return folder

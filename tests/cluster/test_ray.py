@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import AsyncMock
 
@@ -35,6 +34,7 @@ from tests.cluster.losing import play, scenes
 from tests.cluster.spawned import START_SECONDS, group_on
 from tests.forked_command import MEGARL
 from tests.held_run import REWARD, HeldRun, assert_trained_alike, steps_of
+from tools.make_dataset import make_dataset
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -80,11 +80,10 @@ def folder(
     tmp_path_factory: pytest.TempPathFactory,
     cluster: Cluster,
     tiny_model: Callable[..., Path],
-    tool: Callable[[str], ModuleType],
 ) -> Path:
     """A folder with a recipe for the cluster."""
     folder = tmp_path_factory.mktemp("ray")
-    tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=8)
+    make_dataset(folder / "data", sft=8, train=64, heldout=8)
     (folder / "letters.py").write_text(REWARD)
     recipe = RECIPE.format(model=tiny_model(num_layers=2), address=cluster.address)
     (folder / "recipe.yaml").write_text(recipe)

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,6 +36,7 @@ from tests.logged_steps import logged_steps
 from tests.service.served import run_program
 from tests.serving.tool_model import make_tool_model
 from tests.test_leftovers import end_pytest
+from tools.make_dataset import make_dataset
 
 _skip_without_slurm = pytest.mark.skipif(
     shutil.which("sbatch", path=f"{os.environ['PATH']}:/usr/sbin") is None,
@@ -92,12 +92,10 @@ WIDE = ("cluster.nodes=4", "cluster.ranks_per_node=1", "trainer.tp=1", "rollout.
 
 
 @pytest.fixture(scope="module")
-def whole_cluster(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Iterator[Cluster]:
+def whole_cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Cluster]:
     """Four nodes."""
     folder = tmp_path_factory.mktemp("slurm")
-    tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=8)
+    make_dataset(folder / "data", sft=8, train=64, heldout=8)
     (folder / "letters.py").write_text(REWARD)
     shutil.copytree(tiny_model(num_layers=2), folder / "model")
     (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -12,7 +11,7 @@ from megarl.families.shape import read_model_shape
 from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
-from tests.end_to_end.train_command import train
+from tests.end_to_end.train_command import train, write_inputs
 
 pytestmark = pytest.mark.end_to_end
 
@@ -27,16 +26,9 @@ lora: {{rank: 4, alpha: 8, sync: adapter}}
 optimizer: {{learning_rate: 1e-2}}
 rollout: {{{placement}, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 24}}}}
 algorithm: {{old_logprobs: trainer, importance_sampling: tis}}
-reward: {{functions: ["digits:share_of_digits"]}}
+reward: {{functions: ["digits:digits"]}}
 weights: {{verify_every: 1}}
 train: {{steps: 4, prompts_per_step: 4, samples_per_prompt: 4}}
-"""
-REWARD = """
-from megarl.types import Reward
-
-
-def share_of_digits(completion_text, answer, correct_score):
-    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 SEPARATE = "placement: separate, ranks: 1, max_staleness: 0"
 
@@ -51,12 +43,10 @@ def test_an_engine_with_an_adapter_samples_from_the_trained_policy(
     tp: int,
     tmp_path: Path,
     tiny_model: Callable[..., Path],
-    tool: Callable[[str], ModuleType],
 ) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
-    (tmp_path / "digits.py").write_text(REWARD)
     model = tiny_model(num_layers=2, num_kv_heads=2)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model, placement=placement, ranks=ranks, tp=tp))
+    recipe = RECIPE.format(model=model, placement=placement, ranks=ranks, tp=tp)
+    write_inputs(tmp_path, recipe, num_problems=64)
     train(tmp_path, "recipe.yaml")
     steps = [step for step in metrics(tmp_path / "runs/run") if step["step"]]
     assert len(steps) == 4

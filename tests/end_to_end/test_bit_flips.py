@@ -7,14 +7,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from megarl.checkpoint.manifest import file_record
 from megarl.files.model_folder import CHECKSUMS
-from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.end_to_end.test_layouts import RECIPE
+from tests.end_to_end.train_command import write_inputs
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.package_copy import copy_package
@@ -54,14 +54,10 @@ if (module := sys.modules.get("megarl.worker.colocated")) is not None:
 
 
 @pytest.fixture
-def train(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def train(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`train("NAME", "field=value", ...)` trains with checks at every step, and returns the ended program."""
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
-    (tmp_path / "flip_reward.py").write_text(REWARD)
     model = tiny_model(num_layers=2, num_heads=4, num_kv_heads=2)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model, reward="flip_reward"))
+    write_inputs(tmp_path, RECIPE.format(model=model), num_problems=32)
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
         command = [*MEGARL, "train", "recipe.yaml", "weights.check_every=1", *overrides]

@@ -17,13 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.end_to_end.test_service import LEARNER, SIZES, read_url
+from tools.make_dataset import make_dataset
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -74,9 +74,9 @@ def read_example(cookbook: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, cookbook: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Path:
+def folder(tmp_path: Path, cookbook: Path, tiny_model: Callable[..., Path]) -> Path:
     """Working folder of service and loops. `datasets` and `transformers` prefer its folders to names on the Hub."""
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     for place in ("model", "Qwen/Qwen3-8B"):
         shutil.copytree(tiny_model(**LEARNER), tmp_path / place)
     conversations = [

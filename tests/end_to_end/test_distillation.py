@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.end_to_end.recorded_metrics import metrics
-from tests.end_to_end.train_command import train
+from tests.end_to_end.train_command import train, write_inputs
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -37,11 +37,9 @@ checkpoint: {{every_steps: 3, keep: 3}}
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     folder = tmp_path_factory.mktemp("distillation")
-    tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=16)
+    make_dataset(folder / "data", sft=8, train=64, heldout=16)
     wide = {"initializer_range": 0.12, "num_layers": 2}
     recipe = RECIPE.format(
         student=tiny_model(**wide),
@@ -92,26 +90,15 @@ cluster: {{ranks_per_node: 1}}
 trainer: {{max_tokens_per_microbatch: 1024}}
 optimizer: {{learning_rate: 1e-3}}
 rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 12}}}}
-reward: {{functions: ["digits:share_of_digits"]}}
+reward: {{functions: ["digits:digits"]}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}
 """
-REWARD = """
-from megarl.types import Reward
 
 
-def share_of_digits(completion_text, answer, correct_score):
-    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
-"""
-
-
-def test_rewards_train_next_to_a_teacher(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
+def test_rewards_train_next_to_a_teacher(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     """A teacher equal to the policy adds nothing to the first step's advantages, but to the second one's."""
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=16, heldout=4)
-    (tmp_path / "digits.py").write_text(REWARD)
     model = tiny_model(num_layers=2)
-    (tmp_path / "recipe.yaml").write_text(WITH_REWARDS.format(model=model))
+    write_inputs(tmp_path, WITH_REWARDS.format(model=model), num_problems=16)
     taught = ["loop=distillation", f"distillation.teacher={model}"]
     rewarded = [*taught, "distillation.use_task_rewards=true", "distillation.kl_coefficient=5"]
     norms = {}

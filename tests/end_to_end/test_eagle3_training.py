@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.eagle3 import make_eagle3
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
-from tests.end_to_end.train_command import train
+from tests.end_to_end.train_command import train, write_inputs
 
 pytestmark = pytest.mark.end_to_end
 
@@ -30,17 +29,10 @@ optimizer: {{learning_rate: 5e-3, schedule: constant}}
 rollout:
   {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 24}},
     vllm: {{speculative_config: {{method: eagle3, model: {drafter}, num_speculative_tokens: 2}}}}}}
-reward: {{functions: ["digits:share_of_digits"]}}
+reward: {{functions: ["digits:digits"]}}
 weights: {{verify_every: 1}}
 checkpoint: {{every_steps: {half}}}
 train: {{steps: {steps}, prompts_per_step: 8, samples_per_prompt: 8}}
-"""
-REWARD = """
-from megarl.types import Reward
-
-
-def share_of_digits(completion_text, answer, correct_score):
-    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 
 
@@ -49,19 +41,15 @@ TRAINING = ", drafter_learning_rate: 1e-2, drafter_steps: 2"
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_drafts_of_a_trained_drafter_are_accepted_more_often(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
+def test_drafts_of_a_trained_drafter_are_accepted_more_often(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     """A policy that changes is drafted by a drafter that follows it, and by one that stays as it was."""
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
-    (tmp_path / "digits.py").write_text(REWARD)
     model = tiny_model(num_layers=8, num_heads=4, num_kv_heads=2, head_dim=32, initializer_range=0.1)
     drafter = make_eagle3(tmp_path / "drafter", model, draft_vocab_size=300)
     accepted: dict[str, list[float]] = {}
     for name, training in {"trained": TRAINING, "frozen": ""}.items():
         recipe = RECIPE.format(name=name, model=model, drafter=drafter, steps=STEPS, half=STEPS // 2, training=training)
-        (tmp_path / f"{name}.yaml").write_text(recipe)
-        train(tmp_path, f"{name}.yaml")
+        write_inputs(tmp_path, recipe, num_problems=64)
+        train(tmp_path, "recipe.yaml")
         steps = [step for step in metrics(tmp_path / f"runs/{name}") if step["step"]]
         assert len(steps) == STEPS
         # Accepted drafts are the policy's tokens, so the trainer finds the engine's log-probs for them.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.end_to_end.test_layouts import RECIPE
+from tests.end_to_end.train_command import write_inputs
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.package_copy import copy_package
@@ -23,14 +23,12 @@ ROUNDED_SUM = "(values + residual.to(values.dtype)).float()"
 
 @pytest.fixture
 def train(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> Callable[..., tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]]:
     """`train("NAME", "field=value", ...)` trains and returns the ended program and the metrics of its steps."""
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
-    (tmp_path / "exact_reward.py").write_text(REWARD)
     model = tiny_model(num_layers=2, num_heads=4, num_kv_heads=2)
-    recipe = RECIPE.format(model=model, reward="exact_reward").replace("updates_per_step: 2", "updates_per_step: 1")
-    (tmp_path / "recipe.yaml").write_text(recipe)
+    recipe = RECIPE.format(model=model).replace("updates_per_step: 2", "updates_per_step: 1")
+    write_inputs(tmp_path, recipe, num_problems=32)
 
     def run(name: str, *overrides: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
         command = [*MEGARL, "train", "recipe.yaml", f"name={name}", "model.dtype=bfloat16"]

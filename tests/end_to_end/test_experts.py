@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.end_to_end.recorded_metrics import metrics
 from tests.end_to_end.train_command import train
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -41,11 +41,9 @@ def digits(completion_text: str, answer: str, *, correct_score: float) -> Reward
 """
 
 
-def test_experts_are_trained_where_the_engine_sent_its_tokens(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
+def test_experts_are_trained_where_the_engine_sent_its_tokens(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2)
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     (tmp_path / "expert_reward.py").write_text(REWARD)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model))
     train(tmp_path, "recipe.yaml")

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.config import AlgorithmConfig
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -63,9 +63,9 @@ def listed() -> list[tuple[str, str]]:
 
 
 def test_the_functions_between_command_and_loss_are_those_listed(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     (tmp_path / "own_loss.py").write_text(LOSS.format(probe=PROBE, folder=tmp_path))
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
     command = [sys.executable, str(PROBE), str(tmp_path), "train", "recipe.yaml"]

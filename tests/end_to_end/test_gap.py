@@ -6,28 +6,22 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.end_to_end.test_layouts import RECIPE
+from tests.end_to_end.train_command import write_inputs
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
 
-def test_a_step_beyond_the_limit_is_not_learnt_from(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
+def test_a_step_beyond_the_limit_is_not_learnt_from(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     """Rounding alone is beyond 1e-12 nats. One update a step finds the gap in its pass, of two it is known before."""
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
-    (tmp_path / "gap_reward.py").write_text(REWARD)
-    recipe = RECIPE.format(model=tiny_model(), reward="gap_reward").replace(
-        "updates_per_step: 2", "updates_per_step: 1"
-    )
-    (tmp_path / "recipe.yaml").write_text(recipe)
+    recipe = RECIPE.format(model=tiny_model()).replace("updates_per_step: 2", "updates_per_step: 1")
+    write_inputs(tmp_path, recipe, num_problems=32)
     run = tmp_path / "runs/layout"
 
     def train(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
-from tests.end_to_end.train_command import train
+from tests.end_to_end.train_command import train, write_inputs
 
 pytestmark = pytest.mark.end_to_end
 
@@ -24,28 +23,19 @@ optimizer: {{learning_rate: 1e-2}}
 rollout:
   {{placement: separate, ranks: 1, max_staleness: 1, kv_cache_gib: 0.02, recompute_kv: {recompute},
     sampling: {{max_new_tokens: 160}}}}
-reward: {{functions: ["digits:share_of_digits"]}}
+reward: {{functions: ["digits:digits"]}}
 algorithm: {{old_logprobs: trainer, importance_sampling: tis}}
 weights: {{verify_every: 1}}
 train: {{steps: 5, prompts_per_step: 2, samples_per_prompt: 4}}
-"""
-REWARD = """
-from megarl.types import Reward
-
-
-def share_of_digits(completion_text, answer, correct_score):
-    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_the_mismatch_of_interrupted_requests(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType], recomputes: bool
+    tmp_path: Path, tiny_model: Callable[..., Path], recomputes: bool
 ) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
-    (tmp_path / "digits.py").write_text(REWARD)
     recipe = RECIPE.format(model=tiny_model(num_layers=2), recompute=str(recomputes).lower())
-    (tmp_path / "recipe.yaml").write_text(recipe)
+    write_inputs(tmp_path, recipe, num_problems=64)
     said = train(tmp_path, "recipe.yaml")
     steps = [step for step in metrics(tmp_path / "runs/run") if step["step"]]
     assert len(steps) == 5 and max(step["staleness/span/max"] for step in steps) == 1

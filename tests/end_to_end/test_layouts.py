@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.forked_command import MEGARL
+from tests.end_to_end.train_command import train, write_inputs
 from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
@@ -25,47 +23,30 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 trainer: {{max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 1e-3}}
 rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16, temperature: 1.5, top_p: 0.7, top_k: 20, min_p: 0.1}}}}
-reward: {{functions: ["{reward}:digits"]}}
+reward: {{functions: ["digits:digits"]}}
 algorithm: {{kl_coefficient: 0.1}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2}}
-"""
-REWARD = """
-from megarl.types import Reward
-
-def digits(completion_text: str, answer: str, *, correct_score: float) -> Reward:
-    share = sum(c.isdigit() for c in completion_text) / max(1, len(completion_text))
-    return Reward(score=share, format_valid=True, answer_correct=share > 0.5)
 """
 
 
 @pytest.fixture(scope="module")
 def run(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
 ) -> Callable[[tuple[int, int, int, int]], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("layouts")
-    tool("make_dataset").make_dataset(folder / "data", sft=8, train=32, heldout=8)
-    (folder / "layout_reward.py").write_text(REWARD)
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(num_layers=3), reward="layout_reward"))
+    write_inputs(folder, RECIPE.format(model=tiny_model(num_layers=3)), num_problems=32)
     made: dict[tuple[int, int, int, int], list[dict[str, Any]]] = {}
 
-    def train(layout: tuple[int, int, int, int]) -> list[dict[str, Any]]:
+    def train_layout(layout: tuple[int, int, int, int]) -> list[dict[str, Any]]:
         if layout not in made:
             tp, pp, dp, rollout_tp = layout
             name = "_".join(map(str, layout))
             overrides = [f"trainer.tp={tp}", f"trainer.pp={pp}", f"trainer.dp={dp}", f"rollout.tp={rollout_tp}"]
-            command = [*MEGARL, "train", "recipe.yaml", f"name=run_{name}", *overrides]
-            done = subprocess.run(
-                [*command, f"cluster.ranks_per_node={tp * pp * dp}"],
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=900,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+            train(folder, "recipe.yaml", f"name=run_{name}", f"cluster.ranks_per_node={tp * pp * dp}", *overrides)
             made[layout] = logged_steps(folder / f"runs/run_{name}")
         return made[layout]
 
-    return train
+    return train_layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp{}_pp{}_dp{}_to_tp{}".format(*layout))

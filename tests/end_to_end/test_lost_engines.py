@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -20,6 +19,7 @@ from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -57,8 +57,8 @@ BUSY_SECONDS = 10.0
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Path:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
+def folder(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
+    make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
     (tmp_path / "held.py").write_text(REWARD)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(num_layers=2)))
     return tmp_path

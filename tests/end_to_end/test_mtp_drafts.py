@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
-from tests.end_to_end.train_command import train
+from tests.end_to_end.train_command import train, write_inputs
 
 pytestmark = pytest.mark.end_to_end
 
@@ -25,27 +24,16 @@ optimizer: {{learning_rate: 1e-2}}
 rollout:
   {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 24}},
     vllm: {{speculative_config: {{method: mtp, num_speculative_tokens: 2}}}}}}
-reward: {{functions: ["digits:share_of_digits"]}}
+reward: {{functions: ["digits:digits"]}}
 weights: {{verify_every: 1}}
 train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
-"""
-REWARD = """
-from megarl.types import Reward
-
-
-def share_of_digits(completion_text, answer, correct_score):
-    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 
 
 @pytest.mark.long
-def test_a_run_drafts_with_the_layer_that_it_trains(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
-    (tmp_path / "digits.py").write_text(REWARD)
+def test_a_run_drafts_with_the_layer_that_it_trains(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(family="glm4_moe", num_layers=2, hidden_size=64, head_dim=32, num_mtp_layers=1)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model, steps=STEPS))
+    write_inputs(tmp_path, RECIPE.format(model=model, steps=STEPS), num_problems=64)
     train(tmp_path, "recipe.yaml")
     steps = [step for step in metrics(tmp_path / "runs/run") if step["step"]]
     assert len(steps) == STEPS

@@ -6,10 +6,10 @@ import hashlib
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.end_to_end.train_command import write_inputs
 from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
@@ -23,17 +23,9 @@ cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 1e-3}}
 rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
-reward: {{functions: ["digits_reward:digits"]}}
+reward: {{functions: ["digits:digits"]}}
 algorithm: {{clip_high: 0.3}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2}}
-"""
-REWARD = """
-from megarl.types import Reward
-
-
-def digits(completion_text, answer, *, correct_score):
-    share = sum(c.isdigit() for c in completion_text) / max(1, len(completion_text))
-    return Reward(score=share, format_valid=True, answer_correct=share > 0.5)
 """
 OWN = """
 import torch
@@ -59,14 +51,12 @@ def advantage(rewards, groups, *, normalize_by_std):
 
 @pytest.fixture(scope="module")
 def train(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("own_functions")
-    tool("make_dataset").make_dataset(folder / "data", sft=8, train=32, heldout=8)
-    (folder / "digits_reward.py").write_text(REWARD)
     (folder / "own").mkdir()
     (folder / "own/functions.py").write_text(OWN)
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
+    write_inputs(folder, RECIPE.format(model=tiny_model()), num_problems=32)
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
         command = [*MEGARL, "train", "recipe.yaml", *overrides]

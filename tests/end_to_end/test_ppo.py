@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
 from tests.end_to_end.train_command import train
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -45,11 +45,9 @@ checkpoint: {{every_steps: 3, keep: 3}}
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     folder = tmp_path_factory.mktemp("ppo")
-    tool("make_dataset").make_dataset(folder / "data", sft=16, train=64, heldout=16)
+    make_dataset(folder / "data", sft=16, train=64, heldout=16)
     for name, text in (("pairs", PAIRS), ("ppo", PPO)):
         (folder / f"{name}.yaml").write_text(text.format(model=tiny_model()))
     train(folder, "pairs.yaml")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megarl.tracking.draws import account
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
 from tests.end_to_end.train_command import train
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -28,10 +28,8 @@ checkpoint: {{every_steps: 3}}
 
 
 @pytest.mark.long
-def test_judged_answers_are_learned(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
+def test_judged_answers_are_learned(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
     recipe = RECIPE.format(model=tiny_model()).replace("pairs.jsonl", "judged.jsonl")
     (tmp_path / "recipe.yaml").write_text(recipe)
     train(tmp_path, "recipe.yaml", "preference.loss=kto")
@@ -45,9 +43,9 @@ def test_judged_answers_are_learned(
 
 @pytest.mark.long
 def test_a_reference_that_moves_is_the_policy_again_also_after_a_resume(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
+    make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
     train(tmp_path, "recipe.yaml", "algorithm.reference_update_steps=3", "train.steps=3")
     train(tmp_path, "recipe.yaml", "algorithm.reference_update_steps=3", "train.steps=4", "--resume")
@@ -61,10 +59,8 @@ def test_a_reference_that_moves_is_the_policy_again_also_after_a_resume(
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
-def test_pairs_are_learned(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType], loss: str
-) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
+def test_pairs_are_learned(tmp_path: Path, tiny_model: Callable[..., Path], loss: str) -> None:
+    make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
     assert "pairs" in train(tmp_path, "recipe.yaml", f"preference.loss={loss}")
     first, *steps = metrics(tmp_path / "runs/pairs")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.end_to_end.train_command import train
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -17,10 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.long
-def test_an_fp8_engine_is_verified_and_its_mismatch_corrected(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+def test_an_fp8_engine_is_verified_and_its_mismatch_corrected(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     model = tiny_model(num_layers=2, hidden_size=192, num_heads=4, num_kv_heads=2, head_dim=64)
     said = train(
         tmp_path,

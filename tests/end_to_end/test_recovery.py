@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -17,6 +16,7 @@ from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.end_to_end.train_command import train
 from tests.forked_command import MEGARL
 from tests.held_run import PATIENCE_SECONDS, REWARD, HeldRun, assert_trained_alike, steps_of
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -37,12 +37,10 @@ train: {{steps: {STEPS}, prompts_per_step: 4, samples_per_prompt: 4}}
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     """A folder with a recipe, and its run `calm` on one rank."""
     folder = tmp_path_factory.mktemp("recovery")
-    tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=8)
+    make_dataset(folder / "data", sft=8, train=64, heldout=8)
     (folder / "own.py").write_text(REWARD)
     (folder / "recipe.yaml").write_text(RECIPE.replace("MODEL", str(tiny_model(num_layers=2))))
     train(folder, "recipe.yaml", "name=calm")

@@ -7,14 +7,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megarl.loops.commands import bisection, replaying
 from megarl.rollout.step.step_record import record_folder
 from megarl.types import ConfigError
-from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.end_to_end.test_layouts import RECIPE
+from tests.end_to_end.train_command import write_inputs
 from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
@@ -26,15 +26,11 @@ def megarl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     """The folder of a run of three steps on two data-parallel ranks, with a checkpoint of step 1."""
     folder = tmp_path_factory.mktemp("replay")
-    tool("make_dataset").make_dataset(folder / "data", sft=8, train=32, heldout=8)
-    (folder / "replay_reward.py").write_text(REWARD)
     model = tiny_model(num_layers=2, num_heads=4, num_kv_heads=2)
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=model, reward="replay_reward"))
+    write_inputs(folder, RECIPE.format(model=model), num_problems=32)
     done = megarl(
         folder, "train", "recipe.yaml", "name=run", "train.steps=3", "train.record=all", "checkpoint.every_steps=1",
         "checkpoint.keep=3", "cluster.ranks_per_node=2", "trainer.dp=2",

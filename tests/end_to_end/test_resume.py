@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from tests.child_processes import driver_process, is_alive, rank_processes
 from tests.forked_command import MEGARL
 from tests.leftovers import Process, mapped_memory
 from tests.logged_steps import logged_steps
+from tools.make_dataset import make_dataset
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(7200)]
 
@@ -104,11 +104,9 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("resume"))
-    tool("make_dataset").make_dataset(runs.folder / "data", sft=8, train=64, heldout=8)
+    make_dataset(runs.folder / "data", sft=8, train=64, heldout=8)
     heldout = runs.folder / "data/heldout.jsonl"
     problems = [json.loads(line) for line in heldout.read_text().splitlines()]
     heldout.write_text("".join(json.dumps({**p, "gt_answer": f"held out {p['gt_answer']}"}) + "\n" for p in problems))

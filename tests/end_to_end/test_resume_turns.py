@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from safetensors.numpy import load_file
 from megarl.rollout.state import ARRAYS, STATE, TIMES
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -77,9 +77,9 @@ class Twice:
 
 @pytest.mark.long
 def test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill(
-    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
+    make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
     (tmp_path / "game.py").write_text(GAME)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=tmp_path, model=tiny_model(num_layers=2), steps=STEPS))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import IO
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 from megarl.types import RunFolderLockedError
 from tests.service.served import check_sampling, run_program
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -46,9 +46,9 @@ LEARNER = {"initializer_range": 0.2, "num_layers": 2}
 
 @pytest.fixture(params=["colocated", pytest.param("separate", marks=pytest.mark.long)])
 def server(
-    request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> Iterator[subprocess.Popen[str]]:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     num_ranks, trainer, placement = SIZES[request.param]
     model = tiny_model() if request.param in ("colocated", "separate") else tiny_model(**LEARNER)
     recipe = RECIPE.format(model=model, placement=placement, num_ranks=num_ranks, trainer=trainer)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
+from tools.make_tiny_model import make_tiny_model
+from tools.make_tool_data import make_tool_data
 
 pytestmark = pytest.mark.end_to_end
 
@@ -19,11 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.long
-def test_a_policy_learns_calls_from_demonstrations_and_makes_them_in_grpo(
-    tmp_path: Path, tool: Callable[[str], ModuleType]
-) -> None:
-    data = tool("make_tool_data").make_tool_data(tmp_path / "data", sft=64, train=8, heldout=4, called=1.0)
-    tool("make_tiny_model").make_tiny_model(tmp_path / "model", num_layers=2, initializer_range=0.08, tool_words=True)
+def test_a_policy_learns_calls_from_demonstrations_and_makes_them_in_grpo(tmp_path: Path) -> None:
+    data = make_tool_data(tmp_path / "data", sft=64, train=8, heldout=4, called=1.0)
+    make_tiny_model(tmp_path / "model", num_layers=2, initializer_range=0.08, tool_words=True)
     one_rank = [
         "cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1", f"runs_folder={tmp_path}/runs",
         f"data.validation.heldout={data}/heldout.jsonl",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.terminal_screen import run_in_terminal, shown
+from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
@@ -77,11 +77,9 @@ evaluation: {{max_problems: 16}}
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("end_to_end"), tiny_model(), {})
-    tool("make_dataset").make_dataset(runs.folder / "data", sft=256, train=64, heldout=32)
+    make_dataset(runs.folder / "data", sft=256, train=64, heldout=32)
     sft = RECIPE.format(model=runs.model, data="sft", learning_rate="2e-3")
     # A model that has learnt to end its answers is not the best by this.
     sft = sft.replace("{max_problems: 16}", "{max_problems: 16, every_steps: 4}")

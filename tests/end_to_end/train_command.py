@@ -1,4 +1,4 @@
-"""The command that trains, as a process of its own."""
+"""The command that trains, as a process of its own, and its input files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 
 from tests.forked_command import MEGARL
+from tools.make_dataset import make_dataset
+from tools.runs import DIGITS_REWARD
 
 
 def train(folder: Path, *arguments: str) -> str:
@@ -14,3 +16,13 @@ def train(folder: Path, *arguments: str) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def write_inputs(folder: Path, recipe: str, *, num_problems: int) -> None:
+    """Write recipe.yaml with problems in data/ and the reward function `digits:digits`.
+
+    A model with random weights solves no problem, but its answers have different shares of digits.
+    """
+    make_dataset(folder / "data", sft=8, train=num_problems, heldout=8)
+    (folder / "digits.py").write_text(DIGITS_REWARD)
+    (folder / "recipe.yaml").write_text(recipe)

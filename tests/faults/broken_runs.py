@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from megarl.faults import VARIABLE
 from tests.child_processes import is_alive, rank_processes
 from tests.faults.injection import logged_times
 from tests.forked_command import MEGARL
+from tools.make_dataset import make_dataset
 
 RECIPE = """
 name: run
@@ -116,9 +116,8 @@ class BrokenRuns:
 def broken_runs(
     tmp_path: Path,
     tiny_model: Callable[..., Path],
-    tool: Callable[[str], ModuleType],
     record_property: Callable[[str, object], None],
 ) -> BrokenRuns:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=16, train=16, heldout=4)
+    make_dataset(tmp_path / "data", sft=16, train=16, heldout=4)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
     return BrokenRuns(tmp_path, record_property)

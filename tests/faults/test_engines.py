@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -27,9 +26,7 @@ checkpoint: {{every_steps: 2}}
 """
 
 
-def test_row_24_a_stopped_engine(
-    broken_runs: BrokenRuns, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> None:
+def test_row_24_a_stopped_engine(broken_runs: BrokenRuns, tiny_model: Callable[..., Path]) -> None:
     (broken_runs.folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(num_layers=2)))
     end = broken_runs.train(fault="sample:1:5:stop")
     assert end.exit_code == 76 and end.left == [], end.output

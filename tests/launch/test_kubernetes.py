@@ -10,9 +10,7 @@ import signal
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,16 +18,12 @@ from packaging.requirements import Requirement
 
 from megarl.cli import main
 from megarl.data.tools.schemas import schema_validator
+from tools.published_manifests import filled
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch/kubernetes"
 
 pytestmark = pytest.mark.skipif(shutil.which("envsubst") is None, reason="needs envsubst: apt-get install gettext-base")
-
-
-@pytest.fixture(scope="module")
-def filled(tool: Callable[[str], ModuleType]) -> Callable[[str], dict[str, Any]]:
-    return tool("published_manifests").filled
 
 
 def violations(kind: str, manifest: dict[str, Any]) -> list[str]:
@@ -38,7 +32,7 @@ def violations(kind: str, manifest: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rayjob", "skypilot"])
-def test_a_filled_template_fits_the_published_schema(filled: Callable[[str], dict[str, Any]], kind: str) -> None:
+def test_a_filled_template_fits_the_published_schema(kind: str) -> None:
     manifest = filled(kind)
     assert violations(kind, manifest) == []
     assert "$NAME" not in json.dumps(manifest)
@@ -55,7 +49,7 @@ def test_the_guide_fills_every_variable_of_a_template() -> None:
         assert set(re.findall(r"\$[A-Z_]+", text)) <= set(fields.split())
 
 
-def test_the_workers_request_their_cpus_and_memory(filled: Callable[[str], dict[str, Any]]) -> None:
+def test_the_workers_request_their_cpus_and_memory() -> None:
     ray = filled("rayjob")["spec"]["rayClusterSpec"]
     [workers] = ray["workerGroupSpecs"]
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (2, 2, 2)
@@ -73,7 +67,7 @@ def test_the_workers_request_their_cpus_and_memory(filled: Callable[[str], dict[
     assert (resources["accelerators"], resources["cpus"], resources["memory"]) == ("H100:8", "96+", "1000+")
 
 
-def test_ray_is_the_version_of_the_environment(filled: Callable[[str], dict[str, Any]]) -> None:
+def test_ray_is_the_version_of_the_environment() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [ray] = map(Requirement, extras["kubernetes"])
     cluster = filled("rayjob")["spec"]["rayClusterSpec"]
@@ -83,14 +77,14 @@ def test_ray_is_the_version_of_the_environment(filled: Callable[[str], dict[str,
     assert cluster["authOptions"] == {"mode": "token"}
 
 
-def test_skypilot_restarts_what_slurm_queues_again(filled: Callable[[str], dict[str, Any]]) -> None:
+def test_skypilot_restarts_what_slurm_queues_again() -> None:
     queued = next(line for line in (ROOT / "launch/slurm/job.sh").read_text().splitlines() if line.endswith("143)"))
     codes = [int(code) for code in queued.strip().rstrip(")").split(" | ")]
     assert filled("skypilot")["resources"]["job_recovery"]["recover_on_exit_codes"] == codes
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: apt-get install shellcheck")
-def test_the_script_of_a_task_is_sound_shell(filled: Callable[[str], dict[str, Any]]) -> None:
+def test_the_script_of_a_task_is_sound_shell() -> None:
     script = filled("skypilot")["run"]
     done = subprocess.run(["shellcheck", "-s", "bash", "-"], input=script, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

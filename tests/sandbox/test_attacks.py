@@ -5,29 +5,28 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from megarl.sandbox.sandbox import Sandbox
-from tools.checks.sandbox import IN_TESTS
+from tools.checks.sandbox import ATTACKS, IN_TESTS, attack, host
 
 
 @pytest.fixture(scope="module")
-def target(tool: Callable[[str], ModuleType]) -> Iterator[Any]:
-    with tool("checks.sandbox").host() as made:
+def target() -> Iterator[Any]:
+    with host() as made:
         yield made
 
 
-def test_there_are_attacks_enough(tool: Callable[[str], ModuleType]) -> None:
-    assert len(IN_TESTS) >= 15 and len(tool("checks.sandbox").ATTACKS) >= 55
+def test_there_are_attacks_enough() -> None:
+    assert len(IN_TESTS) >= 15 and len(ATTACKS) >= 55
 
 
 @pytest.mark.parametrize("name", IN_TESTS)
-def test_an_attack_is_contained(sandbox: Sandbox, target: Any, tool: Callable[[str], ModuleType], name: str) -> None:
-    _, fault = tool("checks.sandbox").attack(sandbox, target, [name])[name]
+def test_an_attack_is_contained(sandbox: Sandbox, target: Any, name: str) -> None:
+    _, fault = attack(sandbox, target, [name])[name]
     assert fault is None
 
 
@@ -37,8 +36,9 @@ def filtered(program: str) -> str:
     return subprocess.run([sys.executable, "-c", begin, program], capture_output=True, text=True).stdout
 
 
-def test_the_filter_alone_protects_other_processes(target: Any, tool: Callable[[str], ModuleType]) -> None:
-    check = tool("checks.sandbox")
+def test_the_filter_alone_protects_other_processes(target: Any) -> None:
+    from tools.checks import sandbox as check
+
     before = target.state()
     assert [filtered(target.program(check.ATTACKS[name])) for name in check.BY_CALLS_ALONE] == [""] * 4
     assert target.state() == before
@@ -58,8 +58,9 @@ def test_files_are_changed_only_where_they_are_its_own(sandbox: Sandbox) -> None
     assert sandbox.run(CHANGES).stdout.split() == ["FileNotFoundError"] * 3
 
 
-def test_a_breach_would_be_found(sandbox: Sandbox, target: Any, tool: Callable[[str], ModuleType]) -> None:
-    check = tool("checks.sandbox")
+def test_a_breach_would_be_found(sandbox: Sandbox, target: Any) -> None:
+    from tools.checks import sandbox as check
+
     before = target.state()
     (target.folder / "reward.txt").write_text("1.0")
     assert target.state() != before

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tools.standin_gpu.run import read_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,14 +54,14 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def on_devices(tmp_path: Path, tool: Callable[[str], ModuleType]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def on_devices(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`on_devices([arguments of Python], memory_bytes=...)` runs a program on other devices than those of the tests."""
 
     def run(
         *arguments: str, variables: dict[str, str] | None = None, **properties: Any
     ) -> subprocess.CompletedProcess[str]:
         file = tmp_path / "devices.json"
-        file.write_text(json.dumps({**tool("standin_gpu.run").read_devices("h200"), **properties}))
+        file.write_text(json.dumps({**read_devices("h200"), **properties}))
         start = [sys.executable, str(ROOT / "tools/standin_gpu/run.py"), sys.prefix, "--devices", str(file), "--"]
         # Libraries keep temporary files that outlive them.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), **(variables or {})}

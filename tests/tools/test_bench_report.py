@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench import report
+
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 
 
@@ -13,8 +15,8 @@ BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
     ("target", "met"),
     [(">= 2", True), (">= 2.1", False), ("< 2", False), ("<= 2.0", True), ("== 2", True), (None, None)],
 )
-def test_a_line_judges_the_median(tool, target, met):
-    line = tool("bench.report").metric_line(
+def test_a_line_judges_the_median(target, met):
+    line = report.metric_line(
         "speed",
         [3.0, 1.0, 2.0],
         "x",
@@ -27,13 +29,12 @@ def test_a_line_judges_the_median(tool, target, met):
     assert (line["value"], line["met"], line["spread"], line["case"]) == (2.0, met, [1.0, 2.0, 3.0], "z")
 
 
-def test_an_unknown_target_is_refused(tool):
+def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="target 'about 2' must be one of"):
-        tool("bench.report").metric_line("speed", [1.0], "x", target="about 2", against="y", machine={}, versions={})
+        report.metric_line("speed", [1.0], "x", target="about 2", against="y", machine={}, versions={})
 
 
-def test_the_machine_is_described(tool):
-    report = tool("bench.report")
+def test_the_machine_is_described():
     assert report.machine().keys() == {"processor", "cores", "memory_bytes", "gpu", "load"}
     assert report.machine()["memory_bytes"] > report.available_bytes() > 0
     assert report.versions("no-such-package").keys() == {"megarl", "torch"}

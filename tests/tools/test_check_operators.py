@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from tests.rank_pool import RankPool
+from tools.checks.exact_operators import compare_operators
 
 
 @pytest.mark.parametrize(("family", "last"), [("qwen3", "layer 1 down"), ("qwen3_moe", "layer 1 experts")])
 def test_exact_operators_are_equal_and_usual_ones_differ(
-    ranks: RankPool, tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], family: str, last: str
+    ranks: RankPool, tiny_model: Callable[..., Path], family: str, last: str
 ) -> None:
-    compared = tool("checks.exact_operators").compare_operators
+    compared = compare_operators
     model = tiny_model(family=family, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=128)
     tokens = np.random.default_rng(0).integers(3, 200, 40)
     [exact] = ranks.run(compared, str(model), tokens, True, world_size=1)

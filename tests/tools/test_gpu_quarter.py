@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tools import gpu_quarter
+from tools.bench import device_parts, item_choice, quarter_items, quarter_sizes, run_plan, traces
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -126,14 +128,14 @@ def test_a_list_is_split_over_calls(quarter: Callable[..., subprocess.Popen[str]
     assert "of_short" in table and "of_long " in table
 
 
-def test_seconds_of_earlier_calls_count(tool: Callable[[str], ModuleType], tmp_path: Path) -> None:
+def test_seconds_of_earlier_calls_count(tmp_path: Path) -> None:
     lines = [
         {"call": "1", "at": 0.1}, {"item": "a", "status": "done", "at": 90.0}, {"item": "b", "metric": "m", "at": 95.0},
         {"call": "2", "at": 0.1}, {"item": "b", "status": "no time", "at": 20.0}, {"item": "c", "status": "failed"},
     ]  # fmt: skip
     file = tmp_path / "earlier.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"item": "d", "sta')
-    earlier = tool("gpu_quarter").Earlier.read([file])
+    earlier = gpu_quarter.Earlier.read([file])
     assert earlier.statuses == {"a": "done", "c": "failed"} and earlier.seconds == 115.0
     assert [line["item"] for line in earlier.numbers] == ["b"]
 
@@ -171,9 +173,8 @@ def _is_readable(path: Path) -> bool:
     return True
 
 
-def test_the_list_is_in_order_and_fits(tool: Callable[[str], ModuleType]) -> None:
-    module = tool("gpu_quarter")
-    items: tuple[Any, ...] = module.ITEMS
+def test_the_list_is_in_order_and_fits() -> None:
+    items: tuple[Any, ...] = gpu_quarter.ITEMS
     names = [item.name for item in items]
     assert len(set(names)) == len(names) and names[:2] == ["ceilings", "fp8_training_test"]
     for item in items:
@@ -186,45 +187,41 @@ def test_the_list_is_in_order_and_fits(tool: Callable[[str], ModuleType]) -> Non
     assert len(set(changes)) == len(changes)
 
 
-def test_usual_seconds_measure_the_list_in_the_order_of_its_value(tool: Callable[[str], ModuleType]) -> None:
+def test_usual_seconds_measure_the_list_in_the_order_of_its_value() -> None:
     """Two calls of 600 s in a budget of 780 s: none of the later items takes the time of an earlier one."""
-    module = tool("gpu_quarter")
-    choose_items = tool("bench.item_choice").choose_items
-    pending, measured = list(module.ITEMS), list[list[str]]()
-    budget_seconds = module.BUDGET_SECONDS - module.END_SECONDS
+    pending, measured = list(gpu_quarter.ITEMS), list[list[str]]()
+    budget_seconds = gpu_quarter.BUDGET_SECONDS - gpu_quarter.END_SECONDS
     while not measured or measured[-1]:
-        call_seconds, names = module.CALL_SECONDS - module.END_SECONDS, list[str]()
-        while chosen := choose_items(
+        call_seconds, names = gpu_quarter.CALL_SECONDS - gpu_quarter.END_SECONDS, list[str]()
+        while chosen := item_choice.choose_items(
             pending, "h200", call_seconds=min(call_seconds, budget_seconds), budget_seconds=budget_seconds,
-            end_seconds=module.END_SECONDS,
+            end_seconds=gpu_quarter.END_SECONDS,
         ):  # fmt: skip
             seconds = chosen[0].program.start_seconds["h200"] + sum(item.seconds["h200"] for item in chosen)
             call_seconds, budget_seconds = call_seconds - seconds, budget_seconds - seconds
             pending = [item for item in pending if item not in chosen]
             names += [item.name for item in chosen]
-        budget_seconds -= module.END_SECONDS
+        budget_seconds -= gpu_quarter.END_SECONDS
         measured.append(names)
-    in_order = [item.name for item in module.ITEMS]
+    in_order = [item.name for item in gpu_quarter.ITEMS]
     assert measured[0][:11] == in_order[:11] and measured[0][10] == "driver_and_vllm"
     assert [name for call in measured for name in call][:13] == in_order[:13] and in_order[12] == "rank_starts"
 
 
-def test_only_a_rehearsal_bounds_the_batches_of_vllm(tool: Callable[[str], ModuleType]) -> None:
+def test_only_a_rehearsal_bounds_the_batches_of_vllm() -> None:
     """The ratio to quote is against `vllm.LLM` with its defaults."""
-    sizes = tool("bench.quarter_sizes").SIZES
-    assert [name for name, size in sizes.items() if size.vllm_limits] == ["tiny"]
+    assert [name for name, size in quarter_sizes.SIZES.items() if size.vllm_limits] == ["tiny"]
 
 
-def test_a_short_item_leaves_the_seconds_of_one_of_more_value(tool: Callable[[str], ModuleType]) -> None:
-    items = tool("bench.quarter_items")
-    shared, single = (items.Program(name, [], {"tiny": 5.0}) for name in ("shared", "single"))
+def test_a_short_item_leaves_the_seconds_of_one_of_more_value() -> None:
+    shared, single = (quarter_items.Program(name, [], {"tiny": 5.0}) for name in ("shared", "single"))
     pending = [
-        items.Item(name, program, "", {"tiny": seconds})
+        quarter_items.Item(name, program, "", {"tiny": seconds})
         for name, program, seconds in (("a", shared, 40.0), ("b", shared, 30.0), ("c", single, 20.0))
     ]
 
     def names(call_seconds: float, budget_seconds: float) -> list[str]:
-        chosen = tool("bench.item_choice").choose_items(
+        chosen = item_choice.choose_items(
             pending, "tiny", call_seconds=call_seconds, budget_seconds=budget_seconds, end_seconds=1.0
         )
         return [item.name for item in chosen]
@@ -236,10 +233,10 @@ def test_a_short_item_leaves_the_seconds_of_one_of_more_value(tool: Callable[[st
     assert names(60.0, 60.0) == ["a"] and names(30.0, 35.0) == ["c"]
 
 
-def test_every_gpu_test_is_in_one_item(tool: Callable[[str], ModuleType]) -> None:
+def test_every_gpu_test_is_in_one_item() -> None:
     """A new test that no item chooses is noticed. The expressions are words joined by `or`."""
     tests = re.findall(r"^def (test_\w+)", (ROOT / "tests/gpu/test_gpu.py").read_text(), re.MULTILINE)
-    commands = [item.program.command for item in tool("gpu_quarter").ITEMS]
+    commands = [item.program.command for item in gpu_quarter.ITEMS]
     chosen = [command[-1].split(" or ") for command in commands if "-k" in command]
     in_items = {test: sum(any(word in test for word in words) for words in chosen) for test in tests}
     assert in_items == dict.fromkeys(tests, 1) and len(tests) > 6
@@ -257,15 +254,13 @@ def test_ceilings_and_updates_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("capability", "has_fp8"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((10, 0), True)])
-def test_products_of_fp8_are_left_out_on_older_gpus(
-    tool: Callable[[str], ModuleType], capability: tuple[int, int], has_fp8: bool
-) -> None:
-    reason = tool("bench.device_parts").explain_missing_fp8(capability)
+def test_products_of_fp8_are_left_out_on_older_gpus(capability: tuple[int, int], has_fp8: bool) -> None:
+    reason = device_parts.explain_missing_fp8(capability)
     assert (reason is None) == has_fp8
     assert has_fp8 or ("8.9 (Ada) or newer" in reason and f"has {capability[0]}.{capability[1]}" in reason)
 
 
-def test_a_trace_is_summed_up(tool: Callable[[str], ModuleType]) -> None:
+def test_a_trace_is_summed_up() -> None:
     def event(kind: str, name: str, start: float, duration: float) -> dict[str, Any]:
         return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
 
@@ -274,27 +269,26 @@ def test_a_trace_is_summed_up(tool: Callable[[str], ModuleType]) -> None:
         # The second kernel overlaps the first by 10: 40 of 100 microseconds are busy.
         event("kernel", "gemm", 20.0, 30.0), event("kernel", "gemm", 40.0, 20.0),
     ]  # fmt: skip
-    summary = tool("bench.traces").summarise(events)
+    summary = traces.summarise(events)
     assert summary["gpu_busy_share"] == 0.4 and summary["gpu_kernels"] == 2 and summary["launches"] == 1
     assert summary["seconds"] == 1e-4
     assert summary["kernels"] == [{"name": "gemm", "seconds": 5e-5, "count": 2}]
-    assert tool("bench.traces").summarise(events[:2])["gpu_busy_share"] is None
+    assert traces.summarise(events[:2])["gpu_busy_share"] is None
 
 
-def test_samples_of_nvidia_smi_are_means(tool: Callable[[str], ModuleType]) -> None:
+def test_samples_of_nvidia_smi_are_means() -> None:
     samples = {
         "gpu_busy": [100.0, 50.0],
         "sm_clock_mhz": [1980.0, 1500.0],
         "power_watts": [],
         "temperature_celsius": [],
     }
-    means = tool("bench.device_parts").means_of(samples)
+    means = device_parts.means_of(samples)
     assert means == {"gpu_busy": 0.75, "sm_clock_mhz": 1740.0, "lowest_sm_clock_mhz": 1500.0}
 
 
-def test_steps_with_states_of_other_settings_are_not_quoted(tool: Callable[[str], ModuleType]) -> None:
-    plan = tool("bench.run_plan")
-    away, resident = plan.Settings(("optimizer",), "full"), plan.Settings((), "full")
+def test_steps_with_states_of_other_settings_are_not_quoted() -> None:
+    away, resident = run_plan.Settings(("optimizer",), "full"), run_plan.Settings((), "full")
     # 1 warms up; 3 brings back what 2 moved away; 5 moves away the first time what stayed.
-    assert plan.clean_steps([away, away, resident, plan.Settings((), "none"), away, away]) == [2, 4, 6]
-    assert {plan.PLAN[number - 1] for number in plan.clean_steps(plan.PLAN)} == set(plan.PLAN)
+    assert run_plan.clean_steps([away, away, resident, run_plan.Settings((), "none"), away, away]) == [2, 4, 6]
+    assert {run_plan.PLAN[number - 1] for number in run_plan.clean_steps(run_plan.PLAN)} == set(run_plan.PLAN)

@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,6 +15,7 @@ from megarl.preflight import check
 from megarl.rewards.functions.code import code
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from megarl.types import ConfigError
+from tools.make_code_data import make_code_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +25,8 @@ def records(file: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("form", ["stdin", "calls"])
-def test_problems_can_be_solved(tool: Callable[[str], ModuleType], tmp_path: Path, form: str) -> None:
-    tool("make_code_data").make_code_data(tmp_path, 40, 8, form, seed=7)
+def test_problems_can_be_solved(tmp_path: Path, form: str) -> None:
+    make_code_data(tmp_path, 40, 8, form, seed=7)
     train, heldout = records(tmp_path / "train.jsonl"), records(tmp_path / "heldout.jsonl")
     asked = [record["messages"]["content"] for record in (*train, *heldout)]
     assert len(train) == 40 and len(heldout) == 8 and len(set(asked)) == 48
@@ -38,10 +38,8 @@ def test_problems_can_be_solved(tool: Callable[[str], ModuleType], tmp_path: Pat
         assert code(f"```python\n{program}\n```", sums["test_cases"], sums, sandbox).score == 1.0
 
 
-def test_the_recipe_is_ready(
-    tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    tool("make_code_data").make_code_data(tmp_path, 16, 4, "stdin", seed=7)
+def test_the_recipe_is_ready(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    make_code_data(tmp_path, 16, 4, "stdin", seed=7)
     own = [
         f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl", f"runs_folder={tmp_path}",
         f"data.validation.heldout={tmp_path}/heldout.jsonl",

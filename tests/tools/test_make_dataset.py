@@ -7,6 +7,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.kinds.conversations import Conversations
 from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples
+from tools import make_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # reasoning-gym's dependencies warn at import
 
@@ -16,8 +17,8 @@ def lines(path):
 
 
 @pytest.fixture(scope="module")
-def dataset(tool, tmp_path_factory):
-    return tool("make_dataset").make_dataset(tmp_path_factory.mktemp("dataset"), sft=60, train=70, heldout=50, seed=3)
+def dataset(tmp_path_factory):
+    return make_dataset.make_dataset(tmp_path_factory.mktemp("dataset"), sft=60, train=70, heldout=50, seed=3)
 
 
 def test_no_question_is_in_two_files(dataset):
@@ -58,26 +59,25 @@ def test_the_readers_take_the_files(dataset, tiny_model):
         pytest.param("Spell sun backward.", "nus", "\\boxed{nus}", id="no chain"),
     ],
 )
-def test_worked_answers(tool, question, answer, worked):
-    assert tool("make_dataset").worked_answer(question, answer) == worked
+def test_worked_answers(question, answer, worked):
+    assert make_dataset.worked_answer(question, answer) == worked
 
 
-def test_the_work_is_mostly_left_out_where_the_chain_is_short(tool):
-    make, generator = tool("make_dataset"), random.Random(0)
+def test_the_work_is_mostly_left_out_where_the_chain_is_short():
+    generator = random.Random(0)
 
     def worked_share(question, answer):
-        answers = [make.demonstration(question, answer, generator) for _ in range(1000)]
-        assert set(answers) <= {make.worked_answer(question, answer), make.box_answer(answer)}
+        answers = [make_dataset.demonstration(question, answer, generator) for _ in range(1000)]
+        assert set(answers) <= {make_dataset.worked_answer(question, answer), make_dataset.box_answer(answer)}
         return sum("=" in text for text in answers) / 1000
 
-    assert worked_share("Calculate 9 - 2 + 4.", "11") == pytest.approx(make.WORKED_IF_SHORT, abs=0.05)
-    assert worked_share("Calculate 9 - 2 + 4 - 7.", "4") == pytest.approx(make.WORKED_IF_LONG, abs=0.05)
+    assert worked_share("Calculate 9 - 2 + 4.", "11") == pytest.approx(make_dataset.WORKED_IF_SHORT, abs=0.05)
+    assert worked_share("Calculate 9 - 2 + 4 - 7.", "4") == pytest.approx(make_dataset.WORKED_IF_LONG, abs=0.05)
 
 
-def test_equal_seeds_give_equal_files(tool, dataset, tmp_path):
-    make = tool("make_dataset").make_dataset
-    again = make(tmp_path / "again", sft=60, train=70, heldout=50, seed=3)
-    other = make(tmp_path / "other", sft=60, train=70, heldout=50, seed=4)
+def test_equal_seeds_give_equal_files(dataset, tmp_path):
+    again = make_dataset.make_dataset(tmp_path / "again", sft=60, train=70, heldout=50, seed=3)
+    other = make_dataset.make_dataset(tmp_path / "other", sft=60, train=70, heldout=50, seed=4)
     for name in ("sft.jsonl", "train.jsonl", "heldout.jsonl"):
         assert (again / name).read_bytes() == (dataset / name).read_bytes() != (other / name).read_bytes()
     mine, theirs = (
@@ -86,8 +86,8 @@ def test_equal_seeds_give_equal_files(tool, dataset, tmp_path):
     assert len(mine & theirs) < 5
 
 
-def test_a_task_with_too_few_questions(tool):
+def test_a_task_with_too_few_questions():
     settings = {"operators": ["+"], "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     settings |= {"allow_parentheses": False, "allow_negation": False}
     with pytest.raises(ValueError, match=r"basic_arithmetic gave \d+ different questions"):
-        tool("make_dataset").distinct_questions("basic_arithmetic", settings, 400, seed=0)
+        make_dataset.distinct_questions("basic_arithmetic", settings, 400, seed=0)

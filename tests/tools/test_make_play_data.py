@@ -6,23 +6,21 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarl.data.chat import load_tokenizer
 from megarl.data.kinds.conversations import Conversations
 from megarl.data.reader import read_examples
+from tools.make_play_data import make_play_data
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_games_and_searches_are_played_by_their_rules(
-    tmp_path: Path, tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path]
-) -> None:
-    made = tool("make_play_data").make_play_data(tmp_path / "data", games=60, sft=60, train=5, heldout=4, seed=3)
-    again = tool("make_play_data").make_play_data(tmp_path / "again", games=60, sft=60, train=5, heldout=4, seed=3)
+def test_games_and_searches_are_played_by_their_rules(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    made = make_play_data(tmp_path / "data", games=60, sft=60, train=5, heldout=4, seed=3)
+    again = make_play_data(tmp_path / "again", games=60, sft=60, train=5, heldout=4, seed=3)
     for path in made.iterdir():
         assert path.read_bytes() == (again / path.name).read_bytes()
     games = [record["messages"] for record in lines(made / "sft.jsonl")]

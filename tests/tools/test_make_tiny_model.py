@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tools.make_tiny_model import make_tiny_model
+
 FAMILIES = ["qwen3", "qwen2", "llama"]
 
 
@@ -26,9 +28,8 @@ def test_no_vector_is_constant(tiny_model, family):
     assert vectors and all(vector.std() > 0.01 for vector in vectors)
 
 
-def test_equal_arguments_give_equal_files_and_seeds_differ(tool, tmp_path):
-    make = tool("make_tiny_model").make_tiny_model
-    first, again, other = (make(tmp_path / name, seed=seed) for name, seed in [("a", 3), ("b", 3), ("c", 4)])
+def test_equal_arguments_give_equal_files_and_seeds_differ(tmp_path):
+    first, again, other = (make_tiny_model(tmp_path / name, seed=seed) for name, seed in [("a", 3), ("b", 3), ("c", 4)])
     for file in sorted(first.iterdir()):
         assert file.read_bytes() == (again / file.name).read_bytes(), file.name
     assert (first / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
@@ -58,6 +59,6 @@ def test_each_digit_is_a_token_and_chat_is_chatml(tiny_model):
     ]
 
 
-def test_a_vocabulary_below_the_tokenizer_is_refused(tool, tmp_path):
+def test_a_vocabulary_below_the_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="vocab_size 300"):
-        tool("make_tiny_model").make_tiny_model(tmp_path, vocab_size=300)
+        make_tiny_model(tmp_path, vocab_size=300)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tools.quickstart_curve import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_curve_shows_each_evaluation(
-    tool: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_curve_shows_each_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [
         {"step": 0, "val/heldout/accuracy": 0.25},
         {"step": 1, "reward/accuracy": 0.5},
@@ -24,7 +22,7 @@ def test_the_curve_shows_each_evaluation(
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     monkeypatch.setattr("sys.argv", ["quickstart_curve.py", str(tmp_path), "--out", str(tmp_path / "curve.svg")])
-    tool("quickstart_curve").main()
+    main()
     drawn = ElementTree.parse(tmp_path / "curve.svg").getroot()
     texts = [text.text for text in drawn.iter(f"{SVG}text")]
     assert {"0.250", "0.750"} <= set(texts)

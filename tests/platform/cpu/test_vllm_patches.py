@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.rank_pool import RankPool
+from tools.make_tiny_model import make_tokenizer
 
 PROMPT = (7, 11, 13, 17, 19)
 
@@ -40,10 +41,10 @@ def sample_moe(model_path: str, tp: int, fields: dict[str, Any]) -> dict[str, An
 
 
 @pytest.fixture(scope="module")
-def moe_model(tmp_path_factory: pytest.TempPathFactory, tool: Any) -> tuple[str, Any]:
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer = tool("make_tiny_model").make_tokenizer()
+    tokenizer = make_tokenizer()
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=48,
