@@ -32,9 +32,9 @@ from tests.cluster.containers_on_nodes import run_on_all
 from tests.cluster.lateness import see_who_is_late
 from tests.cluster.losing import play, scenes
 from tests.cluster.spawned import START_SECONDS, group_on
-from tests.forked_command import MEGARL
 from tests.held_run import REWARD, HeldRun, assert_trained_alike, steps_of
 from tools.make_dataset import make_dataset
+from tools.runs import run_megarl
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -107,8 +107,7 @@ async def nodes_on_ray(
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [*MEGARL, "train", "recipe.yaml", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
+    return run_megarl("train", "recipe.yaml", *overrides, folder=folder)
 
 
 @pytest.mark.long

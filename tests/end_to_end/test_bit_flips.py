@@ -15,9 +15,9 @@ from megarl.checkpoint.manifest import file_record
 from megarl.files.model_folder import CHECKSUMS
 from tests.end_to_end.test_layouts import RECIPE
 from tests.end_to_end.train_command import write_inputs
-from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.package_copy import copy_package
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
 
@@ -60,8 +60,7 @@ def train(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., subp
     write_inputs(tmp_path, RECIPE.format(model=model), num_problems=32)
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [*MEGARL, "train", "recipe.yaml", "weights.check_every=1", *overrides]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        return run_megarl("train", "recipe.yaml", "weights.check_every=1", *overrides, folder=tmp_path)
 
     return run
 

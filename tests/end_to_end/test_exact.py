@@ -11,9 +11,9 @@ import pytest
 
 from tests.end_to_end.test_layouts import RECIPE
 from tests.end_to_end.train_command import write_inputs
-from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.package_copy import copy_package
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
 
@@ -31,10 +31,8 @@ def train(
     write_inputs(tmp_path, recipe, num_problems=32)
 
     def run(name: str, *overrides: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-        command = [*MEGARL, "train", "recipe.yaml", f"name={name}", "model.dtype=bfloat16"]
-        done = subprocess.run(
-            [*command, "trainer.exact=true", *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=900
-        )
+        fields = (f"name={name}", "model.dtype=bfloat16", "trainer.exact=true", *overrides)
+        done = run_megarl("train", "recipe.yaml", *fields, folder=tmp_path)
         lines = logged_steps(tmp_path / f"runs/{name}")
         return done, [line for line in lines if "logprob_gap/mean" in line]
 

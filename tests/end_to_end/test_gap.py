@@ -12,8 +12,8 @@ import pytest
 
 from tests.end_to_end.test_layouts import RECIPE
 from tests.end_to_end.train_command import write_inputs
-from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
 
@@ -25,8 +25,7 @@ def test_a_step_beyond_the_limit_is_not_learnt_from(tmp_path: Path, tiny_model: 
     run = tmp_path / "runs/layout"
 
     def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [*MEGARL, "train", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        return run_megarl("train", *arguments, folder=tmp_path)
 
     def metrics() -> list[dict[str, Any]]:
         return logged_steps(run)

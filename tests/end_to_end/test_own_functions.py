@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.train_command import write_inputs
-from tests.forked_command import MEGARL
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
 
@@ -59,8 +59,7 @@ def train(
     write_inputs(folder, RECIPE.format(model=tiny_model()), num_problems=32)
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [*MEGARL, "train", "recipe.yaml", *overrides]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+        return run_megarl("train", "recipe.yaml", *overrides, folder=folder)
 
     run.folder = folder  # type: ignore[attr-defined]
     return run

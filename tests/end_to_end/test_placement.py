@@ -8,7 +8,6 @@ separate run is ended a step early and resumed.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.end_to_end.recorded_metrics import unknown_metrics
-from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tools.checks.same_weights import hashes
 from tools.make_dataset import make_dataset
@@ -169,6 +167,5 @@ def test_engines_that_share_their_ranks_go_to_sleep_before_the_last_reward_is_th
 
 def test_a_report_is_made_of_both(runs: Runs, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    command = [*MEGARL, "report", str(runs.separate), str(runs.colocated), "--out", str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_megarl("report", runs.separate, runs.colocated, "--out", page)
     assert done.returncode == 0 and page.stat().st_size > 0, done.stderr

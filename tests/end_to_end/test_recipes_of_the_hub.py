@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.forked_command import MEGARL
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +49,5 @@ def test_a_recipe_reads_its_data_set(
         recipe = yaml.safe_load((ROOT / f"launch/recipes/{name}.yaml").read_text())
         recipe["model"]["path"] = str(tiny_model())
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        command = [*MEGARL, "data", "check", str(data), "--recipe", str(tmp_path / "recipe.yaml")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = run_megarl("data", "check", data, "--recipe", tmp_path / "recipe.yaml")
         assert done.returncode == 0 and f"{expected}, " in done.stdout and "; 0 more have errors" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +13,10 @@ from megarl.loops.commands import bisection, replaying
 from megarl.rollout.step.step_record import record_folder
 from megarl.types import ConfigError
 from tests.end_to_end.test_layouts import RECIPE
-from tests.end_to_end.train_command import write_inputs
-from tests.forked_command import MEGARL
+from tests.end_to_end.train_command import train, write_inputs
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
-
-
-def megarl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*MEGARL, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
     folder = tmp_path_factory.mktemp("replay")
     model = tiny_model(num_layers=2, num_heads=4, num_kv_heads=2)
     write_inputs(folder, RECIPE.format(model=model), num_problems=32)
-    done = megarl(
-        folder, "train", "recipe.yaml", "name=run", "train.steps=3", "train.record=all", "checkpoint.every_steps=1",
+    train(
+        folder, "recipe.yaml", "name=run", "train.steps=3", "train.record=all", "checkpoint.every_steps=1",
         "checkpoint.keep=3", "cluster.ranks_per_node=2", "trainer.dp=2",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     for step in (2, 3):
         shutil.rmtree(folder / f"runs/run/checkpoints/step_{step:06d}")
     return folder
@@ -52,7 +45,7 @@ def test_a_step_is_bit_equal_and_a_changed_record_is_named(folder: Path) -> None
     chain = file.with_name("chain")
     chain.write_text(chain.read_text()[::-1])
     file.write_text(json.dumps(record))
-    done = megarl(folder, "replay", "runs/changed", "--step", "3")
+    done = run_megarl("replay", "runs/changed", "--step", "3", folder=folder)
     assert done.returncode == 70, done.stdout + done.stderr
     assert "step 2: bit-equal to its record" in done.stdout
     assert f"step 3: differs from its record, first in {moment}" in done.stdout
@@ -64,10 +57,8 @@ def test_a_step_is_bit_equal_and_a_changed_record_is_named(folder: Path) -> None
 
 
 def test_another_layout_agrees_and_a_change_has_an_effect_on_each_sample(folder: Path) -> None:
-    done = megarl(
-        folder, "replay", "runs/run", "--step", "2", "trainer.tp=2", "trainer.dp=1", "--set",
-        'algorithm.kl_coefficient=0.5',
-    )  # fmt: skip
+    changes = ("trainer.tp=2", "trainer.dp=1", "--set", "algorithm.kl_coefficient=0.5")
+    done = run_megarl("replay", "runs/run", "--step", "2", *changes, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2: within 1e-5 (state tensors 1e-4) of its record" in done.stdout
     assert "algorithm.kl_coefficient: 0.1 -> 0.5" in done.stdout

@@ -29,6 +29,7 @@ from tests.forked_command import MEGARL
 from tests.leftovers import Process, mapped_memory
 from tests.logged_steps import logged_steps
 from tools.make_dataset import make_dataset
+from tools.runs import run_megarl
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(7200)]
 
@@ -195,7 +196,7 @@ def assert_each_prompt_is_accounted_for(mine: Path, other: Path) -> None:
     assert sum(epoch.endings["used"] for epoch in killed.epochs) == 4 * STEPS
     assert all(max(epoch.draws.values()) == 1 for epoch in killed.epochs)
     assert sum(epoch.endings["filtered"] for epoch in killed.epochs) > 0
-    shown = subprocess.run([*MEGARL, "samples", str(mine), "--account"], capture_output=True, text=True, timeout=120)
+    shown = run_megarl("samples", mine, "--account")
     assert shown.returncode == 0 and "filtered: dropped by algorithm.dynamic_sampling" in shown.stdout, shown
 
 

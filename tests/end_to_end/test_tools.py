@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.recorded_metrics import unknown_metrics
-from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
 
@@ -28,8 +27,7 @@ def test_a_policy_learns_calls_from_demonstrations_and_makes_them_in_grpo(tmp_pa
     ]  # fmt: skip
 
     def train(recipe: str, *overrides: str) -> list[dict[str, float]]:
-        command = [*MEGARL, "train", f"launch/recipes/{recipe}.yaml", *one_rank, *overrides]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        done = run_megarl("train", f"launch/recipes/{recipe}.yaml", *one_rank, *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
         return logged_steps(tmp_path / f"runs/{recipe}")
 

@@ -23,6 +23,7 @@ from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.terminal_screen import run_in_terminal, shown
 from tools.make_dataset import make_dataset
+from tools.runs import run_megarl
 
 pytestmark = pytest.mark.end_to_end
 
@@ -326,13 +327,8 @@ def test_the_exported_model_serves_in_transformers_and_in_a_stock_vllm(runs: Run
 
 
 def test_an_evaluation_of_the_export_is_that_of_the_run(runs: Runs) -> None:
-    done = subprocess.run(
-        [*MEGARL, "eval", "runs/rl", "rl.yaml", "--out", "evaluated", "data.train=not_needed.jsonl"],
-        cwd=runs.folder,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    evaluate = ("eval", "runs/rl", "rl.yaml", "--out", "evaluated", "data.train=not_needed.jsonl")
+    done = run_megarl(*evaluate, folder=runs.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "majority_at_2" in done.stdout and "evaluated" in done.stdout
     found = json.loads((runs.folder / "evaluated/metrics.json").read_text())

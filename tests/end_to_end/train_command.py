@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
-from tests.forked_command import MEGARL
 from tools.make_dataset import make_dataset
-from tools.runs import DIGITS_REWARD
+from tools.runs import DIGITS_REWARD, run_megarl
 
 
 def train(folder: Path, *arguments: str) -> str:
     """Run `megarl train ARGUMENTS` in a folder to its good end. Returns what it printed on standard output."""
-    command = [*MEGARL, "train", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    done = run_megarl("train", *arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -34,10 +34,10 @@ from megarl.serving.harbor import HarborTask
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
 from tests.child_processes import is_alive
-from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.rewards.pools import wait_until
 from tests.rollout.engines import CONTEXT_TOKENS
+from tools.runs import run_megarl
 
 SAMPLING = SamplingSettings(24, temperature=1.0)
 ASKING = """
@@ -206,13 +206,7 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
         command=json.dumps([sys.executable, str(Path(__file__).parent / "agent.py")]),
     )
     (tmp_path / "recipe.yaml").write_text(recipe)
-    done = subprocess.run(
-        [*MEGARL, "train", "recipe.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = run_megarl("train", "recipe.yaml", folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     [run] = (tmp_path / "runs").iterdir()
     steps = logged_steps(run)
@@ -222,7 +216,7 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
         assert step["environment/model_calls"] >= 1 and step["rollout/ended/error"] == 0
         assert step["logprob_gap/max"] < 1e-4 and step["environment/forks"] == 0
     assert "endpoint at http://127.0.0.1:" in done.stdout + done.stderr
-    shown = subprocess.run([*MEGARL, "samples", str(run), "--account"], capture_output=True, text=True, check=True)
+    shown = run_megarl("samples", run, "--account")
     assert "tokens of agents' attempts" in shown.stdout
     account = account_tokens(run)
     assert account is not None and account.faults == [] and account.num_trained > 0
@@ -413,9 +407,7 @@ def test_tasks_with_verifiers_train_in_sandboxes(tool_model: Path, tmp_path: Pat
     )
     (tmp_path / "recipe.yaml").write_text(recipe)
     fields = "rollout.agent.sandbox=sandbox", f"rollout.agent.folders=[{tmp_path}/harness]", "rollout.agent.nodes=all"
-    done = subprocess.run(
-        [*MEGARL, "train", "recipe.yaml", *fields], cwd=tmp_path, capture_output=True, text=True, timeout=900
-    )
+    done = run_megarl("train", "recipe.yaml", *fields, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     [run] = (tmp_path / "runs").iterdir()
     steps = [step for step in logged_steps(run) if "rollout/turns/mean" in step]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.journal.state import account_tokens
-from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 from tests.serving.tool_model import make_tool_model
+from tools.runs import run_megarl
 
 BASH = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo 5"}}\n</tool_call>'
 SUBMIT = BASH.replace("echo 5", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
@@ -78,7 +77,7 @@ def train(
         max_turns=max_turns,
     )
     (folder / "recipe.yaml").write_text(recipe)
-    done = subprocess.run([*MEGARL, "train", "recipe.yaml"], cwd=folder, capture_output=True, text=True, timeout=800)
+    done = run_megarl("train", "recipe.yaml", folder=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     [run] = (folder / "runs").iterdir()
     steps = [step for step in logged_steps(run) if "rollout/turns/mean" in step]
