@@ -16,8 +16,6 @@ Z95 = 1.959963984540054
 """The 97.5 % quantile of the standard normal distribution."""
 NUM_RESAMPLES = 1000
 """Number of bootstrap resamples."""
-MAX_ATTEMPTS = 1024
-"""Maximum attempts per problem. Beyond, binomial coefficients exceed float64."""
 MAX_EXACT = 128
 """Maximum attempts per problem for an exact majority@k. The time grows with their cube."""
 NUM_DRAWN = 4096

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,6 @@ import pytest
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.data.chat import load_tokenizer
 from tests.rollout.engines import engines
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +25,7 @@ def tokenizer(model_path: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
+async def group(model_path: str, distributed_tier: None) -> AsyncIterator[WorkerGroup]:
     """Two engines with the module's `model_path`, for all tests that leave them as they were."""
-    context = engines(model_path, 2)
-    group = runner.run(context.__aenter__())
-    yield group
-    runner.run(context.__aexit__(None, None, None))
+    async with engines(model_path, 2) as made:
+        yield made

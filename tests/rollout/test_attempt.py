@@ -200,11 +200,13 @@ async def by_length(sample: Sample) -> Scored:
 
 
 @pytest.fixture
-def sampler(group: WorkerGroup, runner: asyncio.Runner, tokenizer: Any) -> Callable[..., GroupSampler]:
+async def sampler(group: WorkerGroup, tokenizer: Any) -> Callable[..., GroupSampler]:
+    # Forget the requests of earlier tests.
+    await group.call("seen")
+
     def make(
         environment: Callable[[], Environment], max_prompt_tokens: int = 150, score: Score = by_length, **more: Any
     ) -> GroupSampler:
-        runner.run(group.call("seen"))
         return GroupSampler(
             pool=EnginePool(group, TWO, max_running=8),
             dialogue=Dialogue(tokenizer),
@@ -229,17 +231,17 @@ def only(trajectory: Trajectory) -> Segment:
     return segment
 
 
-def test_cases_3_and_4_a_game_of_two_turns_is_one_segment_of_what_the_engine_read_and_sampled(
-    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any, tokenizer: Any
+async def test_cases_3_and_4_a_game_of_two_turns_is_one_segment_of_what_the_engine_read_and_sampled(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, problems: Any, tokenizer: Any
 ) -> None:
     closed = LongestWord.closed
     game = sampler(LongestWord, max_turns=4, truncated_turn="close")
-    found = runner.run(game.sample(problems, SAMPLING, samples_per_prompt=4, seed="s"))
+    found = await game.sample(problems, SAMPLING, samples_per_prompt=4, seed="s")
     assert LongestWord.closed == closed + 12
     assert [(t.group, t.number, t.problem.index) for t in found] == [
         (group, number, index) for group, index in enumerate((7, 2, 11)) for number in range(4)
     ]
-    sent = {name: prompt for of_rank in runner.run(group.call("seen")) for name, prompt, _ in of_rank}
+    sent = {name: prompt for of_rank in await group.call("seen") for name, prompt, _ in of_rank}
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     num_cut = 0
     for trajectory in found:
@@ -270,33 +272,33 @@ def test_cases_3_and_4_a_game_of_two_turns_is_one_segment_of_what_the_engine_rea
     assert 0 < num_cut < 12
 
 
-def test_the_next_turn_draws_anew_and_every_engine_and_order_alike(
-    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any
+async def test_the_next_turn_draws_anew_and_every_engine_and_order_alike(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, problems: Any
 ) -> None:
-    def sampled(problems: list[Problem]) -> dict[int, list[int]]:
+    async def sampled(problems: list[Problem]) -> dict[int, list[int]]:
         game = sampler(LongestWord, max_turns=2, truncated_turn="close")
-        found = runner.run(game.sample(problems, SAMPLING, seed="s"))
+        found = await game.sample(problems, SAMPLING, seed="s")
         return {t.problem.index: only(t).token_ids.tolist() for t in found}
 
-    expected = sampled(problems)
-    seeds = [seed for of_rank in runner.run(group.call("seen")) for _, _, seed in of_rank]
+    expected = await sampled(problems)
+    seeds = [seed for of_rank in await group.call("seen") for _, _, seed in of_rank]
     assert len(set(seeds)) == 6 and all(0 <= seed < 2**31 for seed in seeds)
-    assert sampled(problems[::-1]) == expected
+    assert await sampled(problems[::-1]) == expected
     # The model is flat: with the seed of the turn before, the draws would be the same.
     game = sampler(LongestWord, max_turns=2, truncated_turn="close")
-    for trajectory in runner.run(game.sample(problems, SAMPLING, seed="t")):
+    for trajectory in await game.sample(problems, SAMPLING, seed="t"):
         segment = only(trajectory)
         first, second = (segment.token_ids[segment.turns == turn].tolist() for turn in (0, 1))
         assert first[:5] != second[:5]
         assert only(trajectory).token_ids.tolist() != expected[trajectory.problem.index]
 
 
-def test_one_turn_is_the_problem_s_prompt_and_one_completion(
-    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any
+async def test_one_turn_is_the_problem_s_prompt_and_one_completion(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, problems: Any
 ) -> None:
     single = sampler(SingleTurn)
-    found = runner.run(single.sample(problems, SAMPLING, samples_per_prompt=2, seed="7 1"))
-    sent = {name: seed for of_rank in runner.run(group.call("seen")) for name, _, seed in of_rank}
+    found = await single.sample(problems, SAMPLING, samples_per_prompt=2, seed="7 1")
+    sent = {name: seed for of_rank in await group.call("seen") for name, _, seed in of_rank}
     # Of sha256 of ("7 1", problem, sample), as runs have drawn since single turns were all there was.
     assert [sent[f"{g}.{n}.0"] for g in range(3) for n in range(2)] == SEEDS
     for trajectory in found:
@@ -321,8 +323,8 @@ def buffer_of(sampler: GroupSampler, problems: Sequence[Problem]) -> GroupBuffer
     return GroupBuffer(recipe, [Source("test", 1.0, recipe, sampler, own)], RLState(recipe.algorithm))
 
 
-def test_engines_rest_while_only_rewards_are_awaited(
-    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any
+async def test_engines_rest_while_only_rewards_are_awaited(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, problems: Any
 ) -> None:
     resting, num_scored = asyncio.Event(), 0
 
@@ -343,15 +345,15 @@ def test_engines_rest_while_only_rewards_are_awaited(
 
     buffer = buffer_of(single, problems)
     buffer.on_sampled = rest
-    found = flatten(runner.run(buffer.take(len(problems), 1)))
+    found = flatten(await buffer.take(len(problems), 1))
     assert num_scored == 6 and all(trajectory.reward is not None for trajectory in found)
     assert buffer.metrics()["time/rollout_late_rewards_seconds"] > 0
-    plain = runner.run(sampler(SingleTurn).sample(problems, SAMPLING, samples_per_prompt=2, seed="7 1"))
+    plain = await sampler(SingleTurn).sample(problems, SAMPLING, samples_per_prompt=2, seed="7 1")
     assert [only(one).token_ids.tolist() for one in plain] == [only(one).token_ids.tolist() for one in found]
 
 
-def test_engines_do_not_rest_where_the_run_is_to_stop_before_all_is_sampled(
-    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+async def test_engines_do_not_rest_where_the_run_is_to_stop_before_all_is_sampled(
+    sampler: Callable[..., GroupSampler], problems: Any
 ) -> None:
     class Hanging(SingleTurn):
         async def step(self, turn: Turn) -> Step:
@@ -366,12 +368,12 @@ def test_engines_do_not_rest_where_the_run_is_to_stop_before_all_is_sampled(
     buffer = buffer_of(sampler(Hanging, is_abandoned=lambda: True), problems[:1])
     buffer.on_sampled = rest
     with pytest.raises(AbandonedError):
-        runner.run(buffer.take(1, 1))
+        await buffer.take(1, 1)
     assert not rests
 
 
-def test_reward_functions_see_the_conversation_up_to_the_last_turn(
-    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+async def test_reward_functions_see_the_conversation_up_to_the_last_turn(
+    sampler: Callable[..., GroupSampler], problems: Any
 ) -> None:
     seen: list[Sample] = []
 
@@ -380,7 +382,7 @@ def test_reward_functions_see_the_conversation_up_to_the_last_turn(
         return await by_length(sample)
 
     made = sampler(Endless, score=look, max_turns=2, truncated_turn="close")
-    [trajectory] = runner.run(made.sample(problems[:1], SAMPLING, seed="s"))
+    [trajectory] = await made.sample(problems[:1], SAMPLING, seed="s")
     [sample] = seen
     first, last = trajectory.text[: -len(sample.completion_text)], sample.completion_text
     assert trajectory.text.endswith(last) and first.endswith("\n\n")
@@ -396,23 +398,21 @@ def test_reward_functions_see_the_conversation_up_to_the_last_turn(
     assert sample.finish_reason == ("length" if num_last == SAMPLING.max_new_tokens else "stop")
 
 
-def test_a_completion_that_is_left_out_has_no_reward(
-    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
-) -> None:
+async def test_a_completion_that_is_left_out_has_no_reward(sampler: Callable[..., GroupSampler], problems: Any) -> None:
     async def fail(sample: Sample) -> Scored:
         return Scored(Reward(0.0, False, None), "parse_error", "no verdict", is_left_out=True)
 
-    [trajectory] = runner.run(sampler(SingleTurn, score=fail).sample(problems[:1], SAMPLING, seed="s"))
+    [trajectory] = await sampler(SingleTurn, score=fail).sample(problems[:1], SAMPLING, seed="s")
     assert trajectory.reward is None and trajectory.failure == "parse_error" and trajectory.num_sampled
 
 
-def test_what_an_environment_writes_reaches_no_other_attempt_or_turn(
-    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any, tokenizer: Any
+async def test_what_an_environment_writes_reaches_no_other_attempt_or_turn(
+    sampler: Callable[..., GroupSampler], problems: Any, tokenizer: Any
 ) -> None:
     problem = replace(problems[0], messages=({"role": "user", "content": "Problem."},), answer=["7"])
     problem = replace(problem, record={"words": ["one"]})
     game = sampler(Writing, max_turns=2, truncated_turn="close", history="render")
-    found = runner.run(game.sample([problem], SAMPLING, samples_per_prompt=2, seed="s"))
+    found = await game.sample([problem], SAMPLING, samples_per_prompt=2, seed="s")
     assert (problem.record, problem.answer, problem.messages[0]["content"]) == ({"words": ["one"]}, ["7"], "Problem.")
     for trajectory in found:
         # Of two turns the environment counted one, then two.
@@ -431,17 +431,16 @@ def test_what_an_environment_writes_reaches_no_other_attempt_or_turn(
         ),
     ],
 )
-def test_an_attempt_ends_with_its_budget(
+async def test_an_attempt_ends_with_its_budget(
     environment: Any,
     settings: dict[str, Any],
     ended: str,
     sampler: Callable[..., GroupSampler],
-    runner: asyncio.Runner,
     problems: Any,
 ) -> None:
     made = sampler(environment, **{"max_turns": 40} | settings)
     short = replace(SAMPLING, max_new_tokens=40 if "max_prompt_tokens" in settings else 3)
-    found = runner.run(made.sample(problems, short, samples_per_prompt=2, seed="s"))
+    found = await made.sample(problems, short, samples_per_prompt=2, seed="s")
     assert ended in {t.ended for t in found} <= {ended, "done"}
     for trajectory in found:
         assert trajectory.num_turns <= made.max_turns
@@ -464,19 +463,18 @@ def test_an_attempt_ends_with_its_budget(
         pytest.param(LeavingAtItsClose, "SystemExit", 1, id="leaves the process at its close"),
     ],
 )
-def test_an_error_ends_its_attempt_alone_and_is_reported_once(
+async def test_an_error_ends_its_attempt_alone_and_is_reported_once(
     environment: Any,
     kind: str,
     num_turns: int,
     sampler: Callable[..., GroupSampler],
-    runner: asyncio.Runner,
     problems: Any,
 ) -> None:
     notices: list[str] = []
     closed = environment.closed
     notify_once = FirstOfEachKind(notices.append).tell
     made = sampler(environment, 2000, max_turns=4, truncated_turn="close", notify_once=notify_once)
-    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
+    found = await made.sample(problems, SAMPLING, seed="s")
     assert environment.closed == closed + 3
     for trajectory in found:
         assert trajectory.ended == "error" and trajectory.reward is None and trajectory.num_turns == num_turns
@@ -486,13 +484,13 @@ def test_an_error_ends_its_attempt_alone_and_is_reported_once(
 
 
 @pytest.mark.parametrize("limit", ["step_seconds", "seconds"])
-def test_case_n8_an_environment_that_ignores_its_end_is_left_and_the_others_are_as_without_it(
-    limit: str, sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+async def test_case_n8_an_environment_that_ignores_its_end_is_left_and_the_others_are_as_without_it(
+    limit: str, sampler: Callable[..., GroupSampler], problems: Any
 ) -> None:
-    free = runner.run(sampler(LongestWord, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s"))
+    free = await sampler(LongestWord, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s")
     made = sampler(Deaf, max_turns=4, truncated_turn="close", budget=BudgetConfig.model_validate({limit: 3.0}))
     began = time.monotonic()
-    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
+    found = await made.sample(problems, SAMPLING, seed="s")
     assert time.monotonic() - began < 60
     first, deaf, last = found
     assert [only(t).token_ids.tolist() for t in (first, last)] == [
@@ -504,43 +502,39 @@ def test_case_n8_an_environment_that_ignores_its_end_is_left_and_the_others_are_
     else:
         assert deaf.ended == "error" and deaf.reward is None and str(deaf.failure).startswith("Timeout: ")
         assert rollout_metrics(found)["rollout/errors/Timeout"] == 1
-
-    async def let_go() -> None:
-        for event in Deaf.waiting:
-            event.set()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-    runner.run(let_go())
+    for event in Deaf.waiting:
+        event.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     Deaf.waiting.clear()
 
 
-def test_an_attempt_whose_environment_could_not_be_had_is_begun_anew_and_draws_alike(
-    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+async def test_an_attempt_whose_environment_could_not_be_had_is_begun_anew_and_draws_alike(
+    sampler: Callable[..., GroupSampler], problems: Any
 ) -> None:
-    free = runner.run(sampler(LongestWord, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s"))
+    free = await sampler(LongestWord, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s")
     SlowThenAway.begun.clear()
     made = sampler(SlowThenAway, max_turns=4, truncated_turn="close", budget=BudgetConfig(attempts=2))
-    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
+    found = await made.sample(problems, SAMPLING, seed="s")
     assert [only(t).token_ids.tolist() for t in found] == [only(t).token_ids.tolist() for t in free]
     assert [t.restarts for t in found] == [1, 1, 1] and rollout_metrics(found)["rollout/restarted"] == 3
     assert [t.reward for t in found] == [t.reward for t in free]
 
 
-def test_case_n1_a_prompt_that_does_not_fit_ends_its_attempt_and_no_other(
-    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+async def test_case_n1_a_prompt_that_does_not_fit_ends_its_attempt_and_no_other(
+    sampler: Callable[..., GroupSampler], problems: Any
 ) -> None:
-    free, found = (
-        runner.run(sampler(kind, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s"))
+    free, found = [
+        await sampler(kind, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s")
         for kind in (LongestWord, LongAtTwo)
-    )
+    ]
     assert [t.ended for t in found] == [free[0].ended, "length", free[2].ended] and found[1].num_sampled == 0
     for place in (0, 2):
         assert only(found[place]).token_ids.tolist() == only(free[place]).token_ids.tolist()
 
 
-def test_a_history_that_the_template_rewrites_is_rendered_and_forks(
-    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any, tokenizer: Any
+async def test_a_history_that_the_template_rewrites_is_rendered_and_forks(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, problems: Any, tokenizer: Any
 ) -> None:
     """Of two templates one shows no earlier answer; the other writes them as they are, so nothing is rendered anew."""
     forgetful = copy.deepcopy(tokenizer)
@@ -549,12 +543,13 @@ def test_a_history_that_the_template_rewrites_is_rendered_and_forks(
         "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     settings: dict[str, Any] = {"max_turns": 2, "truncated_turn": "close"}
-    appended = runner.run(sampler(LongestWord, **settings).sample(problems, SAMPLING, seed="s"))
-    kept = runner.run(sampler(LongestWord, history="render", **settings).sample(problems, SAMPLING, seed="s"))
+    appended = await sampler(LongestWord, **settings).sample(problems, SAMPLING, seed="s")
+    kept = await sampler(LongestWord, history="render", **settings).sample(problems, SAMPLING, seed="s")
     assert [only(t).token_ids.tolist() for t in kept] == [only(t).token_ids.tolist() for t in appended]
     made = replace(sampler(LongestWord, history="render", **settings), dialogue=Dialogue(forgetful))
-    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
-    sent = {name: prompt for of_rank in runner.run(group.call("seen")) for name, prompt, _ in of_rank}
+    await group.call("seen")
+    found = await made.sample(problems, SAMPLING, seed="s")
+    sent = {name: prompt for of_rank in await group.call("seen") for name, prompt, _ in of_rank}
     for place, trajectory in enumerate(found):
         first, second = trajectory.segments
         prompt = sent[f"{place}.0.1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
+async def group(model_path: str, distributed_tier: None) -> AsyncIterator[WorkerGroup]:
     """One engine."""
-    context = engines(model_path, 1, recompute_kv=False)
-    yield runner.run(context.__aenter__())
-    runner.run(context.__aexit__(None, None, None))
+    async with engines(model_path, 1, recompute_kv=False) as made:
+        yield made
 
 
 class HeldAfter:
@@ -86,39 +85,36 @@ async def mismatches(group: WorkerGroup, asked: Request, done: Completion) -> np
     return np.abs(scores[len(asked.prompt_token_ids) :] - done.rollout_logprobs)
 
 
-def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        await group.call("update", 1.0)
-        plain = await whole_ones(group, 3)
-        ranks = HeldAfter(group, ONE, STEPS)
-        generating = [asyncio.create_task(ranks.pool.generate(one)) for one, _ in plain]
-        await ranks.at_rest.wait()
-        assert await group.call("unfinished") == [3] and not any(task.done() for task in generating)
-        # What is sampled is known at once, and counted once.
-        assert ranks.pool.metrics()["rollout/sampled_tokens"] == 3 * STEPS
-        version = int(plain[0][1].weight_versions[0])
-        await group.call("update", 0.97)
-        ranks.pool.resume()
-        found = await asyncio.gather(*generating)
-        num_later = sum(len(done.token_ids) for done in found) - 3 * STEPS
-        assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later
-        assert len(ranks.sent) == 3
-        pool, (first, _) = EnginePool(group, ONE, max_running=32), plain[0]
-        later, again = await pool.generate(first), await pool.generate(first)
-        assert (later.num_cached, again.num_cached) == (0, len(PROMPT))
-        for (asked, before), done in zip(plain, found, strict=True):
-            num_new = len(done.token_ids) - STEPS
-            assert num_new > 0
-            assert done.weight_versions.tolist() == [version] * STEPS + [version + 1] * num_new
-            assert done.token_ids[:STEPS].tolist() == before.token_ids[:STEPS].tolist()
-            np.testing.assert_allclose(done.rollout_logprobs[:STEPS], before.rollout_logprobs[:STEPS], atol=1e-5)
-            # No version's: the new weights, over what the old ones left.
-            assert (await mismatches(group, asked, done))[STEPS:].max() > 1e-3
-        assert (await mismatches(group, first, later)).max() <= 1e-5 and (
-            await mismatches(group, first, again)
-        ).max() <= 1e-5
-
-    runner.run(drive())
+async def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGroup) -> None:
+    await group.call("update", 1.0)
+    plain = await whole_ones(group, 3)
+    ranks = HeldAfter(group, ONE, STEPS)
+    generating = [asyncio.create_task(ranks.pool.generate(one)) for one, _ in plain]
+    await ranks.at_rest.wait()
+    assert await group.call("unfinished") == [3] and not any(task.done() for task in generating)
+    # What is sampled is known at once, and counted once.
+    assert ranks.pool.metrics()["rollout/sampled_tokens"] == 3 * STEPS
+    version = int(plain[0][1].weight_versions[0])
+    await group.call("update", 0.97)
+    ranks.pool.resume()
+    found = await asyncio.gather(*generating)
+    num_later = sum(len(done.token_ids) for done in found) - 3 * STEPS
+    assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later
+    assert len(ranks.sent) == 3
+    pool, (first, _) = EnginePool(group, ONE, max_running=32), plain[0]
+    later, again = await pool.generate(first), await pool.generate(first)
+    assert (later.num_cached, again.num_cached) == (0, len(PROMPT))
+    for (asked, before), done in zip(plain, found, strict=True):
+        num_new = len(done.token_ids) - STEPS
+        assert num_new > 0
+        assert done.weight_versions.tolist() == [version] * STEPS + [version + 1] * num_new
+        assert done.token_ids[:STEPS].tolist() == before.token_ids[:STEPS].tolist()
+        np.testing.assert_allclose(done.rollout_logprobs[:STEPS], before.rollout_logprobs[:STEPS], atol=1e-5)
+        # No version's: the new weights, over what the old ones left.
+        assert (await mismatches(group, asked, done))[STEPS:].max() > 1e-3
+    assert (await mismatches(group, first, later)).max() <= 1e-5 and (
+        await mismatches(group, first, again)
+    ).max() <= 1e-5
 
 
 @pytest.mark.distributed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,11 +46,10 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
+async def group(model_path: str, distributed_tier: None) -> AsyncIterator[WorkerGroup]:
     """One engine, which tells what top-p kept."""
-    context = engines(model_path, 1, top_k=5)
-    yield runner.run(context.__aenter__())
-    runner.run(context.__aexit__(None, None, None))
+    async with engines(model_path, 1, top_k=5) as made:
+        yield made
 
 
 def problem_of(tokenizer: Any, index: int) -> Problem:
@@ -179,40 +178,37 @@ def draws(groups: Sequence[Group]) -> list[int]:
     return [group[0].problem.index for group in groups]
 
 
-def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bound(
-    group: WorkerGroup, runner: asyncio.Runner, model_path: str, tmp_path: Path
+async def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bound(
+    group: WorkerGroup, model_path: str, tmp_path: Path
 ) -> None:
-    async def drive() -> None:
-        run = await Run.begin(group, model_path)
-        given: list[tuple[int, Trajectory]] = []
-        num_retained = 0.0
-        for number in range(5):
-            groups = await run.step()
-            assert [[t.group for t in one] for one in groups] == [[n] * 2 for n in range(3)]
-            given += [(run.version, trajectory) for one in groups for trajectory in one]
-            metrics = run.buffer.metrics()
-            num_retained += metrics["staleness/old_tokens"]
-            assert len(run.state.started) == metrics["rollout/in_flight"]
-            assert len(run.state.started) + len(run.state.waiting) == 3
-            if number == 3:
-                assert run.state.started and run.state.drawn == 15
-                (tmp_path / "before").mkdir()
-                (tmp_path / "after").mkdir()
-                experts = run.state.waiting_experts
-                await run.resume(tmp_path)
-                assert run.state.waiting_experts == experts
-            await run.reshard()
-        await run.buffer.aclose()
-        used = {(t.problem.index, t.number) for _, t in given}
-        left = {*run.state.started, *(one[0].group for one in run.state.waiting)}
-        assert len(used) == len(given) == 30 and {index for index, _ in used} | left == set(range(run.state.drawn))
-        ages = [version - trajectory.oldest_version for version, trajectory in given]
-        assert max(ages) == 1 and num_retained > 0
-        assert max(len(set(versions_of(t))) for _, t in given) == 2
-        assert not any(t.restarts for _, t in given)
-        assert await mismatch(group, [trajectory for _, trajectory in given]) <= 1e-5
-
-    runner.run(drive())
+    run = await Run.begin(group, model_path)
+    given: list[tuple[int, Trajectory]] = []
+    num_retained = 0.0
+    for number in range(5):
+        groups = await run.step()
+        assert [[t.group for t in one] for one in groups] == [[n] * 2 for n in range(3)]
+        given += [(run.version, trajectory) for one in groups for trajectory in one]
+        metrics = run.buffer.metrics()
+        num_retained += metrics["staleness/old_tokens"]
+        assert len(run.state.started) == metrics["rollout/in_flight"]
+        assert len(run.state.started) + len(run.state.waiting) == 3
+        if number == 3:
+            assert run.state.started and run.state.drawn == 15
+            (tmp_path / "before").mkdir()
+            (tmp_path / "after").mkdir()
+            experts = run.state.waiting_experts
+            await run.resume(tmp_path)
+            assert run.state.waiting_experts == experts
+        await run.reshard()
+    await run.buffer.aclose()
+    used = {(t.problem.index, t.number) for _, t in given}
+    left = {*run.state.started, *(one[0].group for one in run.state.waiting)}
+    assert len(used) == len(given) == 30 and {index for index, _ in used} | left == set(range(run.state.drawn))
+    ages = [version - trajectory.oldest_version for version, trajectory in given]
+    assert max(ages) == 1 and num_retained > 0
+    assert max(len(set(versions_of(t))) for _, t in given) == 2
+    assert not any(t.restarts for _, t in given)
+    assert await mismatch(group, [trajectory for _, trajectory in given]) <= 1e-5
 
 
 class Talk(SingleTurn):
@@ -232,39 +228,36 @@ TOP_P = 0.8
 
 
 @pytest.mark.parametrize("top_p", [1.0, TOP_P])
-def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
-    group: WorkerGroup, runner: asyncio.Runner, model_path: str, tmp_path: Path, top_p: float
+async def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
+    group: WorkerGroup, model_path: str, tmp_path: Path, top_p: float
 ) -> None:
-    async def drive() -> None:
-        sampling = SamplingSettings(40, 1.0, top_p=top_p, stop=("e", "a"))
-        run = await Run.begin(group, model_path, Talk, sampling=sampling)
-        given: list[Trajectory] = []
-        resumed: set[int] = set()
-        while not resumed & {t.problem.index for t in given} or not any(goes_on_in_a_later_turn(t) for t in given):
-            given += [trajectory for one in await run.step() for trajectory in one]
-            # Which attempts are under way depends on the machine's pace: not every step leaves one in a later turn.
-            in_later_turns = {n for n, g in run.state.started.items() if any(len(c) > 1 for c in g.calls.values())}
-            if in_later_turns and not resumed:
-                (tmp_path / "before").mkdir()
-                (tmp_path / "after").mkdir()
-                await run.resume(tmp_path)
-                resumed = in_later_turns
-            await run.reshard()
-            assert len(given) < 60
-        await run.buffer.aclose()
-        assert len({(t.problem.index, t.number) for t in given}) == len(given) and not any(t.restarts for t in given)
-        assert all(t.ended in ("done", "length") for t in given)
-        assert all(versions_of(t) == sorted(versions_of(t)) for t in given)
-        if top_p == 1.0:
-            assert await mismatch(group, given) <= 1e-5
-            return
-        for trajectory in given:
-            assert_in_retained_sets(trajectory)
-        # What was sampled from had TOP_P of all at least, under the weights of each token.
-        found = await mismatches(group, given)
-        assert min(found) >= -1e-5 and 0.01 < max(found) <= -math.log(TOP_P) + 1e-5
-
-    runner.run(drive())
+    sampling = SamplingSettings(40, 1.0, top_p=top_p, stop=("e", "a"))
+    run = await Run.begin(group, model_path, Talk, sampling=sampling)
+    given: list[Trajectory] = []
+    resumed: set[int] = set()
+    while not resumed & {t.problem.index for t in given} or not any(goes_on_in_a_later_turn(t) for t in given):
+        given += [trajectory for one in await run.step() for trajectory in one]
+        # Which attempts are under way depends on the machine's pace: not every step leaves one in a later turn.
+        in_later_turns = {n for n, g in run.state.started.items() if any(len(c) > 1 for c in g.calls.values())}
+        if in_later_turns and not resumed:
+            (tmp_path / "before").mkdir()
+            (tmp_path / "after").mkdir()
+            await run.resume(tmp_path)
+            resumed = in_later_turns
+        await run.reshard()
+        assert len(given) < 60
+    await run.buffer.aclose()
+    assert len({(t.problem.index, t.number) for t in given}) == len(given) and not any(t.restarts for t in given)
+    assert all(t.ended in ("done", "length") for t in given)
+    assert all(versions_of(t) == sorted(versions_of(t)) for t in given)
+    if top_p == 1.0:
+        assert await mismatch(group, given) <= 1e-5
+        return
+    for trajectory in given:
+        assert_in_retained_sets(trajectory)
+    # What was sampled from had TOP_P of all at least, under the weights of each token.
+    found = await mismatches(group, given)
+    assert min(found) >= -1e-5 and 0.01 < max(found) <= -math.log(TOP_P) + 1e-5
 
 
 def assert_in_retained_sets(trajectory: Trajectory) -> None:
@@ -277,29 +270,24 @@ def assert_in_retained_sets(trajectory: Trajectory) -> None:
     assert all(token in kept for token, kept in pairs)
 
 
-def test_recorded_calls_are_repeated_until_an_attempt_asks_for_something_else(
-    group: WorkerGroup, runner: asyncio.Runner
-) -> None:
+async def test_recorded_calls_are_repeated_until_an_attempt_asks_for_something_else(group: WorkerGroup) -> None:
     def request(name: str, *prompt: int) -> Request:
         return Request(name, np.array(prompt, np.int32), SamplingSettings(4, 1.0), 0)
 
-    async def drive() -> None:
-        engines = EnginePool(group, ONE, max_running=4)
-        calls: list[RecordedCall] = []
-        first = AttemptEngine(engines, calls)
-        found = [await first.generate(request("a.0", 7)), await first.generate(request("a.1", 7, 8))]
-        await first.generate(request("a.2", 7, 9))
-        again = AttemptEngine(engines, calls)
-        # In another order, as from concurrent calls of an agent, and under another name.
-        assert await again.generate(request("b.0", 7, 8)) is found[1]
-        assert await again.generate(request("b.1", 7)) is found[0] and not again.is_restarted
-        await again.generate(request("b.2", 7))
-        assert again.is_restarted and [call.prompt_token_ids.tolist() for call in calls] == [[7], [7, 8], [7]]
-        again.close()
-        with pytest.raises(asyncio.CancelledError):
-            await again.generate(request("b.3", 7))
-
-    runner.run(drive())
+    engines = EnginePool(group, ONE, max_running=4)
+    calls: list[RecordedCall] = []
+    first = AttemptEngine(engines, calls)
+    found = [await first.generate(request("a.0", 7)), await first.generate(request("a.1", 7, 8))]
+    await first.generate(request("a.2", 7, 9))
+    again = AttemptEngine(engines, calls)
+    # In another order, as from concurrent calls of an agent, and under another name.
+    assert await again.generate(request("b.0", 7, 8)) is found[1]
+    assert await again.generate(request("b.1", 7)) is found[0] and not again.is_restarted
+    await again.generate(request("b.2", 7))
+    assert again.is_restarted and [call.prompt_token_ids.tolist() for call in calls] == [[7], [7, 8], [7]]
+    again.close()
+    with pytest.raises(asyncio.CancelledError):
+        await again.generate(request("b.3", 7))
 
 
 def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
@@ -357,50 +345,42 @@ class Slow(SingleTurn):
         return Step(({"role": "user", "content": "Go on."},))
 
 
-def test_a_group_that_may_grow_no_older_is_waited_for(
-    group: WorkerGroup, runner: asyncio.Runner, model_path: str
+async def test_a_group_that_may_grow_no_older_is_waited_for(group: WorkerGroup, model_path: str) -> None:
+    gate = asyncio.Event()
+
+    def is_abandoned() -> bool:
+        """Asked while a step waits: the gate opens once it does so for the slow group alone."""
+        if run.version > first and len(run.state.waiting) >= 3:
+            gate.set()
+        return False
+
+    run = await Run.begin(group, model_path, lambda: Slow(gate), is_abandoned=is_abandoned)
+    first = run.version
+    assert 0 not in draws(await run.step()) and run.buffer.metrics()["staleness/waited_seconds"] == 0
+    await run.reshard()
+    groups = await run.step()
+    metrics = run.buffer.metrics()
+    assert draws(groups)[0] == 0 and metrics["staleness/waited_seconds"] > 0 and metrics["staleness/dropped"] == 0
+    for trajectory in groups[0]:
+        assert {first, first + 1} == set(versions_of(trajectory))
+    await run.buffer.aclose()
+    run.sampler.pool.resume()
+
+
+async def test_a_group_that_grew_too_old_is_dropped_and_another_prompt_drawn(
+    group: WorkerGroup, model_path: str
 ) -> None:
-    async def drive() -> None:
-        gate = asyncio.Event()
-
-        def is_abandoned() -> bool:
-            """Asked while a step waits: the gate opens once it does so for the slow group alone."""
-            if run.version > first and len(run.state.waiting) >= 3:
-                gate.set()
-            return False
-
-        run = await Run.begin(group, model_path, lambda: Slow(gate), is_abandoned=is_abandoned)
-        first = run.version
-        assert 0 not in draws(await run.step()) and run.buffer.metrics()["staleness/waited_seconds"] == 0
-        await run.reshard()
-        groups = await run.step()
+    run = await Run.begin(group, model_path, lambda: Slow(asyncio.Event()), on_stale="drop")
+    dropped, given = [], []
+    for _ in range(3):
+        given += draws(await run.step())
         metrics = run.buffer.metrics()
-        assert draws(groups)[0] == 0 and metrics["staleness/waited_seconds"] > 0 and metrics["staleness/dropped"] == 0
-        for trajectory in groups[0]:
-            assert {first, first + 1} == set(versions_of(trajectory))
-        await run.buffer.aclose()
-        run.sampler.pool.resume()
-
-    runner.run(drive())
-
-
-def test_a_group_that_grew_too_old_is_dropped_and_another_prompt_drawn(
-    group: WorkerGroup, runner: asyncio.Runner, model_path: str
-) -> None:
-    async def drive() -> None:
-        run = await Run.begin(group, model_path, lambda: Slow(asyncio.Event()), on_stale="drop")
-        dropped, given = [], []
-        for _ in range(3):
-            given += draws(await run.step())
-            metrics = run.buffer.metrics()
-            dropped.append(metrics["staleness/dropped"])
-            assert 0 not in given and len(run.state.started) + len(run.state.waiting) == 3
-            await run.reshard()
-        assert dropped[:2] == [0, 0] and dropped[2] >= 1 and 0 not in run.state.started
-        assert len(set(given)) == 9 and run.state.drawn == 12 + sum(dropped)
-        await run.buffer.aclose()
-
-    runner.run(drive())
+        dropped.append(metrics["staleness/dropped"])
+        assert 0 not in given and len(run.state.started) + len(run.state.waiting) == 3
+        await run.reshard()
+    assert dropped[:2] == [0, 0] and dropped[2] >= 1 and 0 not in run.state.started
+    assert len(set(given)) == 9 and run.state.drawn == 12 + sum(dropped)
+    await run.buffer.aclose()
 
 
 JUDGE = """
@@ -433,8 +413,8 @@ class Deaf(SingleTurn):
         return Step(done=True, reward=float("nan") if self._index == 1 else None)
 
 
-def test_case_n8_a_surplus_that_hangs_is_given_up_at_once(
-    group: WorkerGroup, runner: asyncio.Runner, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_case_n8_a_surplus_that_hangs_is_given_up_at_once(
+    group: WorkerGroup, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A judge sleeps, an environment ignores its cancellation, another gives NaN: the step begins all the same."""
     (tmp_path / "judges.py").write_text(JUDGE.format(path=str(tmp_path / "pids")))
@@ -444,39 +424,35 @@ def test_case_n8_a_surplus_that_hangs_is_given_up_at_once(
         path = tmp_path / "pids"
         return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
-    async def drive() -> None:
-        gate = asyncio.Event()
-        with pool_of("judges.py:judge", num_workers=3, wall_timeout_seconds=600.0) as judges:
+    gate = asyncio.Event()
+    with pool_of("judges.py:judge", num_workers=3, wall_timeout_seconds=600.0) as judges:
 
-            async def score(sample: Sample) -> Scored:
-                """The others are judged once two judges sleep."""
-                while sample.answer != "4" and len(pids()) < 2:
-                    await asyncio.sleep(0.01)
-                return await judges.score(sample)
+        async def score(sample: Sample) -> Scored:
+            """The others are judged once two judges sleep."""
+            while sample.answer != "4" and len(pids()) < 2:
+                await asyncio.sleep(0.01)
+            return await judges.score(sample)
 
-            run = await Run.begin(group, model_path, lambda: Deaf(gate), score=score, stragglers="abort")
-            try:
-                # Seven processes import the judge meanwhile, on cores shared with other tests.
-                async with asyncio.timeout(120.0):
-                    groups = await run.step()
-            except TimeoutError:
-                # The environment ignores its cancellation: it would hold the end of the tests up.
-                gate.set()
-                done = {draw: sorted(group.finished) for draw, group in run.state.started.items()}
-                raise AssertionError(
-                    f"no step in 120 s: judges {pids()} sleep, attempts {done} ended, "
-                    f"{len(run.state.waiting)} groups wait"
-                ) from None
-            assert set(draws(groups)) <= {0, 1, 2, 5}
-            assert run.buffer.metrics()["rollout/aborted"] == 3 and not run.state.started and not run.state.waiting
-            without = [t for one in groups for t in one if t.reward is None]
-            assert {t.problem.index for t in without} <= {1} and all("nan" in (t.failure or "") for t in without)
-            await asyncio.to_thread(wait_until, lambda: not any(map(is_alive, pids())))
-            await run.reshard()
-            fresh = await run.step()
-            assert all(set(versions_of(t)) == {run.version} for one in fresh for t in one)
-            run.sampler.pool.resume()
+        run = await Run.begin(group, model_path, lambda: Deaf(gate), score=score, stragglers="abort")
+        try:
+            # Seven processes import the judge meanwhile, on cores shared with other tests.
+            async with asyncio.timeout(120.0):
+                groups = await run.step()
+        except TimeoutError:
+            # The environment ignores its cancellation: it would hold the end of the tests up.
             gate.set()
-            await run.buffer.aclose()
-
-    runner.run(drive())
+            done = {draw: sorted(group.finished) for draw, group in run.state.started.items()}
+            raise AssertionError(
+                f"no step in 120 s: judges {pids()} sleep, attempts {done} ended, {len(run.state.waiting)} groups wait"
+            ) from None
+        assert set(draws(groups)) <= {0, 1, 2, 5}
+        assert run.buffer.metrics()["rollout/aborted"] == 3 and not run.state.started and not run.state.waiting
+        without = [t for one in groups for t in one if t.reward is None]
+        assert {t.problem.index for t in without} <= {1} and all("nan" in (t.failure or "") for t in without)
+        await asyncio.to_thread(wait_until, lambda: not any(map(is_alive, pids())))
+        await run.reshard()
+        fresh = await run.step()
+        assert all(set(versions_of(t)) == {run.version} for one in fresh for t in one)
+        run.sampler.pool.resume()
+        gate.set()
+        await run.buffer.aclose()

@@ -50,44 +50,36 @@ async def sampled(group: WorkerGroup, parallel: ParallelConfig, order: list[int]
     return {completion.request_id: completion for completion in found}
 
 
-def test_a_request_is_sampled_alike_by_any_engine_in_any_order(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        order = list(range(40))
-        shuffled = random.Random(5).sample(order, 40)
-        await group.call("seen")
-        first = await sampled(group, ONE, order, 100)
-        others = [await sampled(group, TWO, shuffled, 100), await sampled(group, TWO, shuffled, 3)]
-        seen = await group.call("seen")
-        assert len(first) == 40 and all(len(of_rank) > 20 for of_rank in seen)
-        for other in others:
-            assert other.keys() == first.keys()
-            for name, completion in first.items():
-                assert other[name].token_ids.tolist() == completion.token_ids.tolist()
-                # Products of float32 with other numbers of rows differ in the last bits; this was 1.1e-6 once.
-                np.testing.assert_allclose(other[name].rollout_logprobs, completion.rollout_logprobs, rtol=3e-6)
-
-    runner.run(drive())
+async def test_a_request_is_sampled_alike_by_any_engine_in_any_order(group: WorkerGroup) -> None:
+    order = list(range(40))
+    shuffled = random.Random(5).sample(order, 40)
+    await group.call("seen")
+    first = await sampled(group, ONE, order, 100)
+    others = [await sampled(group, TWO, shuffled, 100), await sampled(group, TWO, shuffled, 3)]
+    seen = await group.call("seen")
+    assert len(first) == 40 and all(len(of_rank) > 20 for of_rank in seen)
+    for other in others:
+        assert other.keys() == first.keys()
+        for name, completion in first.items():
+            assert other[name].token_ids.tolist() == completion.token_ids.tolist()
+            # Products of float32 with other numbers of rows differ in the last bits; this was 1.1e-6 once.
+            np.testing.assert_allclose(other[name].rollout_logprobs, completion.rollout_logprobs, rtol=3e-6)
 
 
-def test_turns_on_one_engine_do_not_wait_for_a_long_completion_on_the_other(
-    group: WorkerGroup, runner: asyncio.Runner
-) -> None:
-    async def drive() -> None:
-        await group.call("seen")
-        long = await long_one(EnginePool(group, ONE, max_running=8), 200)
-        # A call a step: on a busy machine an engine that needs no driver for a second could be done first.
-        pool = EnginePool(group, TWO, max_running=8, budget_seconds=0.0)
-        await group.call("seen")
-        running = asyncio.create_task(pool.generate(long))
-        await asyncio.sleep(0)
-        for turn in range(4):
-            await pool.generate(request(f"turn{turn}", (5, 17, turn), 3), affinity="a")
-            assert not running.done()
-        assert len((await running).token_ids) == 200
-        seen = await group.call("seen")
-        assert [[name for name, _, _ in of_rank] for of_rank in seen] == [["long"], [f"turn{n}" for n in range(4)]]
-
-    runner.run(drive())
+async def test_turns_on_one_engine_do_not_wait_for_a_long_completion_on_the_other(group: WorkerGroup) -> None:
+    await group.call("seen")
+    long = await long_one(EnginePool(group, ONE, max_running=8), 200)
+    # A call a step: on a busy machine an engine that needs no driver for a second could be done first.
+    pool = EnginePool(group, TWO, max_running=8, budget_seconds=0.0)
+    await group.call("seen")
+    running = asyncio.create_task(pool.generate(long))
+    await asyncio.sleep(0)
+    for turn in range(4):
+        await pool.generate(request(f"turn{turn}", (5, 17, turn), 3), affinity="a")
+        assert not running.done()
+    assert len((await running).token_ids) == 200
+    seen = await group.call("seen")
+    assert [[name for name, _, _ in of_rank] for of_rank in seen] == [["long"], [f"turn{n}" for n in range(4)]]
 
 
 class Noted:
@@ -109,108 +101,91 @@ class Noted:
     [((True,) * 16, 100, None), ((True,) * 15 + (False,), 100, 1), ((True,) * 16, 8, 1)],
     ids=["nothing follows", "a turn follows", "requests wait"],
 )
-def test_the_driver_is_notified_at_once_only_where_a_request_may_follow(
-    group: WorkerGroup, runner: asyncio.Runner, are_last: tuple[bool, ...], max_running: int, least: int | None
+async def test_the_driver_is_notified_at_once_only_where_a_request_may_follow(
+    group: WorkerGroup, are_last: tuple[bool, ...], max_running: int, least: int | None
 ) -> None:
-    async def drive() -> None:
-        noted = Noted(group)
-        pool = EnginePool(noted, ONE, max_running=max_running)
-        calls = [
-            pool.generate(request(f"{n}", (5, 17), 2 + 5 * n, n), is_last=is_last) for n, is_last in enumerate(are_last)
-        ]
-        found = await asyncio.gather(*calls)
-        assert [completion.request_id for completion in found] == [f"{n}" for n in range(16)]
-        assert noted.leaves[0] == (None if least is None else max(least, min(16, max_running) // 8))
-
-    runner.run(drive())
+    noted = Noted(group)
+    pool = EnginePool(noted, ONE, max_running=max_running)
+    calls = [
+        pool.generate(request(f"{n}", (5, 17), 2 + 5 * n, n), is_last=is_last) for n, is_last in enumerate(are_last)
+    ]
+    found = await asyncio.gather(*calls)
+    assert [completion.request_id for completion in found] == [f"{n}" for n in range(16)]
+    assert noted.leaves[0] == (None if least is None else max(least, min(16, max_running) // 8))
 
 
-def test_neighbours_meet_flatten_engine_which_holds_no_more_than_it_may(
-    group: WorkerGroup, runner: asyncio.Runner
-) -> None:
+async def test_neighbours_meet_flatten_engine_which_holds_no_more_than_it_may(group: WorkerGroup) -> None:
     async def drive(max_running: int) -> list[list[int]]:
         await group.call("seen")
         pool = EnginePool(group, TWO, max_running=max_running)
         await asyncio.gather(*(pool.generate(request(f"{n}", (5, 17), 4, n)) for n in range(12)))
         return [[seed for _, _, seed in of_rank] for of_rank in await group.call("seen")]
 
-    assert runner.run(drive(100)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-    first, second = runner.run(drive(2))
+    assert await drive(100) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    first, second = await drive(2)
     assert (first[:2], second[:2]) == ([0, 1], [2, 3]) and sorted(first + second) == list(range(12))
 
 
-def test_samples_of_one_prompt_share_its_prefix(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        pool = EnginePool(group, ONE, max_running=16)
-        prompt = tuple(range(5, 105))
-        await asyncio.gather(*(pool.generate(request(f"{n}", prompt, 4, n)) for n in range(8)))
-        # Whole blocks of 32 tokens, of all but the first.
-        assert pool.metrics()["rollout/prefix_hits"] == pytest.approx(7 * 96 / (8 * 100))
-        assert pool.metrics()["rollout/prefix_hits"] == 0
-        await group.call("seen")
-
-    runner.run(drive())
+async def test_samples_of_one_prompt_share_its_prefix(group: WorkerGroup) -> None:
+    pool = EnginePool(group, ONE, max_running=16)
+    prompt = tuple(range(5, 105))
+    await asyncio.gather(*(pool.generate(request(f"{n}", prompt, 4, n)) for n in range(8)))
+    # Whole blocks of 32 tokens, of all but the first.
+    assert pool.metrics()["rollout/prefix_hits"] == pytest.approx(7 * 96 / (8 * 100))
+    assert pool.metrics()["rollout/prefix_hits"] == 0
+    await group.call("seen")
 
 
-def test_what_an_evaluation_samples_is_counted_apart(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        pool = EnginePool(group, TWO, max_running=16)
-        # A server that asks for an attempt has no context of the attempt's.
-        served = AttemptEngine(pool)
-        training = [asyncio.create_task(pool.generate(request(f"{n}", (5, 17, n), 20, n))) for n in range(3)]
-        token = COUNTED_FOR.set("evaluation")
-        serving = AttemptEngine(pool)
-        evaluation = [asyncio.create_task(pool.generate(request(f"e{n}", (5, 17, n), 10, n))) for n in range(2)]
-        COUNTED_FOR.reset(token)
-        evaluation.append(asyncio.create_task(serving.generate(request("e2", (5, 17, 2), 10, 2))))
-        training.append(asyncio.create_task(served.generate(request("3", (5, 17, 3), 20, 3))))
-        found = {purpose: await asyncio.gather(*tasks) for purpose, tasks in (("t", training), ("e", evaluation))}
-        num_tokens = {purpose: sum(len(one.token_ids) for one in ones) for purpose, ones in found.items()}
-        assert pool.evaluation_metrics() == {
-            "rollout/evaluation_tokens": num_tokens["e"],
-            "rollout/tokens_during_evaluation": num_tokens["t"],
-        }
-        assert pool.metrics()["rollout/sampled_tokens"] == 0
-        later = await pool.generate(request("later", (5, 17), 5))
-        assert pool.metrics()["rollout/sampled_tokens"] == len(later.token_ids)
-        assert pool.evaluation_metrics() == {"rollout/evaluation_tokens": 0}
-        await group.call("seen")
-
-    runner.run(drive())
+async def test_what_an_evaluation_samples_is_counted_apart(group: WorkerGroup) -> None:
+    pool = EnginePool(group, TWO, max_running=16)
+    # A server that asks for an attempt has no context of the attempt's.
+    served = AttemptEngine(pool)
+    training = [asyncio.create_task(pool.generate(request(f"{n}", (5, 17, n), 20, n))) for n in range(3)]
+    token = COUNTED_FOR.set("evaluation")
+    serving = AttemptEngine(pool)
+    evaluation = [asyncio.create_task(pool.generate(request(f"e{n}", (5, 17, n), 10, n))) for n in range(2)]
+    COUNTED_FOR.reset(token)
+    evaluation.append(asyncio.create_task(serving.generate(request("e2", (5, 17, 2), 10, 2))))
+    training.append(asyncio.create_task(served.generate(request("3", (5, 17, 3), 20, 3))))
+    found = {purpose: await asyncio.gather(*tasks) for purpose, tasks in (("t", training), ("e", evaluation))}
+    num_tokens = {purpose: sum(len(one.token_ids) for one in ones) for purpose, ones in found.items()}
+    assert pool.evaluation_metrics() == {
+        "rollout/evaluation_tokens": num_tokens["e"],
+        "rollout/tokens_during_evaluation": num_tokens["t"],
+    }
+    assert pool.metrics()["rollout/sampled_tokens"] == 0
+    later = await pool.generate(request("later", (5, 17), 5))
+    assert pool.metrics()["rollout/sampled_tokens"] == len(later.token_ids)
+    assert pool.evaluation_metrics() == {"rollout/evaluation_tokens": 0}
+    await group.call("seen")
 
 
-def test_a_request_that_is_refused_leaves_the_others_as_they_were(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        await group.call("seen")
-        pool = EnginePool(group, ONE, max_running=8)
-        good = [request(f"good{n}", (5, 17, n), 12, n) for n in range(3)]
-        alone = await asyncio.gather(*map(pool.generate, good))
-        bad = [request("long", (5,) * 300, 4), request("empty", (), 4), request("unknown", (10**9,), 4)]
-        *together, too_long, empty, unknown = await asyncio.gather(*map(pool.generate, [*good, *bad]))
-        assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in alone]
-        for completion in (too_long, empty, unknown):
-            assert completion.finish_reason == "error" and completion.error and not len(completion.token_ids)
-
-    runner.run(drive())
+async def test_a_request_that_is_refused_leaves_the_others_as_they_were(group: WorkerGroup) -> None:
+    await group.call("seen")
+    pool = EnginePool(group, ONE, max_running=8)
+    good = [request(f"good{n}", (5, 17, n), 12, n) for n in range(3)]
+    alone = await asyncio.gather(*map(pool.generate, good))
+    bad = [request("long", (5,) * 300, 4), request("empty", (), 4), request("unknown", (10**9,), 4)]
+    *together, too_long, empty, unknown = await asyncio.gather(*map(pool.generate, [*good, *bad]))
+    assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in alone]
+    for completion in (too_long, empty, unknown):
+        assert completion.finish_reason == "error" and completion.error and not len(completion.token_ids)
 
 
-def test_a_cancelled_request_leaves_its_engine_at_once(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        await group.call("seen")
-        pool = EnginePool(group, ONE, max_running=2)
-        long = await long_one(pool, 200)
-        running = asyncio.create_task(pool.generate(long))
-        waiting = [asyncio.create_task(pool.generate(request(f"{n}", (5,), 200, n))) for n in range(3)]
-        await pool.generate(request("short", (5, 17), 1), affinity="short")
-        for task in (running, *waiting):
-            task.cancel()
-        await asyncio.gather(running, *waiting, return_exceptions=True)
-        await pool.wait_until_drained()
-        assert await group.call("unfinished") == [0, 0]
-        again = await pool.generate(long)
-        assert len(again.token_ids) == 200
-
-    runner.run(drive())
+async def test_a_cancelled_request_leaves_its_engine_at_once(group: WorkerGroup) -> None:
+    await group.call("seen")
+    pool = EnginePool(group, ONE, max_running=2)
+    long = await long_one(pool, 200)
+    running = asyncio.create_task(pool.generate(long))
+    waiting = [asyncio.create_task(pool.generate(request(f"{n}", (5,), 200, n))) for n in range(3)]
+    await pool.generate(request("short", (5, 17), 1), affinity="short")
+    for task in (running, *waiting):
+        task.cancel()
+    await asyncio.gather(running, *waiting, return_exceptions=True)
+    await pool.wait_until_drained()
+    assert await group.call("unfinished") == [0, 0]
+    again = await pool.generate(long)
+    assert len(again.token_ids) == 200
 
 
 class CountedRequest(Request):
@@ -225,47 +200,39 @@ class CountedRequest(Request):
     __hash__ = Request.__hash__
 
 
-def test_thousands_that_wait_are_cancelled_one_by_one_without_a_search(
-    group: WorkerGroup, runner: asyncio.Runner
-) -> None:
-    async def drive() -> None:
-        await group.call("seen")
-        pool = EnginePool(group, ONE, max_running=1)
-        tasks: dict[str, asyncio.Task[Completion]] = {}
-        for n in range(20_001):
-            asked = request(f"{n}", (5, 17), 4, n)
-            if n % 5000:
-                asked = CountedRequest(f"{n}", asked.prompt_token_ids, asked.sampling, asked.seed)
-            tasks[asked.request_id] = asyncio.create_task(pool.generate(asked))
-        await asyncio.sleep(0)
-        kept = [tasks.pop(f"{n}") for n in range(0, 20_001, 5000)]
-        for task in tasks.values():
-            task.cancel()
-        cancelled = await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in cancelled)
-        await asyncio.gather(*kept)
-        assert CountedRequest.num_comparisons == 0
-        [first, _] = await group.call("seen")
-        assert [name for name, _, _ in first] == ["0", "5000", "10000", "15000", "20000"]
-
-    runner.run(drive())
+async def test_thousands_that_wait_are_cancelled_one_by_one_without_a_search(group: WorkerGroup) -> None:
+    await group.call("seen")
+    pool = EnginePool(group, ONE, max_running=1)
+    tasks: dict[str, asyncio.Task[Completion]] = {}
+    for n in range(20_001):
+        asked = request(f"{n}", (5, 17), 4, n)
+        if n % 5000:
+            asked = CountedRequest(f"{n}", asked.prompt_token_ids, asked.sampling, asked.seed)
+        tasks[asked.request_id] = asyncio.create_task(pool.generate(asked))
+    await asyncio.sleep(0)
+    kept = [tasks.pop(f"{n}") for n in range(0, 20_001, 5000)]
+    for task in tasks.values():
+        task.cancel()
+    cancelled = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in cancelled)
+    await asyncio.gather(*kept)
+    assert CountedRequest.num_comparisons == 0
+    [first, _] = await group.call("seen")
+    assert [name for name, _, _ in first] == ["0", "5000", "10000", "15000", "20000"]
 
 
-def test_an_abandoned_step_leaves_no_request_in_the_engines(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        await group.call("seen")
-        pool = EnginePool(group, TWO, max_running=4, budget_seconds=0.01)
-        looks = iter([False, True])
+async def test_an_abandoned_step_leaves_no_request_in_the_engines(group: WorkerGroup) -> None:
+    await group.call("seen")
+    pool = EnginePool(group, TWO, max_running=4, budget_seconds=0.01)
+    looks = iter([False, True])
 
-        async def endless(number: int) -> None:
-            for turn in range(10**6):
-                await pool.generate(request(f"{number}.{turn}", (5, number), 200, turn), affinity=f"{number}")
+    async def endless(number: int) -> None:
+        for turn in range(10**6):
+            await pool.generate(request(f"{number}.{turn}", (5, number), 200, turn), affinity=f"{number}")
 
-        with pytest.raises(AbandonedError):
-            await gather_unless_abandoned(pool, map(endless, range(12)), lambda: next(looks))
-        assert await group.call("unfinished") == [0, 0]
-
-    runner.run(drive())
+    with pytest.raises(AbandonedError):
+        await gather_unless_abandoned(pool, map(endless, range(12)), lambda: next(looks))
+    assert await group.call("unfinished") == [0, 0]
 
 
 def test_a_replica_starts_no_more_requests_than_fit() -> None:
@@ -372,19 +339,16 @@ async def test_an_engine_that_dies_fails_every_request(model_path: str) -> None:
         assert await fails(pool.generate(request("later", (5,), 4)))
 
 
-def test_a_request_id_is_used_once_at_a_time(group: WorkerGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        await group.call("seen")
-        pool = EnginePool(group, ONE, max_running=8)
-        first = asyncio.create_task(pool.generate(request("one", (5, 17), 4)))
-        await asyncio.sleep(0)
-        reports: list[int] = []
-        with pytest.raises(ValueError, match="one is in use"):
-            await pool.generate(request("one", (5, 17), 4), on_abort=reports.append)
-        await first
-        pool.fail(RuntimeError("the engines are lost"))
-        with pytest.raises(RuntimeError, match="lost"):
-            await pool.generate(request("two", (5, 17), 4), on_abort=reports.append)
-        assert reports == [0, 0]
-
-    runner.run(drive())
+async def test_a_request_id_is_used_once_at_a_time(group: WorkerGroup) -> None:
+    await group.call("seen")
+    pool = EnginePool(group, ONE, max_running=8)
+    first = asyncio.create_task(pool.generate(request("one", (5, 17), 4)))
+    await asyncio.sleep(0)
+    reports: list[int] = []
+    with pytest.raises(ValueError, match="one is in use"):
+        await pool.generate(request("one", (5, 17), 4), on_abort=reports.append)
+    await first
+    pool.fail(RuntimeError("the engines are lost"))
+    with pytest.raises(RuntimeError, match="lost"):
+        await pool.generate(request("two", (5, 17), 4), on_abort=reports.append)
+    assert reports == [0, 0]

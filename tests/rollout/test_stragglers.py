@@ -110,27 +110,24 @@ async def stopped_again_and_again(rank: int) -> AsyncIterator[None]:
 
 
 @pytest.mark.long
-def test_an_engine_that_is_mostly_stopped_is_named(group: LocalGroup, runner: asyncio.Runner) -> None:
-    async def drive() -> None:
-        reported: list[str] = []
-        pool = EnginePool(
-            group, ParallelConfig(1, 1, 2, 1), max_running=16, budget_seconds=0.1,
-            stragglers=StragglerDetector(reported.append, min_seconds=0.0),
-        )  # fmt: skip
+async def test_an_engine_that_is_mostly_stopped_is_named(group: LocalGroup) -> None:
+    reported: list[str] = []
+    pool = EnginePool(
+        group, ParallelConfig(1, 1, 2, 1), max_running=16, budget_seconds=0.1,
+        stragglers=StragglerDetector(reported.append, min_seconds=0.0),
+    )  # fmt: skip
 
-        async def step() -> float:
-            requests = [
-                Request(f"{number}", np.array([5, 17, number], np.int32), SamplingSettings(40), number)
-                for number in range(16)
-            ]
-            await asyncio.gather(*map(pool.generate, requests))
-            return pool.metrics()["rollout/slow_replicas"]
+    async def step() -> float:
+        requests = [
+            Request(f"{number}", np.array([5, 17, number], np.int32), SamplingSettings(40), number)
+            for number in range(16)
+        ]
+        await asyncio.gather(*map(pool.generate, requests))
+        return pool.metrics()["rollout/slow_replicas"]
 
-        await step()
-        async with stopped_again_and_again(1):
-            found = [await step() for _ in range(WINDOW)]
-        assert found[0] == 0 and found[-1] == 1
-        [line] = reported
-        assert line.startswith("the engine of rank 1 is slow: over 3 steps it sampled ")
-
-    runner.run(drive())
+    await step()
+    async with stopped_again_and_again(1):
+        found = [await step() for _ in range(WINDOW)]
+    assert found[0] == 0 and found[-1] == 1
+    [line] = reported
+    assert line.startswith("the engine of rank 1 is slow: over 3 steps it sampled ")
