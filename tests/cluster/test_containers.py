@@ -8,9 +8,11 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +118,42 @@ async def test_a_container_waits_for_memory_of_a_node(monkeypatch: pytest.Monkey
             assert containers.num_living == 1
     finally:
         await containers.close()
+
+
+class PlayedLink:
+    """An agent whose container starts take `start_seconds` of a played clock."""
+
+    is_lost, addresses = False, None
+
+    def __init__(self, node: str, start_seconds: Iterator[float], clock: list[float]) -> None:
+        self.node, self._start_seconds, self._clock = node, start_seconds, clock
+
+    async def request(self, method: str, *, verb: str, fields: Any) -> dict[str, Any]:
+        if verb == "start":
+            self._clock[0] += next(self._start_seconds)
+        # Equal memory: attempts start on all nodes in turn.
+        return {"url": "http://endpoint", "seconds": 0.0, "machine": self.node, "free_bytes": 1 << 40}
+
+
+@pytest.mark.parametrize(
+    ("usual", "late", "is_named"),
+    [(0.5, [2.0] * 8, True), (0.5, [0.5] * 7 + [60.0], False), (0.1, [0.9] * 8, False), (2.0, [4.0] * 8, False)],
+    ids=["slow", "one slow start", "all within a second", "less than three times as slow"],
+)
+async def test_a_node_that_starts_containers_slowly_is_named_once(
+    usual: float, late: list[float], is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, notices = [0.0], list[str]()
+    monkeypatch.setattr("megarl.serving.containers.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    links: Any = [PlayedLink("first", repeat(usual), clock), PlayedLink("second", chain(late, repeat(late[0])), clock)]
+    config = AgentConfig(command=("true",), sandbox="sandbox", nodes="all")
+    containers = Containers(config, ("127.0.0.1", 9), agents=lambda: links, notify=notices.append)
+    async with AsyncExitStack() as stack:
+        for number in range(18):
+            await stack.enter_async_context(containers.container(f"0.{number}"))
+        assert [len(node.names) for node in containers.nodes] == [9, 9]
+    assert len(notices) == is_named
+    assert all("second" in notice and f"{late[0]:.1f} s" in notice and f"{usual:.1f} s" in notice for notice in notices)
 
 
 async def test_memory_is_reserved_once_a_container_for_all_sources_with_its_new_files(
