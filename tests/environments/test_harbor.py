@@ -38,6 +38,7 @@ class Task:
     short_name = "task"
     def __init__(self, folder):
         self.task_dir = folder
+        self.paths = Space(tests_dir=pathlib.Path(folder, "tests"))
         mode = pathlib.Path(folder, "task.toml").read_text() or "public"
         phase = Space(network_mode=None, environment=None)
         self.config = Space(environment=Space(network_mode=mode), agent=phase, verifier=phase, steps=None)
@@ -53,6 +54,18 @@ class EnvironmentConfig(SimpleNamespace):
         return vars(self)
 NetworkPolicy = EnvironmentConfig
 """,
+    "models/task/verifier_mode.py": """
+from types import SimpleNamespace as Space
+def resolve_verifier_environment_definition(config, paths):
+    if config.environment.network_mode != "separate verifier":
+        return None
+    environment = Space(resolve_baseline=lambda: "no-network")
+    return Space(config=environment, directory=paths.tests_dir)
+""",
+    "trial/network_policy.py": """
+def resolve_verifier_phase_policy(config, *, baseline):
+    return baseline
+""",
     "models/trial/config.py": """
 from types import SimpleNamespace
 class Config:
@@ -63,6 +76,9 @@ class Config:
 AgentConfig = EnvironmentConfig = Config
 class TrialConfig(Config):
     model_fields = dict.fromkeys(["task", "trial_name", "trials_dir", "agent", "environment", "verifier"])
+    @classmethod
+    def model_validate(cls, values):
+        return super().model_validate(values | {"environment": Config.model_validate(values["environment"])})
 """,
     "models/trial/paths.py": """
 import pathlib
@@ -74,6 +90,8 @@ from types import SimpleNamespace
 class Environment:
     def __init__(self, session_id, trial_paths, kwargs, **made_with):
         self.made_with = made_with
+        if made_with["network_policy"] == "no-network":
+            raise ValueError(f"network_mode='no-network' is not supported: {made_with['environment_dir']}")
         # A folder is the container, and outlives its process. Other files say how it stops.
         self.folder = trial_paths.parent.parent
         self.container = self.folder / "containers" / session_id
@@ -139,7 +157,6 @@ import asyncio, json, os, pathlib
 from types import SimpleNamespace as Space
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task import config as task
-from harbor.models.trial.config import EnvironmentConfig
 class Trial:
     @classmethod
     async def create(cls, config):
@@ -156,7 +173,7 @@ class Trial:
         outcome = json.loads(pathlib.Path(config.task["path"], "outcome").read_text())
         session = f"{config.trial_name}__env" + ("-stuck" if outcome == "stuck" else "")
         environment = EnvironmentFactory.create_environment_from_config(
-            config=EnvironmentConfig.model_validate(config.environment),
+            config=config.environment,
             session_id=session,
             trial_paths=folder,
             # As those of a verifier with an environment of its own.
@@ -519,6 +536,9 @@ def test_what_cannot_be_tried_is_refused(tasks: Path) -> None:
         Harbor("tasks", agent="oracle", environment="podman").check()
     (tasks / "5/task.toml").write_text("no-network")
     with pytest.raises(ConfigError, match=r"5/task\.toml: environment = my:Environment cannot run .*no-network"):
+        Harbor("tasks", agent="oracle", environment="my:Environment").check()
+    (tasks / "5/task.toml").write_text("separate verifier")
+    with pytest.raises(ConfigError, match=r"5/task\.toml: environment = my:Environment .*no-network.*5/tests"):
         Harbor("tasks", agent="oracle", environment="my:Environment").check()
     (tasks / "5/task.toml").write_text("")
     with pytest.raises(ConfigError, match="less than two tasks"):

@@ -81,12 +81,33 @@ class Library:
                 config = self.make_config(number, f"check-{number}", "http://127.0.0.1:9/v1", folder)
                 try:
                     asyncio.run(self.trial_class.create(config))
+                    self.create_verifier_environment(tasks[number], config)
                 except Exception as error:
                     name = self.settings["environment"].get("type") or self.settings["environment"]["import_path"]
                     raise ValueError(
                         f"{self.tasks[number]}/task.toml: environment = {name} cannot run this task: {error!s:.400}; "
                         "change the task, or choose another environment"
                     ) from error
+
+    def create_verifier_environment(self, task, config):
+        """Create the environment of a task's verifier, if it has its own. Harbor creates it only after the agent."""
+        verifier_mode = importlib.import_module("harbor.models.task.verifier_mode")
+        definition = verifier_mode.resolve_verifier_environment_definition(task.config, task.paths)
+        if definition is None:
+            return
+        network_policy = importlib.import_module("harbor.trial.network_policy")
+        baseline = definition.config.resolve_baseline()
+        phase = network_policy.resolve_verifier_phase_policy(task.config, baseline=baseline)
+        self.environments.create_environment_from_config(
+            config=config.environment,
+            environment_dir=definition.directory,
+            environment_name=task.short_name,
+            session_id=f"{config.trial_name}__verifier",
+            trial_paths=self.paths_class(pathlib.Path(config.trials_dir, config.trial_name)),
+            task_env_config=definition.config,
+            network_policy=baseline,
+            phase_network_policies=[phase],
+        )
 
     def make_config(self, task, trial_name, base_url, trials_folder=None):
         agent = dict(self.settings["agent"])
