@@ -37,6 +37,8 @@ SERVED = {
 """Clients of scoring servers: name in a recipe, and import path of the class."""
 
 RECORD_CHECKS = {
+    "boxed": "megarl.rewards.functions.final_answers:check_gold_answer",
+    "think_answer_tags": "megarl.rewards.functions.final_answers:check_gold_answer",
     "code": "megarl.rewards.functions.code_cases:check_record",
     "math_competition": "megarl.rewards.functions.final_answers:check_gold_answers",
     "math_verify": "megarl.rewards.functions.final_answers:check_gold_answers",

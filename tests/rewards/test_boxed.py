@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards.functions.final_answers import last_boxed
+from megarl.rewards.functions.final_answers import check_gold_answer, check_gold_answers, last_boxed
 from megarl.rewards.functions.marked_answers import boxed
 from megarl.types import Reward
 
@@ -58,3 +58,34 @@ def test_last_boxed(text, expected):
 )
 def test_boxed(text, answer, expected):
     assert boxed(text, answer, correct_score=10.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (r"\boxed{4} or \boxed{5}", 0.0),
+        (r"$\boxed{4}$, $\boxed{5}$", 0.0),
+        (r"\(\boxed{4}\) or \(\boxed{5}\)", 0.0),
+        (r"\boxed{4}\text{ or }\boxed{5}", 0.0),
+        (r"$\boxed{5}$ and $\boxed{5}$", 1.0),
+        (r"First \boxed{4}. Then it is \boxed{5}", 1.0),
+    ],
+)
+def test_joined_boxes_are_one_answer(text, score):
+    assert boxed(text, "5").score == score
+    assert boxed(r"$\boxed{5}$ and $\boxed{4}$", "4, 5").score == 1.0
+
+
+def test_a_gold_answer_that_no_answer_equals_is_refused():
+    for check in (check_gold_answer, check_gold_answers):
+        check("72", {})
+        check("#### 72", {})
+        with pytest.raises(ValueError, match=r"ends with ####.*gsm8k"):
+            check("She sold 72 in May.\n#### 72", {})
+    solution = r"We add 2 and 2. So the result is \boxed{4}."
+    check_gold_answers(solution, {})
+    check_gold_answers(["4", "5"], {})
+    check_gold_answer(r"x = \boxed{3} meters per second", {})
+    for gold in (solution, ["4", "5"], {"a": 1}):
+        with pytest.raises(ValueError, match="math_competition"):
+            check_gold_answer(gold, {})

@@ -64,6 +64,8 @@ def test_no_judge_pays_an_answer_that_was_only_considered(name: str) -> None:
     ):
         reward = judge(text)
         assert (reward.score, reward.answer_correct, reward.format_valid) == (0.0, False, False), text
+    for text in (f"<think>maybe {answer}</think>I do not know.", f"maybe {answer}</think>I do not know."):
+        assert (judge(text).score, judge(text).answer_correct) == (0.0, False), text
     # The prompt has opened the thoughts.
     reward = judge(f"maybe {answer}, let me check", in_thoughts=True)
     assert (reward.score, reward.answer_correct, reward.format_valid) == (0.0, False, False)
@@ -93,6 +95,8 @@ def test_thoughts_opened_by_the_prompt_are_open_until_a_mark_closes_them() -> No
     texts = ("maybe \\boxed{7}", "a</think>7", "a</think>b<think>c", "[/THINK]7", "")
     assert [ends_in_thoughts(text, begins_in_thoughts=True) for text in texts] == [True, False, True, False, True]
     assert without_thoughts("a</think>b</think>c") == without_thoughts("[THINK]a[/THINK]c") == "c"
+    final = "<|channel|>final<|message|>c"
+    assert without_thoughts(f"<|channel|>analysis<|message|>b{final}") == final
 
 
 @pytest.mark.parametrize("name", READERS)

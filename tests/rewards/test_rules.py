@@ -316,14 +316,15 @@ def test_length() -> None:
 @pytest.mark.parametrize(
     ("functions", "text", "answer"),
     [
-        ([("boxed", {})], r"\boxed{1} or \boxed{2}", "2"),
+        ([("boxed", {})], r"\boxed{1} or \boxed{2}", "1 or 2"),
+        ([("boxed", {})], r"First \boxed{1}. Then it is \boxed{2}", "2"),
         ([("format", {"form": "boxed"}), ("think_answer_tags", {})], "<answer>3</answer> 4", "3"),
         ([("gsm8k", {})], "<think>#### 9</think> so #### 4", "4"),
         ([("gsm8k", {"forms": ["tags"]})], "<think>a</think><answer>5</answer>", "5"),
         ([("math_competition", {"forms": ["answer_line", "boxed"]})], "\\boxed{1}\nAnswer: \\boxed{x}", "x"),
         ([("math_competition", {})], "<think>\\boxed{1}</think> Answer: 2", None),
         ([("math_competition", {"thoughts": "required"})], "\\boxed{1}", None),
-        ([("gsm8k", {})], "#### 9</think> so four", "9"),
+        ([("gsm8k", {})], "#### 9</think> so four", None),
         ([("gsm8k", {})], "it is 1,234", None),
         ([("gsm8k", {"method": "flexible"})], "it is 1,234", "1234"),
         ([("gsm8k", {"forms": ["tags"]})], "<answer>5</answer>", None),

@@ -8,14 +8,15 @@ from typing import Literal
 
 from megarl.rewards.functions.final_answers import answering_text, has_valid_tags, last_boxed
 from megarl.rewards.functions.function_score import FunctionScore
+from megarl.thoughts import without_thoughts
 
 Form = Literal["think_answer_tags", "boxed", "code", "hashes"]
 
 _FORMS: dict[str, Callable[[str], bool]] = {
     "think_answer_tags": has_valid_tags,
-    "boxed": lambda text: last_boxed(text) is not None,
-    "code": lambda text: re.search(r"```[^\n`]*\n.*?\n?```", text, re.DOTALL) is not None,
-    "hashes": lambda text: re.search(r"^####[ \t]*\S", text, re.MULTILINE) is not None,
+    "boxed": lambda text: last_boxed(without_thoughts(text)) is not None,
+    "code": lambda text: re.search(r"```[^\n`]*\n.*?\n?```", without_thoughts(text), re.DOTALL) is not None,
+    "hashes": lambda text: re.search(r"^####[ \t]*\S", without_thoughts(text), re.MULTILINE) is not None,
 }
 
 
@@ -30,8 +31,8 @@ def answer_format(
 ) -> FunctionScore:
     """Score whether a completion has an answer in a `form`, and matches the regular expression `pattern` as a whole.
 
-    Either may be left out. In `pattern`, `.` also matches line ends. A completion ending inside its thoughts has no
-    answer in any form. The answer itself is not judged. Metric: `valid`, the share of completions in the format.
+    Either may be left out. In `pattern`, `.` also matches line ends. An answer inside thoughts has no form. The answer
+    itself is not judged. Metric: `valid`, the share of completions in the format.
     """
     if form is None and pattern is None:
         raise ValueError(f"kwargs.form and kwargs.pattern are missing: set one; form is one of {', '.join(_FORMS)}")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megarl.rewards.functions.code_cases import read_cases
 from megarl.rewards.functions.code_programs import Trial, last_block, long_integers
-from megarl.rewards.functions.final_answers import answering_text
+from megarl.rewards.functions.final_answers import final_text
 from megarl.sandbox.sandbox_fusion import AnySandbox
 from megarl.tracking.metric_rows import PER_SAMPLE, MetricRow
 from megarl.types import Reward
@@ -43,7 +43,7 @@ def code(
     The tests are in the record's `field`, or in the fields of `code_cases.read_cases`. Only the first `max_tests` are
     run. With `score` all, passing all tests gives `correct_score`, and testing stops at the first failure. With `score`
     fraction, the score is the passed share times `correct_score`. Testing also stops at the first timeout. The format
-    is valid if a closed code block exists. A completion ending inside its thoughts has none.
+    is valid if a closed code block exists. A block inside thoughts does not count.
 
     Metrics are shares of the tests: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`; `judge_errors`: wrong
     because the comparison raised an error; `wall_timeouts`: timeouts of wall-clock time. `cpu_seconds` sums all runs,
@@ -56,7 +56,7 @@ def code(
             f"kwargs.max_tests = {max_tests}: is not positive; set it to 1 or more, or remove it to run all tests"
         )
     cases = read_cases(answer, record, field)[:max_tests]
-    source = last_block(answering_text(completion_text, in_thoughts=in_thoughts))
+    source = last_block(final_text(completion_text, in_thoughts=in_thoughts))
     if source is None:
         nothing_run = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0.0) | {"unrun": 1.0}
         return Reward(0.0, format_valid=False, answer_correct=False, metrics=nothing_run)

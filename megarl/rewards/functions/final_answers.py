@@ -39,8 +39,20 @@ _BARE = re.compile(
     re.ASCII,
 )
 r"""Matches a \boxed without braces. Its contents begin with a sign, a digit, a command or a single letter."""
+_BOX_BEFORE = re.compile(
+    r"\\(?:boxed|fbox)\s*\{(?P<contents>(?:[^{}]|\{[^{}]*\})*)\}[\s$]*(?:\\[()\[\]])?"
+    r"(?P<connective>[,;]?\s*\\text\s*\{\s*(?:or|and)\s*\}|[,;]?\s*\b(?:or|and)\b|[,;])[\s$]*(?:\\[()\[\]])?\s*\Z"
+)
+"""Matches a box and the connective between it and the next box, at the text's end."""
+_JOINED_CHARACTERS = 200
+_MAX_JOINED = 10
+"""Limits of a list of boxes: the characters of a box with its connective, and the number of boxes."""
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPEN, _CLOSE = _TAGS[2:]
+_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_MAX_WORDS_AROUND_BOX = 6
+"""Words around the box of a final answer, as in `x = \\boxed{3} meters per second`. A solution has more."""
 _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
@@ -55,12 +67,25 @@ def last_box(text: str) -> Marked | None:
     r"""Return the start index and the contents of the last \boxed. None: it is missing or not closed.
 
     Accepted are \boxed{4}, \boxed {4}, \fbox{4} and \boxed 4. Without braces the contents are a formula up to the next
-    space, or up to a dollar sign in the same line. Of nested boxes, the outer one is returned.
+    space, or up to a dollar sign in the same line. Of nested boxes, the outer one is returned. Boxes joined by a comma,
+    `and` or `or` are one answer, a list.
     """
     box = _last_command_box(text)
     if box is None:
         return None
-    return _outermost_box(text, box)
+    return _join_boxes(text, _outermost_box(text, box))
+
+
+def _join_boxes(text: str, box: Marked) -> Marked:
+    for _ in range(_MAX_JOINED):
+        beginning = max(0, box.start - _JOINED_CHARACTERS)
+        previous = _BOX_BEFORE.search(text, beginning, box.start)
+        if previous is None:
+            break
+        is_repeated = previous["contents"].strip() == box.text.strip()
+        connective = " or " if "or" in previous["connective"] else ", "
+        box = Marked(previous.start(), box.text if is_repeated else f"{previous['contents']}{connective}{box.text}")
+    return box
 
 
 def _last_command_box(text: str) -> Marked | None:
@@ -142,8 +167,9 @@ def read_marked_line(text: str, mark: re.Match[str]) -> str:
 
 
 def last_tagged(text: str) -> str | None:
-    """Return the text in the last <answer>...</answer>, or None."""
-    tags = last_tags(text)
+    """Return the text in the last <answer>...</answer> outside of <think>...</think>, or None."""
+    # The tags may stand before the thoughts: then only the format is wrong.
+    tags = last_tags(without_thoughts(_THOUGHTS.sub("", text)))
     return None if tags is None else tags.text
 
 
@@ -207,17 +233,21 @@ def has_valid_tags(completion_text: str) -> bool:
 
 
 def answering_text(text: str, *, in_thoughts: bool = False) -> str:
-    """Return the text that may contain a final answer: empty if the completion ended inside its thoughts.
+    """Return the whole completion, or an empty text if it ended inside its thoughts.
 
-    An answer inside thoughts was only considered, so no reward function judges it. `in_thoughts` comes from the tokens:
-    if the prompt opened the thoughts, the text does not show them.
+    `in_thoughts` comes from the tokens: if the prompt opened the thoughts, the text does not show them.
     """
     return "" if in_thoughts or ends_in_thoughts(text) else text
 
 
+def final_text(text: str, *, in_thoughts: bool = False) -> str:
+    """Return the completion after its thoughts. An answer inside thoughts was only considered."""
+    return without_thoughts(answering_text(text, in_thoughts=in_thoughts))
+
+
 def read_boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
     r"""Return the contents of the last \boxed{} as the final answer, like the reward `boxed`. None: no closed box."""
-    return last_boxed(answering_text(text))
+    return last_boxed(final_text(text))
 
 
 def read_tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
@@ -260,8 +290,38 @@ def gold_answers(answer: Any) -> list[str]:
 
 
 def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError unless the gold answer is a text, a number or a list of texts and numbers."""
-    gold_answers(answer)
+    """Raise ValueError unless the gold answer is a text, a number or a list of texts and numbers.
+
+    A text that ends with #### is a worked solution: no final answer equals it.
+    """
+    for text in gold_answers(answer):
+        _refuse_marked_solution(text)
+
+
+def check_gold_answer(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
+    r"""Raise ValueError for a gold answer that no final answer can equal: a worked solution, or a list.
+
+    A solution ends with #### and a number, or has its answer in a \boxed{} between words.
+    """
+    if not isinstance(answer, str):
+        raise ValueError(
+            f"the gold answer is {answer!r:.80}; give a text. The reward math_competition reads a list of alternatives"
+        )
+    _refuse_marked_solution(answer)
+    box = last_box(answer)
+    if box is not None and len(_WORD.findall(answer.replace(box.text, ""))) > _MAX_WORDS_AROUND_BOX:
+        raise ValueError(
+            f"the gold answer is a solution with a box in it, {answer!r:.80}; give the final answer alone, or set the "
+            "reward to math_competition, which reads the box"
+        )
+
+
+def _refuse_marked_solution(text: str) -> None:
+    if (mark := MARKED_NUMBER.search(text)) is not None and text[: mark.start()].strip():
+        raise ValueError(
+            f"the gold answer is a solution that ends with ####, {text!r:.80}; give the number alone, or set the "
+            "reward to gsm8k, which reads it"
+        )
 
 
 def find_answer_reader(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:

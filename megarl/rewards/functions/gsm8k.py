@@ -19,6 +19,7 @@ from megarl.rewards.functions.final_answers import (
 )
 from megarl.rewards.maths.quantities import read_quantity
 from megarl.rewards.maths.spelling import with_ascii_signs
+from megarl.thoughts import without_thoughts
 from megarl.types import Reward
 
 Form = Literal["hashes", "boxed", "tags"]
@@ -42,8 +43,7 @@ def gsm8k(
     The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, as far as `forms` lists them. After
     #### the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags,
     the four tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any
-    form is scored by its last number, but its format is invalid. A completion ending inside its thoughts has no
-    number.
+    form is scored by its last number, but its format is invalid. A number inside thoughts does not count.
 
     The gold answer is a number, or GSM8K's solution ending with `#### n`. Numbers are equal by value: 1,234 and
     $1234.00. The score is `correct_score` for the right number, `format_score` for a wrong number in one of the forms,
@@ -101,13 +101,13 @@ def _read_final_number(
     if number is not None or method == "strict":
         return number, number is not None
     # A deque of one keeps only the last match, so a long text needs no list of all.
-    matches = deque(_ANY_NUMBER.finditer(text), maxlen=1)
+    matches = deque(_ANY_NUMBER.finditer(without_thoughts(text)), maxlen=1)
     return (_read_digits(matches[0][1]) if matches else None), False
 
 
 def _read_marked_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
     """Return the number in the last answer form. None: no form occurs, or the last one has no number."""
-    statement = find_last_answer(text, forms)
+    statement = find_last_answer(without_thoughts(text), forms)
     if statement is None:
         return None
     form, answer = statement

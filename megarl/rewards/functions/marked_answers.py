@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.rewards.functions.final_answers import answering_text, has_valid_tags, last_boxed, last_tagged
+from megarl.rewards.functions.final_answers import (
+    answering_text,
+    final_text,
+    has_valid_tags,
+    last_boxed,
+    last_tagged,
+)
 from megarl.rewards.maths.agreement import agreement
 from megarl.types import Reward
 
@@ -13,10 +19,10 @@ def boxed(completion_text: str, answer: str, *, in_thoughts: bool = False, corre
     r"""Score the last \boxed{} of the completion against the gold answer.
 
     The format is valid if the box exists and is closed. The score is `correct_score` for the right answer, and half of
-    it for an answer equal as text but not parsable as mathematics. Otherwise it is zero. A completion ending inside
-    its thoughts has no box.
+    it for an answer equal as text but not parsable as mathematics. Otherwise it is zero. A box inside thoughts does
+    not count.
     """
-    text = answering_text(completion_text, in_thoughts=in_thoughts)
+    text = final_text(completion_text, in_thoughts=in_thoughts)
     return _score_marked_answer(text, answer, last_boxed, lambda text: True, correct_score)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from megarl.rewards.functions.final_answers import answering_text, gold_texts
+from megarl.rewards.functions.final_answers import final_text, gold_texts
 from megarl.types import Reward
 
 _NO_TIMEOUT = 0
@@ -16,7 +16,9 @@ reward process has a CPU limit instead (`reward.timeout_seconds`).
 
 
 def math_verify(completion_text: str, answer: Any, *, in_thoughts: bool = False, correct_score: float = 1.0) -> Reward:
-    r"""Score the whole completion by math-verify's functions `parse` and `verify`, with their defaults except timeouts.
+    r"""Score the completion after its thoughts by math-verify's functions `parse` and `verify`.
+
+    All their defaults are kept, except timeouts.
 
     The format is valid if `parse` returns an answer, even outside \boxed{}. The gold answer is a text, or a list of
     alternatives: one match is enough. `parse` reads the gold answer unchanged. A formula in it needs $ or \boxed{}:
@@ -24,7 +26,7 @@ def math_verify(completion_text: str, answer: Any, *, in_thoughts: bool = False,
     no answer. Raises ValueError if nothing can be parsed in one of the gold answers.
     """
     golds = [_parse_gold(text) for text in gold_texts(answer)]
-    prediction = parse(answering_text(completion_text, in_thoughts=in_thoughts), parsing_timeout=_NO_TIMEOUT)
+    prediction = parse(final_text(completion_text, in_thoughts=in_thoughts), parsing_timeout=_NO_TIMEOUT)
     is_correct = any(verify(gold, prediction, timeout_seconds=_NO_TIMEOUT) for gold in golds)
     return Reward(correct_score * is_correct, format_valid=bool(prediction), answer_correct=is_correct)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megarl.files.nearest import nearest
 from megarl.files.strict_json import make_object
-from megarl.rewards.functions.final_answers import answering_text, last_boxed, last_tagged
+from megarl.rewards.functions.final_answers import answering_text, final_text, last_boxed, last_tagged
 from megarl.rewards.functions.harmless import CORRECT_FROM, is_formula, is_integer_arithmetic, is_literal, score_safely
 from megarl.types import ConfigError, Reward
 
@@ -158,7 +158,7 @@ def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags",
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
         raise ValueError(f"kwargs.place = {place!r}: is not a valid value; set it to one of {', '.join(places)}")
-    answer_text = places[place](answering_text(text))
+    answer_text = places[place](answering_text(text) if place == "text" else final_text(text))
     return None if answer_text is None else answer_text.strip()
 
 
