@@ -387,11 +387,21 @@ def _check_number_formats(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
         )
 
 
+_ONLY_VALUES = {"is_causal": True, "logit_scale": 1.0, "qk_norm": False, "dual_chunk_attention_config": None}
+"""Fields that change the computation of vLLM 0.30 (is_causal: of transformers too), with the supported value."""
+
+
 def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
-    """Raise DataError for unsupported values of config.json: number of labels, activation."""
+    """Raise DataError for unsupported values of config.json: number of labels, activation, fields of other models."""
     # transformers defaults to two labels.
     labels = len(mapping(config, "id2label")) or 2
     if architecture.endswith(VALUE_HEAD) and labels != 1:
         raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
     if config.get("hidden_act", "silu") != "silu":
         raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
+    for name, value in _ONLY_VALUES.items():
+        if config.get(name) not in (None, value):
+            raise DataError(
+                f"{name} is {quote(config[name])}: vLLM 0.30 would compute another model than the trainer; use a model "
+                "without it, or remove it."
+            )

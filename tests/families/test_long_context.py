@@ -113,3 +113,13 @@ def test_windows_are_those_of_transformers_and_vllm(fields: dict[str, Any], wind
 def test_other_windows_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         shape_from_config(fields)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_fields_that_only_the_engine_reads_are_refused(family: str) -> None:
+    unchanged = config(family, is_causal=True, logit_scale=1.0, qk_norm=False, dual_chunk_attention_config=None)
+    assert shape_from_config(unchanged) == shape_from_config(config(family))
+    changed_fields = {"is_causal": False, "logit_scale": 0.5, "qk_norm": True, "dual_chunk_attention_config": {"a": 1}}
+    for name, value in changed_fields.items():
+        with pytest.raises(DataError, match=rf"{name} is .*another model than the trainer; use a model without it"):
+            shape_from_config(config(family, **{name: value}))
