@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,48 +28,36 @@ def tool_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="session")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as made:
+async def group(tool_model: Path, distributed_tier: None) -> AsyncIterator[WorkerGroup]:
+    async with engines(str(tool_model), 1) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
-def group(tool_model: Path, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
-    context = engines(str(tool_model), 1)
-    group = runner.run(context.__aenter__())
-    yield group
-    runner.run(context.__aexit__(None, None, None))
-
-
 @pytest.fixture
-def served(
-    group: WorkerGroup, runner: asyncio.Runner, tool_model: Path
-) -> Callable[[Callable[[Served], Coroutine[Any, Any, None]]], None]:
-    """`served(test, **config)` runs a test against an endpoint of its own."""
+def served(group: WorkerGroup, tool_model: Path) -> Callable[..., AbstractAsyncContextManager[Served]]:
+    """`async with served(**config) as s:` starts an endpoint, and ends it when its requests have ended."""
 
-    def run(test: Callable[[Served], Coroutine[Any, Any, None]], **config: Any) -> None:
-        async def drive() -> None:
-            await group.call("seen")
-            notices: list[str] = []
-            codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
-            pool = EnginePool(group, ONE, max_running=32, budget_seconds=0.05)
-            sessions = Sessions(codec)
-            endpoint = Endpoint(
-                sessions,
-                EndpointConfig(**config),
-                model="policy",
-                notice=notices.append,
-                load=pool.load,
-            )
-            await endpoint.start()
-            try:
-                await test(Served(endpoint, sessions, pool, group, notices))
-            finally:
-                await endpoint.close()
-                codec.close()
-                await pool.wait_until_drained()
-            assert await group.call("unfinished") == [0]
+    @asynccontextmanager
+    async def start(**config: Any) -> AsyncIterator[Served]:
+        await group.call("seen")
+        notices: list[str] = []
+        codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
+        pool = EnginePool(group, ONE, max_running=32, budget_seconds=0.05)
+        sessions = Sessions(codec)
+        endpoint = Endpoint(
+            sessions,
+            EndpointConfig(**config),
+            model="policy",
+            notice=notices.append,
+            load=pool.load,
+        )
+        await endpoint.start()
+        try:
+            yield Served(endpoint, sessions, pool, group, notices)
+        finally:
+            await endpoint.close()
+            codec.close()
+            await pool.wait_until_drained()
+        assert await group.call("unfinished") == [0]
 
-        runner.run(drive())
-
-    return run
+    return start

@@ -100,16 +100,15 @@ class Attempt:
 
 @pytest.mark.parametrize("outlives", [False, True], ids=["restarted", "outlives"])
 @pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
-def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
-    is_killed: bool, outlives: bool, served: Callable[..., None], tmp_path: Path
+async def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
+    is_killed: bool, outlives: bool, served: Any, tmp_path: Path
 ) -> None:
     """One attempt ends with aborted calls. Another has a call under way when its driver stops, or is killed.
 
     Its program starts again with the next driver, or goes on. It repeats the call.
     """
     file = tmp_path / "attempts.journal"
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         journal = AttemptJournal(file, 1, lambda *_: PROBLEM)
         whole = Attempt(s, s.pool, journal.begin("a 0", "s"), [])
         await whole.ask("One")
@@ -174,8 +173,6 @@ def test_aborted_calls_are_accounted_for_before_and_after_a_resume(
         assert account.num_trained == trajectory.num_sampled + account.trained[1]
         # Tokens of aborted calls stay with the try that goes on.
         assert account.untrained[2] > 0 and (account.lost == 0) == outlives
-
-    served(test)
 
 
 class LatePool(ScriptedPool):

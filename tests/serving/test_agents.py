@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,47 +56,47 @@ async def by_length(sample: Sample) -> Scored:
     return Scored(Reward(float(len(sample.completion_text)), True, False))
 
 
-@pytest.fixture
-def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Callable[..., Trajectory]:
-    """`attempt(command, seconds)` is the trajectory of a program."""
+MakeAttempt = Callable[..., Awaitable[Trajectory]]
 
-    def make(
+
+@pytest.fixture
+def attempt(group: WorkerGroup, tool_model: Path) -> MakeAttempt:
+    """`await attempt(command, seconds)` makes the trajectory of a program."""
+
+    async def make(
         *command: str,
         seconds: float = 60.0,
         environment: tuple[str, ...] = (),
         record: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Trajectory:
-        async def drive() -> Trajectory:
-            codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
-            pool = EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8)
-            sessions = Sessions(codec)
-            endpoint = Endpoint(sessions, EndpointConfig(), model="policy")
-            await endpoint.start()
-            config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment, **fields)
-            containers = Containers(config, endpoint.address)
-            await containers.start()
-            program = AgentProgram(config, endpoint, sessions, by_length, containers, asyncio.Semaphore(1))
-            problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", record or {"level": 2})
-            try:
-                task = Task("command", problem, 1, 2, "seed", SAMPLING)
-                return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), AttemptEngine(pool))
-            finally:
-                await containers.close()
-                await endpoint.close()
-                codec.close()
-                await pool.wait_until_drained()
-
-        return runner.run(drive())
+        codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
+        pool = EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8)
+        sessions = Sessions(codec)
+        endpoint = Endpoint(sessions, EndpointConfig(), model="policy")
+        await endpoint.start()
+        config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment, **fields)
+        containers = Containers(config, endpoint.address)
+        await containers.start()
+        program = AgentProgram(config, endpoint, sessions, by_length, containers, asyncio.Semaphore(1))
+        problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", record or {"level": 2})
+        try:
+            task = Task("command", problem, 1, 2, "seed", SAMPLING)
+            return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), AttemptEngine(pool))
+        finally:
+            await containers.close()
+            await endpoint.close()
+            codec.close()
+            await pool.wait_until_drained()
 
     return make
 
 
-def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt: Callable[..., Trajectory]) -> None:
+async def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt: MakeAttempt) -> None:
     checks = 'assert (told["answer"], told["record"], told["index"], told["number"]) == ("7", {"level": 2}, 3, 2)\n'
     checks += 'assert told["seed"] == "seed 3 2"\n'
     again = 'ask([*told["messages"], {"role": "assistant", "content": answer}, {"role": "user", "content": "On."}])\n'
-    found = attempt(sys.executable, "-c", ASKING + checks + again + 'print("so"); print(0.25)')
+    found = await attempt(sys.executable, "-c", ASKING + checks + again + 'print("so"); print(0.25)')
     assert found.failure is None and found.reward == Reward(0.25, True, None)
     assert (found.environment, found.group, found.number, found.num_turns) == ("command", 1, 2, 2)
     [segment] = found.segments
@@ -105,32 +105,32 @@ def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt:
     assert [[message["content"] for message in new] for new in found.messages] == [["Add."], ["On."]]
     # The same seed draws the same; a rewritten history is a sequence of its own.
     rewritten = again.replace("answer}", '"No."}')
-    other = attempt(sys.executable, "-c", ASKING + rewritten + 'print(json.dumps({"reward": 0}))')
+    other = await attempt(sys.executable, "-c", ASKING + rewritten + 'print(json.dumps({"reward": 0}))')
     assert len(other.segments) == 2 and other.metrics["forks"] == 1 and other.reward == Reward(0.0, True, False)
     assert [[message["content"] for message in new] for new in other.messages] == [["Add."], ["Add.", "No.", "On."]]
     first = segment.token_ids[segment.turns == 0].tolist()
     assert other.segments[0].token_ids[other.segments[0].turns == 0].tolist() == first
 
 
-def test_a_last_line_nested_beyond_recursion_is_no_reward(attempt: Callable[..., Trajectory]) -> None:
-    found = attempt(sys.executable, "-c", ASKING + 'print("[" * 100_000)')
+async def test_a_last_line_nested_beyond_recursion_is_no_reward(attempt: MakeAttempt) -> None:
+    found = await attempt(sys.executable, "-c", ASKING + 'print("[" * 100_000)')
     assert found.failure is None and found.reward == Reward(float(len(found.text)), True, False)
 
 
-def test_a_program_gets_the_variables_that_are_named_and_no_others(
-    attempt: Callable[..., Trajectory], monkeypatch: pytest.MonkeyPatch
+async def test_a_program_gets_the_variables_that_are_named_and_no_others(
+    attempt: MakeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("SEARCH_KEY", "named")
     seen = 'names = sorted(set(os.environ) - {"LC_CTYPE", "PWD", "SHLVL", "_"}); print(names, file=sys.stderr); exit(3)'
-    found = attempt(sys.executable, "-c", f"import os, sys; {seen}", environment=("SEARCH_KEY",))
+    found = await attempt(sys.executable, "-c", f"import os, sys; {seen}", environment=("SEARCH_KEY",))
     assert found.failure is not None
     assert "SEARCH_KEY" in found.failure and "OPENAI_API_KEY" in found.failure and "PATH" in found.failure
     assert "WANDB_API_KEY" not in found.failure and "HF_HUB_OFFLINE" not in found.failure
 
 
-def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: Callable[..., Trajectory]) -> None:
-    found = attempt(sys.executable, "-c", ASKING + 'print("done")')
+async def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: MakeAttempt) -> None:
+    found = await attempt(sys.executable, "-c", ASKING + 'print("done")')
     assert found.reward == Reward(float(len(found.text)), True, False)
 
 
@@ -151,22 +151,20 @@ def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: Call
     ],
     ids=["exit code", "no number", "beyond all floats", "two rewards", "no program"],
 )
-def test_a_program_that_fails_is_an_error_of_its_attempt(
-    command: tuple[str, ...], failure: str, attempt: Callable[..., Trajectory]
+async def test_a_program_that_fails_is_an_error_of_its_attempt(
+    command: tuple[str, ...], failure: str, attempt: MakeAttempt
 ) -> None:
-    found = attempt(*command)
+    found = await attempt(*command)
     assert (found.ended, found.failure, found.reward, found.num_turns) == ("error", failure, None, 0)
 
 
-def test_a_program_out_of_time_is_killed_with_what_it_started(
-    attempt: Callable[..., Trajectory], tmp_path: Path
-) -> None:
+async def test_a_program_out_of_time_is_killed_with_what_it_started(attempt: MakeAttempt, tmp_path: Path) -> None:
     written = [tmp_path / "child", tmp_path / "own"]
     script = f"sleep 600 & echo $! > {written[0]}; echo $$ > {written[1]}; sleep 600"
     # A busy machine may not start the program within the first of these.
     for seconds in (1.0, 8.0, 64.0):
         started = time.monotonic()
-        found = attempt("sh", "-c", script, seconds=seconds)
+        found = await attempt("sh", "-c", script, seconds=seconds)
         assert found.failure == f"TimeoutError: the program did not end within {seconds:g} s"
         assert time.monotonic() - started < seconds + 60
         if all(file.exists() and file.read_text().endswith("\n") for file in written):
@@ -223,21 +221,21 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
     assert account.sampled == account.num_trained + account.num_untrained and not account.lost + account.waiting
 
 
-def test_a_program_in_a_sandbox_is_recorded_like_any_other(attempt: Callable[..., Trajectory], tmp_path: Path) -> None:
+async def test_a_program_in_a_sandbox_is_recorded_like_any_other(attempt: MakeAttempt, tmp_path: Path) -> None:
     program = tmp_path / "agent.py"
     program.write_text(ASKING + "print(os.getcwd(), sorted(os.environ), file=sys.stderr); print(0.25)")
-    plain = attempt(sys.executable, "-c", ASKING + "print(0.25)")
-    boxed = attempt(sys.executable, str(program), sandbox="sandbox", folders=(str(tmp_path),))
+    plain = await attempt(sys.executable, "-c", ASKING + "print(0.25)")
+    boxed = await attempt(sys.executable, str(program), sandbox="sandbox", folders=(str(tmp_path),))
     assert boxed.failure is None and boxed.reward == plain.reward == Reward(0.25, True, None)
     assert boxed.segments[0].token_ids.tolist() == plain.segments[0].token_ids.tolist()
     for metric in ("container_start_seconds", "model_seconds", "tool_seconds", "live_containers"):
         assert boxed.metrics[metric] > 0, metric
     assert boxed.metrics["leaked_containers"] == 0
-    failed = attempt("sh", "-c", "echo $HOME $OPENAI_BASE_URL >&2; exit 3", sandbox="sandbox")
+    failed = await attempt("sh", "-c", "echo $HOME $OPENAI_BASE_URL >&2; exit 3", sandbox="sandbox")
     assert failed.failure is not None and "/home/agent http://127.0.0.1:11811/s/" in failed.failure
-    flooded = attempt("sh", "-c", "yes", sandbox="sandbox", output_mib=1)
+    flooded = await attempt("sh", "-c", "yes", sandbox="sandbox", output_mib=1)
     assert flooded.failure == "OutputLimit: the program printed more than 1048576 bytes"
-    absent = attempt("true", sandbox="sandbox", folders=("/no/such/folder",))
+    absent = await attempt("true", sandbox="sandbox", folders=("/no/such/folder",))
     assert absent.failure is not None and absent.failure.startswith("ContainerError: it does not start")
 
 
@@ -251,7 +249,7 @@ while True:
 
 
 @pytest.mark.parametrize("after", ["print(1.0)", "import time\ntime.sleep(600)"], ids=["it ends", "it goes on"])
-def test_an_attempt_ends_at_its_limit_of_sampled_tokens(attempt: Callable[..., Trajectory], after: str) -> None:
+async def test_an_attempt_ends_at_its_limit_of_sampled_tokens(attempt: MakeAttempt, after: str) -> None:
     refused = """
 import urllib.error
 try:
@@ -260,15 +258,15 @@ try:
 except urllib.error.HTTPError as error:
     assert (error.code, json.load(error)["error"]["code"]) == (400, "sampled_tokens")
 """
-    found = attempt(sys.executable, "-c", ASKING + refused + after, sampled_tokens=3)
+    found = await attempt(sys.executable, "-c", ASKING + refused + after, sampled_tokens=3)
     assert found.failure is not None and found.failure.startswith("TokenLimit: this session has sampled 3 tokens")
     assert found.reward is None and found.ended == "error" and found.metrics["refused_calls"] == 1
     # The last answer is cut at the limit.
     assert found.num_sampled == 3
 
 
-def test_a_program_that_repeats_refused_calls_is_ended(attempt: Callable[..., Trajectory]) -> None:
-    found = attempt(sys.executable, "-c", ASKING + REPEATING)
+async def test_a_program_that_repeats_refused_calls_is_ended(attempt: MakeAttempt) -> None:
+    found = await attempt(sys.executable, "-c", ASKING + REPEATING)
     assert found.failure == "RefusedCalls: the program went on after 100 calls had been refused"
 
 
@@ -328,16 +326,16 @@ def harbor_task(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         "flood",
     ],
 )
-def test_the_verifier_of_a_task_is_its_reward_and_a_failed_one_gives_none(
+async def test_the_verifier_of_a_task_is_its_reward_and_a_failed_one_gives_none(
     written: str,
     reward: float | None,
     failure: str | None,
-    attempt: Callable[..., Trajectory],
+    attempt: MakeAttempt,
     harbor_task: Callable[..., dict[str, Any]],
 ) -> None:
     record = harbor_task(GRADER.replace("REWARD", written), "[verifier]\ntimeout_sec = 3\n")
     command = sys.executable, "-c", ASKING + HARBOR_AGENT
-    found = attempt(*command, record=record, sandbox="sandbox", output_mib=1)
+    found = await attempt(*command, record=record, sandbox="sandbox", output_mib=1)
     if failure is None:
         assert found.failure is None and found.reward is not None and found.reward.score == reward
     else:
@@ -369,18 +367,20 @@ df --output=size -B 1 /workspace | tail -n 1 > /workspace/size
 """
 
 
-def test_the_limits_of_a_task_hold_in_its_container(
-    attempt: Callable[..., Trajectory], harbor_task: Callable[..., dict[str, Any]]
+async def test_the_limits_of_a_task_hold_in_its_container(
+    attempt: MakeAttempt, harbor_task: Callable[..., dict[str, Any]]
 ) -> None:
     record = harbor_task(LIMITED_GRADER, "[environment]\ncpus = 0.5\nmemory_mb = 100\nstorage_mb = 8\n")
     limits: dict[str, Any] = {"record": record, "sandbox": "sandbox", "memory_gib": 9, "disk_gib": 2}
-    found = attempt(sys.executable, "-c", ASKING, **limits)
+    found = await attempt(sys.executable, "-c", ASKING, **limits)
     assert found.failure is None and found.reward is not None and found.reward.score == 1.0
-    large = attempt(sys.executable, "-c", ASKING + "import time\nfull = b'1' * (200 << 20)\ntime.sleep(600)", **limits)
+    large = await attempt(
+        sys.executable, "-c", ASKING + "import time\nfull = b'1' * (200 << 20)\ntime.sleep(600)", **limits
+    )
     assert large.failure is not None and large.failure.startswith("MemoryLimit: ") and "100 are" in large.failure
     # The limit of time is the task's too.
     record = harbor_task("", "[agent]\ntimeout_sec = 2\n")
-    late = attempt("sleep", "600", record=record, sandbox="sandbox")
+    late = await attempt("sleep", "600", record=record, sandbox="sandbox")
     assert late.failure == "TimeoutError: the program did not end within 2 s"
 
 

@@ -25,10 +25,9 @@ async def raw_status(s: Served, request: bytes, body: bytes = b"") -> int:
     return int(line.split()[1]) if line else 0
 
 
-def test_a_client_without_a_key_is_refused_before_its_body_is_read(served: Any) -> None:
+async def test_a_client_without_a_key_is_refused_before_its_body_is_read(served: Any) -> None:
     """The answer comes although the body never does, so that none of its bytes were waited for."""
-
-    async def test(s: Served) -> None:
+    async with served(token="a token that is long enough") as s:
         session = s.open()
         for path, status in (
             ("/v1/chat/completions", 401),
@@ -40,15 +39,11 @@ def test_a_client_without_a_key_is_refused_before_its_body_is_read(served: Any) 
             assert await raw_status(s, head) == status, path
         assert session.answers == []
 
-    served(test, token="a token that is long enough")
 
-
-def test_a_key_that_is_not_utf_8_is_a_wrong_key(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_key_that_is_not_utf_8_is_a_wrong_key(served: Any) -> None:
+    async with served(token="a token that is long enough") as s:
         head = b"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"
         assert await raw_status(s, head) == 401
-
-    served(test, token="a token that is long enough")
 
 
 NESTED = '{"a":' * 5000 + "1" + "}" * 5000
@@ -64,17 +59,15 @@ BAD_BODIES = [
 
 
 @pytest.mark.parametrize(("raw", "status"), BAD_BODIES)
-def test_a_body_that_cannot_be_used_is_one_refusal(served: Any, raw: bytes, status: int) -> None:
-    async def test(s: Served) -> None:
+async def test_a_body_that_cannot_be_used_is_one_refusal(served: Any, raw: bytes, status: int) -> None:
+    async with served() as s:
         url = f"{s.endpoint.url_of(s.open())}/chat/completions"
         async with aiohttp.ClientSession() as http, http.post(url, data=raw) as response:
             assert response.status == status and (await response.json())["error"]["type"] == "invalid_request_error"
 
-    served(test)
 
-
-def test_deeply_nested_arguments_of_a_call_stay_text(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_deeply_nested_arguments_of_a_call_stay_text(served: Any) -> None:
+    async with served() as s:
         nested = ['{"a":' * depth + "1" + "}" * depth for depth in (500, 5000)]
         for arguments in (*nested, '{"a": "half of a surrogate pair \\ud800"}'):
             call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -84,13 +77,11 @@ def test_deeply_nested_arguments_of_a_call_stay_text(served: Any) -> None:
                     await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])  # type: ignore[list-item]
                 assert error.value.code == "context_length_exceeded"
 
-    served(test)
 
-
-def test_malformed_http_is_logged_in_one_line_each_and_not_without_end(
+async def test_malformed_http_is_logged_in_one_line_each_and_not_without_end(
     served: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(s: Served) -> None:
+    async with served() as s:
         for _ in range(30):
             assert await raw_status(s, b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length: x\r\n\r\n") == 400
         post = f"POST /s/{s.open().secret}/v1/completions HTTP/1.1\r\nHost: h\r\n".encode()
@@ -98,8 +89,6 @@ def test_malformed_http_is_logged_in_one_line_each_and_not_without_end(
         assert await raw_status(s, chunked) == 400
         compressed = post + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\n"
         assert await raw_status(s, compressed, b"zzzz") == 400
-
-    served(test)
     logged = [record for record in caplog.records if record.name == "megarl.serving.http_server"]
     assert all(record.exc_info is None and "malformed request" in record.getMessage() for record in logged)
     # The minute of the bound may turn within the test.

@@ -23,7 +23,7 @@ from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits
 from megarl.types import ConfigError, Request
 from tests.rollout.engines import CONTEXT_TOKENS
-from tests.serving.served import ONE, SAMPLING, Served
+from tests.serving.served import ONE, SAMPLING
 from tests.serving.tool_model import LOOP
 
 LIMITS = Limits(CONTEXT_TOKENS, max_calls=40, idle_seconds=60.0)
@@ -74,10 +74,9 @@ async def with_tools(client: AsyncOpenAI, num_turns: int = 4, *, streams: bool =
     return messages, num_calls
 
 
-def test_sixty_four_agents_with_tools_are_recorded_as_they_were_sampled(served: Any) -> None:
+async def test_sixty_four_agents_with_tools_are_recorded_as_they_were_sampled(served: Any) -> None:
     """Ids and log-probs are those of direct calls; each session is one segment, however often it called a tool."""
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         sessions = [s.open(seed=f"{n}") for n in range(64)]
 
         async def agent(number: int, session: Session) -> tuple[list[Any], int]:
@@ -105,13 +104,10 @@ def test_sixty_four_agents_with_tools_are_recorded_as_they_were_sampled(served: 
             assert int(segment.loss_mask.sum()) == sum(len(a.call.completion.token_ids) for a in session.answers)
             assert session.counts["forks"] == 0
 
-    served(test)
 
-
-def test_a_stream_is_the_answer_in_chunks(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_the_answer_in_chunks(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.serving.endpoint.KEEP_ALIVE_SECONDS", 0.01)
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         for n in range(6):
             whole, streamed = s.open(seed=f"{n}"), s.open(seed=f"{n}")
             asked: Any = {"model": "policy", "messages": [QUESTION], "tools": [ADD]}
@@ -140,11 +136,9 @@ def test_a_stream_is_the_answer_in_chunks(served: Any, monkeypatch: pytest.Monke
                     text = (await response.read()).decode()
         assert ": keep-alive\n\n" in text and text.endswith("data: [DONE]\n\n")
 
-    served(test)
 
-
-def test_a_retry_joins_its_call_and_the_same_body_unmarked_is_a_new_sample(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_retry_joins_its_call_and_the_same_body_unmarked_is_a_new_sample(served: Any) -> None:
+    async with served() as s:
         session = s.open()
         body: Any = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 150}
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
@@ -162,22 +156,18 @@ def test_a_retry_joins_its_call_and_the_same_body_unmarked_is_a_new_sample(serve
         assert len(session.answers) == 2 and session.answers[0].call.completion is not None
         assert seed != 0
 
-    served(test)
 
-
-def test_a_client_s_retries_find_a_call_that_takes_longer_than_it_is_held(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_client_s_retries_find_a_call_that_takes_longer_than_it_is_held(served: Any) -> None:
+    async with served(hold_seconds=0.05) as s:
         session = s.open()
         async with s.client(session, max_retries=20) as client:
             answer = await client.completions.create(model="policy", prompt=f"The{LOOP}", max_tokens=200)
         assert answer.choices[0].text == LOOP * 200
         assert len(await s.requests()) == 1 and session.counts["joined_retries"] >= 1
 
-    served(test, hold_seconds=0.05)
 
-
-def test_a_changed_history_forks_and_an_equal_one_in_other_words_of_the_client_does_not(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_changed_history_forks_and_an_equal_one_in_other_words_of_the_client_does_not(served: Any) -> None:
+    async with served() as s:
         session = s.open(seed="2")
         async with s.client(session) as client:
             messages, num_calls = await with_tools(client, num_turns=1)
@@ -217,11 +207,9 @@ def test_a_changed_history_forks_and_an_equal_one_in_other_words_of_the_client_d
             await client.chat.completions.create(messages=[clock, QUESTION], model="policy")
             assert session.counts["forks/system"] == 1
 
-    served(test)
 
-
-def test_a_client_that_goes_away_frees_its_slot_and_its_session_goes_on(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_client_that_goes_away_frees_its_slot_and_its_session_goes_on(served: Any) -> None:
+    async with served() as s:
         session, before = s.open(), s.pool.load().num_sampled_tokens
         async with s.client(session) as client:
             first = (await client.chat.completions.create(model="policy", messages=[QUESTION])).choices[0].message  # type: ignore[list-item]
@@ -244,20 +232,16 @@ def test_a_client_that_goes_away_frees_its_slot_and_its_session_goes_on(served: 
         assert two.call.prompt_token_ids.tolist()[: len(one.call.token_ids)] == one.call.token_ids.tolist()
         assert session.counts["forks"] == 0
 
-    served(test)
 
-
-def test_a_session_without_calls_is_ended_by_its_time(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_session_without_calls_is_ended_by_its_time(served: Any) -> None:
+    async with served() as s:
         session = s.open(idle_seconds=0.2)
         await asyncio.wait_for(session.ended.wait(), 120)
         assert session.counts["timed_out"] == 1
 
-    served(test)
 
-
-def test_late_calls_of_an_ended_session_are_told_so_once(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_late_calls_of_an_ended_session_are_told_so_once(served: Any) -> None:
+    async with served() as s:
         session, other = s.open(), s.open()
         async with (
             s.client(session, max_retries=5) as client,
@@ -288,8 +272,6 @@ def test_late_calls_of_an_ended_session_are_told_so_once(served: Any) -> None:
         # The late call may have ended before an engine saw it; neither it nor the one after it was sent again.
         assert len(await s.requests()) in (1, 2)
 
-    served(test)
-
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
@@ -313,8 +295,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_served_is_refused_by_its_name(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_what_cannot_be_served_is_refused_by_its_name(served: Any) -> None:
+    async with served() as s:
         session = s.open()
         async with aiohttp.ClientSession() as http:
             url = f"{s.endpoint.url_of(session)}/chat/completions"
@@ -327,11 +309,9 @@ def test_what_cannot_be_served_is_refused_by_its_name(served: Any) -> None:
                     assert response.status == 400
         assert await s.requests() == [] and session.answers == []
 
-    served(test)
 
-
-def test_the_recipe_s_sampling_holds_and_what_a_client_sets_is_counted(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_the_recipe_s_sampling_holds_and_what_a_client_sets_is_counted(served: Any) -> None:
+    async with served() as s:
         session, plain = s.open(), s.open()
         asked: Any = {"messages": [QUESTION]}
         own: Any = {"temperature": 0.1, "top_p": 0.5, "seed": 7, "extra_body": {"min_p": 0.2, "repetition_penalty": 2}}
@@ -343,11 +323,9 @@ def test_the_recipe_s_sampling_holds_and_what_a_client_sets_is_counted(served: A
         assert session.counts["overridden_fields"] == 6 and plain.counts["overridden_fields"] == 0
         assert len(s.notices) == 6 and all("recipe's value holds" in text for text in s.notices)
 
-    served(test)
 
-
-def test_a_prompt_longer_than_the_context_is_refused_and_its_neighbours_go_on(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_prompt_longer_than_the_context_is_refused_and_its_neighbours_go_on(served: Any) -> None:
+    async with served() as s:
         session, other = s.open(), s.open()
         async with s.client(session) as client, s.client(other) as neighbour:
             beside = asyncio.create_task(
@@ -366,11 +344,9 @@ def test_a_prompt_longer_than_the_context_is_refused_and_its_neighbours_go_on(se
             with pytest.raises(openai.BadRequestError, match="vocabulary"):
                 await client.completions.create(model="policy", prompt=[10**6])
 
-    served(test)
 
-
-def test_who_has_no_session_or_a_wrong_key_is_told_so(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_who_has_no_session_or_a_wrong_key_is_told_so(served: Any) -> None:
+    async with served(token="token") as s:
         session = s.open()
         for url, key, code in (
             (f"{s.endpoint.base_url}/v1", session.secret, None),
@@ -389,11 +365,9 @@ def test_who_has_no_session_or_a_wrong_key_is_told_so(served: Any) -> None:
                 assert error.value.code == code
         assert len(session.answers) == 2
 
-    served(test, token="token")
 
-
-def test_a_huge_body_is_refused_before_it_is_read(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_huge_body_is_refused_before_it_is_read(served: Any) -> None:
+    async with served() as s:
         session = s.open()
         async with s.client(session, max_retries=2) as client:
             with pytest.raises(openai.APIStatusError) as error:
@@ -402,11 +376,9 @@ def test_a_huge_body_is_refused_before_it_is_read(served: Any) -> None:
             assert error.value.status_code == 413
             await client.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
 
-    served(test)
 
-
-def test_connections_beyond_the_limit_are_turned_away_and_sessions_go_on(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_connections_beyond_the_limit_are_turned_away_and_sessions_go_on(served: Any) -> None:
+    async with served(max_connections=3) as s:
         session = s.open()
         body: Any = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 100}
         url = f"{s.endpoint.url_of(session)}/models"
@@ -430,11 +402,9 @@ def test_connections_beyond_the_limit_are_turned_away_and_sessions_go_on(served:
                     await response.release()
             assert (await client.completions.create(**body)).choices[0].text == LOOP * 100
 
-    served(test, max_connections=3)
 
-
-def test_strangers_do_not_take_the_places_of_sessions(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_strangers_do_not_take_the_places_of_sessions(served: Any) -> None:
+    async with served(max_connections=1, token="a token that is long enough") as s:
         url = urlsplit(s.endpoint.base_url)
         wrong_key = b"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer wrong\r\n\r\n"
         held = []
@@ -448,15 +418,12 @@ def test_strangers_do_not_take_the_places_of_sessions(served: Any) -> None:
         for writer in held:
             writer.close()
 
-    served(test, max_connections=1, token="a token that is long enough")
 
-
-def test_two_thousand_connections_against_a_thousand(served: Any) -> None:
+async def test_two_thousand_connections_against_a_thousand(served: Any) -> None:
     """Half of them are answered, the others turned away, and the session beside them samples on."""
     if allow_open_files(6000) < 6000:
         pytest.skip("this process may not open 6000 files: raise ulimit -n")
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         session = s.open()
         url = urlsplit(f"{s.endpoint.url_of(session)}/models")
         body: Any = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 240}
@@ -478,31 +445,24 @@ def test_two_thousand_connections_against_a_thousand(served: Any) -> None:
             for writer in held:
                 writer.close()
 
-    served(test)
 
-
-def test_more_connections_than_the_process_may_open_are_refused_at_the_start(served: Any) -> None:
-    async def test(s: Served) -> None:
-        raise AssertionError("it has started")
-
+async def test_more_connections_than_the_process_may_open_are_refused_at_the_start(served: Any) -> None:
     _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(ConfigError, match=r"rollout\.endpoint\.max_connections = "):
-        served(test, max_connections=highest)
+        async with served(max_connections=highest):
+            raise AssertionError("it has started")
 
 
-def test_calls_beyond_the_budget_are_refused(served: Any) -> None:
-    async def test(s: Served) -> None:
-        async with s.client(s.open(max_calls=1)) as client:
+async def test_calls_beyond_the_budget_are_refused(served: Any) -> None:
+    async with served() as s, s.client(s.open(max_calls=1)) as client:
+        await client.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
+        with pytest.raises(openai.BadRequestError) as error:
             await client.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
-            with pytest.raises(openai.BadRequestError) as error:
-                await client.chat.completions.create(model="policy", messages=[QUESTION])  # type: ignore[list-item]
-            assert error.value.code == "max_turns"
-
-    served(test)
+        assert error.value.code == "max_turns"
 
 
-def test_metrics_and_health_are_served_if_asked_for_clients_with_the_token(served: Any) -> None:
-    async def play(on: Served) -> None:
+async def test_metrics_and_health_are_served_if_asked_for_clients_with_the_token(served: Any) -> None:
+    async with served(metrics=True, token="secret") as on:
         base, token = on.endpoint.base_url, {"Authorization": "Bearer secret"}
         session = on.open()
         async with on.client(session) as client:
@@ -529,10 +489,9 @@ def test_metrics_and_health_are_served_if_asked_for_clients_with_the_token(serve
         assert values[("megarl_engine_sampled_tokens_total",)] == answer.usage.completion_tokens
         assert values[("megarl_endpoint_sessions",)] == 1 and session.secret not in text
 
-    served(play, metrics=True, token="secret")
-
-    async def off(on: Served) -> None:
-        async with aiohttp.ClientSession() as http, http.get(f"{on.endpoint.base_url}/metrics") as response:
-            assert response.status == 404
-
-    served(off)
+    async with (
+        served() as without,
+        aiohttp.ClientSession() as http,
+        http.get(f"{without.endpoint.base_url}/metrics") as response,
+    ):
+        assert response.status == 404

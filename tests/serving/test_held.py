@@ -29,10 +29,9 @@ def versions(session: Session) -> list[int]:
     return answer.call.completion.weight_versions.tolist()
 
 
-def test_calls_that_wait_during_a_reshard_are_answered_after_it(served: Any) -> None:
+async def test_calls_that_wait_during_a_reshard_are_answered_after_it(served: Any) -> None:
     """Five sessions wait as it begins, one calls during it, one is told to come back and joins its call."""
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         waiting, late, during = [s.open(seed=f"{n}") for n in range(4)], s.open(seed="late"), s.open(seed="during")
         impatient = Endpoint(s.sessions, EndpointConfig(hold_seconds=0.2), model="policy")
         await impatient.start()
@@ -74,5 +73,3 @@ def test_calls_that_wait_during_a_reshard_are_answered_after_it(served: Any) -> 
         ):
             assert gone.status == 410 and gone.headers["x-should-retry"] == "false"
         await impatient.close()
-
-    served(test)

@@ -24,8 +24,8 @@ ROUNDS = int(os.environ.get("PARALLEL_ROUNDS", "3"))
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_parallel_calls_of_a_session_have_ids_of_their_own(served: Any, width: int) -> None:
-    async def test(s: Served) -> None:
+async def test_parallel_calls_of_a_session_have_ids_of_their_own(served: Any, width: int) -> None:
+    async with served() as s:
         session = s.open(max_calls=width * ROUNDS)
         async with s.client(session) as client:
 
@@ -45,12 +45,12 @@ def test_parallel_calls_of_a_session_have_ids_of_their_own(served: Any, width: i
         calls = [call.id for answer in answers for call in answer.choices[0].message.tool_calls or ()]
         assert len(set(calls)) == len(calls) > 0
 
-    served(test)
-
 
 @pytest.mark.parametrize("mark", [{}, {"x-stainless-retry-count": "0"}], ids=["none", "zero"])
-def test_a_repeat_without_a_mark_joins_its_call_until_the_answer_is_written(served: Any, mark: dict[str, str]) -> None:
-    async def test(s: Served) -> None:
+async def test_a_repeat_without_a_mark_joins_its_call_until_the_answer_is_written(
+    served: Any, mark: dict[str, str]
+) -> None:
+    async with served() as s:
         session = s.open()
         async with aiohttp.ClientSession() as http:
 
@@ -69,11 +69,9 @@ def test_a_repeat_without_a_mark_joins_its_call_until_the_answer_is_written(serv
             assert (await ask())["id"] != answers[0]["id"]
         assert len(session.answers) == 3 and session.counts["joined_retries"] == 1
 
-    served(test)
 
-
-def test_a_client_told_to_come_back_finds_its_call_without_a_mark(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_client_told_to_come_back_finds_its_call_without_a_mark(served: Any) -> None:
+    async with served(hold_seconds=0.02) as s:
         session = s.open()
         statuses = []
         async with aiohttp.ClientSession() as http:
@@ -83,14 +81,12 @@ def test_a_client_told_to_come_back_finds_its_call_without_a_mark(served: Any) -
         assert set(statuses) == {200, 503}
         assert len(await s.requests()) == len(session.answers) == 1
 
-    served(test, hold_seconds=0.02)
-
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_connection_reset_before_the_answer_is_written_leaves_one_trained_answer(
+async def test_a_connection_reset_before_the_answer_is_written_leaves_one_trained_answer(
     served: Any, is_streamed: bool
 ) -> None:
-    async def test(s: Served) -> None:
+    async with served() as s:
         session = s.open()
         client = await send(s, session, BODY | {"stream": is_streamed})
         while not session.num_under_way:
@@ -109,8 +105,6 @@ def test_a_connection_reset_before_the_answer_is_written_leaves_one_trained_answ
         assert session.counts["joined_retries"] == 1
         await session.end()
         assert session.counts["untrained_tokens"] == 0
-
-    served(test)
 
 
 async def send(s: Served, session: Session, body: dict[str, Any]) -> socket.socket:

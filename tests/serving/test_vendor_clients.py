@@ -80,8 +80,8 @@ async def talk_by_responses(client: AsyncOpenAI, num_turns: int, *, streams: boo
     return usages
 
 
-def test_agents_of_both_dialects_are_recorded_as_they_were_sampled(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_agents_of_both_dialects_are_recorded_as_they_were_sampled(served: Any) -> None:
+    async with served() as s:
         sessions = [s.open(seed=f"{n}") for n in range(16)]
 
         async def agent(number: int, session: Session) -> list[int]:
@@ -101,11 +101,9 @@ def test_agents_of_both_dialects_are_recorded_as_they_were_sampled(served: Any) 
             assert session.counts["forks"] == 0 and len(stitch([answer.call for answer in session.answers])) == 1
         assert sum(len(answer.calls) for session in sessions for answer in session.answers) > 10
 
-    served(test)
 
-
-def test_a_request_that_is_repeated_without_its_stream_is_the_same_call(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_a_request_that_is_repeated_without_its_stream_is_the_same_call(served: Any) -> None:
+    async with served() as s:
         session = s.open()
         asked: Any = {"model": "policy", "max_tokens": 100, "messages": [{"role": "user", "content": QUESTION}]}
         async with anthropic_client(s, session) as client:
@@ -117,11 +115,9 @@ def test_a_request_that_is_repeated_without_its_stream_is_the_same_call(served: 
         assert whole.usage.output_tokens == events[-2].usage.output_tokens
         assert session.counts["joined_retries"] == 1 and len(session.answers) == 1
 
-    served(test)
 
-
-def test_keys_counts_and_errors_have_anthropics_form(served: Any) -> None:
-    async def test(s: Served) -> None:
+async def test_keys_counts_and_errors_have_anthropics_form(served: Any) -> None:
+    async with served() as s:
         session = s.open()
         messages: Any = [{"role": "user", "content": QUESTION}]
         async with anthropic_client(s, session, base_url=s.endpoint.base_url, api_key=session.secret) as client:
@@ -145,21 +141,16 @@ def test_keys_counts_and_errors_have_anthropics_form(served: Any) -> None:
                 await client.messages.create(model="policy", max_tokens=5, messages=messages)
         assert over.value.status_code == 410
 
-    served(test)
 
-
-def test_a_stream_that_waits_sends_events(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_waits_sends_events(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some clients limit the time between events, and do not count comments."""
     monkeypatch.setattr("megarl.serving.endpoint.KEEP_ALIVE_SECONDS", 0.001)
-
-    async def test(s: Served) -> None:
+    async with served() as s:
         asked: Any = {"model": "policy", "max_output_tokens": 100, "input": QUESTION, "stream": True}
         async with s.client(s.open()) as client:
             kinds = [event.type async for event in await client.responses.create(**asked)]
         assert kinds[0] == "response.created" and kinds.count("response.in_progress") >= 2
         assert kinds[-1] in ("response.completed", "response.incomplete")
-
-    served(test)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
