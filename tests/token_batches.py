@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config import AlgorithmConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.types import TrainingSequence
@@ -17,6 +19,23 @@ from megarl.types import TrainingSequence
 def row_batches(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[int]]) -> list[TokenBatch]:
     """A batch for each row of sequences' numbers."""
     return [TokenBatch.from_sequences([sequences[number] for number in row]) for row in rows]
+
+
+def own_rows(
+    lengths: Sequence[int] | NDArray[np.int64], parallel: ParallelConfig, max_tokens: int, *, together: int = 1
+) -> list[list[int]]:
+    """The numbers of the sequences in each of this rank's rows, packed as in a run."""
+    from torch import distributed as dist
+
+    rows = pack(
+        lengths,
+        max_tokens=max_tokens,
+        num_ranks=parallel.dp,
+        multiple=parallel.sequence_multiple * parallel.tp,
+        rows_multiple=parallel.rows_multiple,
+        together=together,
+    )
+    return rows[parallel.coordinates(dist.get_rank()).dp]
 
 
 def weighed(

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.platform.imports import disable_collector
+from megarl.processes.launcher import LaunchedProgram
 from megarl.sandbox import kernel
 from megarl.sandbox.busy_time import BusyTime
 from megarl.sandbox.layers import Layers
@@ -184,9 +186,9 @@ def test_with_neither_namespaces_nor_seccomp_nothing_runs() -> None:
         Sandbox(SandboxSettings(require=(), packages=()), _without=without).start()
 
 
-def test_it_can_be_closed_during_a_run() -> None:
-    """`close` wakes the thread of the run. That thread closes the descriptors that it uses."""
-    sandbox = Sandbox(SandboxSettings(packages=()))
+@contextlib.contextmanager
+def endless_run(sandbox: Sandbox) -> Iterator[LaunchedProgram]:
+    """Yield the process of a started sandbox while a thread runs an endless program, until the run fails."""
     sandbox.start()
     process = sandbox._process
     assert process is not None
@@ -202,9 +204,17 @@ def test_it_can_be_closed_during_a_run() -> None:
     thread.start()
     while not _children(process.pid):
         time.sleep(0.01)
-    sandbox.close()
+    yield process
     thread.join()
-    assert len(ended) == 1 and sandbox._process is None and process.exit_code() is not None
+    assert len(ended) == 1
+
+
+def test_it_can_be_closed_during_a_run() -> None:
+    """`close` wakes the thread of the run. That thread closes the descriptors that it uses."""
+    sandbox = Sandbox(SandboxSettings(packages=()))
+    with endless_run(sandbox) as process:
+        sandbox.close()
+    assert sandbox._process is None and process.exit_code() is not None
 
 
 def test_output_may_be_longer_where_more_is_expected(sandbox: Sandbox) -> None:
@@ -310,25 +320,9 @@ def test_a_missing_layer_is_refused_with_its_remedy_and_may_be_left_out() -> Non
 
 def test_it_goes_on_after_its_spawner_was_killed() -> None:
     with contextlib.closing(Sandbox(SandboxSettings(packages=()))) as sandbox:
-        sandbox.start()
-        process = sandbox._process
-        assert process is not None
-        ended: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                sandbox.run("print('there', flush=True)\nwhile True: pass", cpu_seconds=100.0)
-            except SandboxError as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        while not _children(process.pid):
-            time.sleep(0.01)
-        program = _children(process.pid)
-        process.kill()
-        thread.join()
-        assert len(ended) == 1
+        with endless_run(sandbox) as process:
+            program = _children(process.pid)
+            process.kill()
         while any(os.path.exists(f"/proc/{pid}") for pid in program):
             time.sleep(0.01)
         assert sandbox.run("print(3)").stdout == "3\n"

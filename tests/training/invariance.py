@@ -23,6 +23,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.types import RetainedSets, TrainingSequence
 from tests.rank_pool import RankPool
+from tests.token_batches import own_rows
 
 LOSS_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4
 NUM_STEPS, NUM_SEQUENCES, LONGEST = 3, 24, 40
@@ -271,10 +272,8 @@ def train(
 
     With `shares_prefixes`, rows are stored as trees.
     """
-    import torch.distributed as dist
 
     from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
-    from megarl.data.packing import pack
     from megarl.training.objective import (
         critic_objective,
         policy_objective,
@@ -283,7 +282,7 @@ def train(
         supervised_loss,
     )
 
-    at, engines, results = parallel.coordinates(dist.get_rank()), {}, {}
+    engines, results = {}, {}
     for objective, batches in steps.items():
         kind = has_value_head, is_balanced = objective in WITH_VALUE_HEAD, objective == "balanced"
         if kind not in engines:
@@ -304,15 +303,9 @@ def train(
         engine.role = replace(engine.role, objective=objectives.get(objective) or policy_objective(algorithm))
         metrics, together = [], 2 if objective in IN_PAIRS else 1
         for batch in batches:
-            packed = pack(
-                batch.lengths,
-                max_tokens=max(recipe.trainer.max_tokens_per_microbatch, together * LONGEST),
-                num_ranks=parallel.dp,
-                multiple=parallel.sequence_multiple * parallel.tp,
-                rows_multiple=parallel.rows_multiple,
-                together=together,
-            )
-            rows = [replace(batch.select(row), shares_prefixes=shares_prefixes) for row in packed[at.dp]]
+            max_tokens = max(recipe.trainer.max_tokens_per_microbatch, together * LONGEST)
+            packed = own_rows(batch.lengths, parallel, max_tokens, together=together)
+            rows = [replace(batch.select(row), shares_prefixes=shares_prefixes) for row in packed]
             metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient).metrics)
         results[objective] = metrics, cut_out(pieces, engine.parameters)
     return results

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
+from tests.token_batches import own_rows
 from tests.training.invariance import cut_out, join
 
 VOCABULARY, TOP_K, NUM_EXPERTS = 431, 2, 4
@@ -80,13 +80,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, batches: list[list[Trainin
     found = []
     for sequences in batches:
         batch = TokenBatch.from_sequences(sequences)
-        rows = pack(
-            batch.lengths,
-            max_tokens=recipe.trainer.max_tokens_per_microbatch,
-            num_ranks=parallel.dp,
-            multiple=parallel.sequence_multiple * parallel.tp,
-            rows_multiple=parallel.rows_multiple,
-        )[parallel.coordinates(dist.get_rank()).dp]
+        rows = own_rows(batch.lengths, parallel, recipe.trainer.max_tokens_per_microbatch)
         metrics = engine.update([batch.select(row) for row in rows]).metrics
         parameters: dict[str, Any] = engine.parameters
         gradients = {n: p.main_grad for n, p in parameters.items()}

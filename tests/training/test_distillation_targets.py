@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
+from tests.token_batches import own_rows
 from tests.training.invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
@@ -89,14 +89,8 @@ def make_batch(recipe: Recipe, shares_prefixes: bool = False) -> TokenBatch:
 
 def rows_of(recipe: Recipe, parallel: ParallelConfig, batch: TokenBatch, of: np.ndarray) -> list[TokenBatch]:
     """This rank's rows of some of the sequences."""
-    rows = pack(
-        batch.lengths[of],
-        max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=parallel.dp,
-        multiple=parallel.sequence_multiple * parallel.tp,
-        rows_multiple=parallel.rows_multiple,
-    )
-    chosen = [batch.select(of[row]) for row in rows[parallel.coordinates(dist.get_rank()).dp]]
+    rows = own_rows(batch.lengths[of], parallel, recipe.trainer.max_tokens_per_microbatch)
+    chosen = [batch.select(of[row]) for row in rows]
     return [replace(row, shares_prefixes=batch.shares_prefixes) for row in chosen]
 
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.tracking.metrics import merge, values
 from tests.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
+from tests.token_batches import own_rows
 from tests.training.test_checkpoint import build
 from tests.training.uneven_sequences import make_sequences
 
@@ -85,13 +85,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, num_updates: int) -> dict[
     """One rank's log-probs, then its metrics, gradients and weights of the last update, and the policy's gradients."""
     engine = build(recipe, parallel)
     batch = TokenBatch.from_sequences(make_sequences())
-    rows = pack(
-        batch.lengths,
-        max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=parallel.dp,
-        multiple=parallel.sequence_multiple * parallel.tp,
-        rows_multiple=parallel.rows_multiple,
-    )[parallel.coordinates(dist.get_rank()).dp]
+    rows = own_rows(batch.lengths, parallel, recipe.trainer.max_tokens_per_microbatch)
     own = [batch.select(row) for row in rows]
     logprobs = engine.forward(own)
     metrics = [engine.update(own).metrics for _ in range(num_updates)]

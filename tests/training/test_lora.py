@@ -14,13 +14,12 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.packing import pack
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rounding import MARGIN, allowed_error
-from tests.token_batches import by_sequence, row_batches
+from tests.token_batches import by_sequence, own_rows, row_batches
 from tests.training.invariance import cut_out
 from tests.training.test_training_engine import distance, make_updates, recipe_of, whole
 
@@ -69,14 +68,7 @@ def build(recipe: Recipe, parallel: ParallelConfig, filled: bool = True) -> tupl
 
 
 def rows_of(recipe: Recipe, parallel: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
-    rows = pack(
-        [len(s) for s in sequences],
-        max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=parallel.dp,
-        multiple=parallel.sequence_multiple * parallel.tp,
-        rows_multiple=parallel.rows_multiple,
-    )
-    return rows[parallel.coordinates(dist.get_rank()).dp]
+    return own_rows([len(s) for s in sequences], parallel, recipe.trainer.max_tokens_per_microbatch)
 
 
 def base_of(engine: Any) -> dict[str, torch.Tensor]:

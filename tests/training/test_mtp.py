@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
 from tests.mtp_layer import MtpOracle
 from tests.rank_pool import RankPool
+from tests.token_batches import own_rows
 from tests.training.invariance import cut_out, join
 from tests.training.uneven_sequences import make_sequences
 
@@ -107,13 +107,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, out: str | None) -> dict[s
 
     export("before")
     batch = TokenBatch.from_sequences(make_sequences())
-    rows = pack(
-        batch.lengths,
-        max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=parallel.dp,
-        multiple=parallel.sequence_multiple * parallel.tp,
-        rows_multiple=parallel.rows_multiple,
-    )[parallel.coordinates(rank).dp]
+    rows = own_rows(batch.lengths, parallel, recipe.trainer.max_tokens_per_microbatch)
     own = [batch.select(row) for row in rows]
     logprobs = engine.forward(own)
     metrics = engine.update(own).metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch.distributed as dist
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.kinds.preferences import with_score_masks
-from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.tracking.metrics import merge, values
 from megarl.types import DataError, TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rounding import allowed_error
-from tests.token_batches import row_batches
+from tests.token_batches import own_rows, row_batches
 
 LENGTHS = (5, 12, 7, 9)
 ROLES = ("policy", "critic")
@@ -89,17 +88,6 @@ def build(recipe: Recipe, parallel: ParallelConfig, folder: Path, role: Any) -> 
     return TrainingEngine(recipe, parallel, shape, load, role=role), layouts
 
 
-def own_rows(lengths: Sequence[int], parallel: ParallelConfig) -> list[list[int]]:
-    rows = pack(
-        lengths,
-        max_tokens=64,
-        num_ranks=parallel.dp,
-        multiple=parallel.sequence_multiple * parallel.tp,
-        rows_multiple=parallel.rows_multiple,
-    )
-    return rows[parallel.coordinates(dist.get_rank()).dp]
-
-
 def train_and_export(
     recipe: Recipe, parallel: ParallelConfig, folder: Path, sequences: list[TrainingSequence], out: Path
 ) -> dict[str, Any]:
@@ -107,12 +95,12 @@ def train_and_export(
     from megarl.checkpoint import safetensors
 
     engine, layouts = build(recipe, parallel, folder, "critic")
-    indices = own_rows(LENGTHS, parallel)
+    indices = own_rows(LENGTHS, parallel, 64)
     rows = row_batches(sequences, indices)
     before = engine.forward(rows)
     updates = [engine.update(rows).metrics for _ in range(2)]
     ends = with_score_masks(TokenBatch.from_sequences(sequences))
-    end_indices = own_rows(ends.lengths.tolist(), parallel)
+    end_indices = own_rows(ends.lengths, parallel, 64)
     after = engine.forward([ends.select(row) for row in end_indices])
     safetensors.export(
         out,
@@ -244,7 +232,7 @@ def save_or_restore(
     policy, critic = (build(recipe, parallel, folder, role)[0] for folder, role in zip(folders, ROLES, strict=True))
     engines = {"": policy, "critic": critic}
     sequences = answers(recipe_vocab(folders[0]))
-    rows = row_batches(sequences, own_rows(LENGTHS, parallel))
+    rows = row_batches(sequences, own_rows(LENGTHS, parallel, 64))
     policy_rows = [
         row.with_arrays({name: row.per_token[of] for name, of in (("token_weights",) * 2, ("advantages", "returns"))})
         for row in rows
