@@ -28,8 +28,8 @@ _REMEDIES = {
     ),
     **dict.fromkeys(
         ("loss_mask", "response_mask", "completion_mask", "assistant_masks", "mask", "train_on_prompt",
-         "train_on_inputs", "mask_history", "input_ids", "loss_scale", "loss_weights", "train_mask", "token_weights",
-         "train_on_turn"),
+         "train_on_inputs", "train_on_input", "mask_history", "input_ids", "loss_scale", "loss_weights", "train_mask",
+         "token_weights", "train_on_turn"),
         _BY_MESSAGE,
     ),
     **dict.fromkeys(

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.data.chat_text import chat_in_text
 from megarl.data.formats import (
     FORMATS,
+    GOLD_ANSWERS,
     RESPONSES,
     FieldNames,
     RecordFormat,
@@ -90,6 +91,7 @@ class Record:
         self.require("answer")
         field = self.field(self.format.answer)
         value = self.at(field)
+        self._refuse_other_answers(field, value)
         # Refuse true and false: str() would turn them into the answers "True" and "False".
         if value is None or isinstance(value, bool):
             raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
@@ -100,6 +102,20 @@ class Record:
         if not (text := str(value)).strip():
             raise self.error(f"'{field}' is empty; give the answer, or remove the line")
         return text
+
+    def _refuse_other_answers(self, field: str, value: Any) -> None:
+        """Raise DataError if another usual field has another gold answer. The recipe may name the right one."""
+        is_named = self.names.answer_field or self.names.format or "answer" in self.names.fields
+        if is_named or field not in GOLD_ANSWERS:
+            return
+        for name in GOLD_ANSWERS:
+            other = self.at(name)
+            if name == field or is_blank(other) or str(other).strip() == str(value).strip():
+                continue
+            raise self.error(
+                f"'{name}' is {shown(other)}, but the gold answer is read from '{field}', {shown(value)}; remove one "
+                f"of the two fields, or name the answer's: {self.names.remedy.replace('{}', '{answer: ' + field + '}')}"
+            )
 
     def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
         """Return the conversation before the answer, from a text, one message, or a list of messages.

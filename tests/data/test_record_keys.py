@@ -350,6 +350,9 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
         (problem(system="a", system_prompt="b"), "system"),
         ({"messages": [{"role": "system", "content": "Be long."}, ASKED, ANSWERED], "system": "Be brief."}, "system"),
         (problem(history=["x"]), "history"),
+        (problem(ground_truth="5"), "ground_truth"),
+        (problem(ground_truth=5), "data.fields"),
+        ({"messages": [ASKED, ANSWERED], "train_on_input": True}, "train_on_input"),
         (problem(sampling_params={"temperature": 0.2}), "sampling_params"),
         (problem("q", context="The sky is green."), "context"),
         (problem("q", messages=[ASKED]), "prompt"),
@@ -446,6 +449,17 @@ def test_a_named_field_is_read_once(tmp_path, record, fields, num_users):
     assert whole.count("What is 2 + 2?") == 1
     assert whole.count("<|im_start|>user") == num_users
     assert "<|im_start|>system" not in whole
+
+
+def test_equal_answers_and_a_named_one_are_taken(tmp_path):
+    settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 100}
+    same = problem(ground_truth="4 ", solution="2 + 2 = 4")
+    clear = {"prompt": [ASKED], "reward_model": {"ground_truth": "4"}, "answer": "2 + 2 = 4"}
+    two = problem(ground_truth="5")
+    by_name = FieldNames(fields={"answer": "answer"}), FieldNames(answer_field="answer"), FieldNames("rl2")
+    for record, names in ((same, None), (clear, None), *((two, names) for names in by_name)):
+        [made] = read_examples(write(tmp_path / "data.jsonl", record), Problems(**settings), names=names)
+        assert made.answer == "4"
 
 
 def test_a_pair_may_have_its_prompt_in_history(tmp_path):
