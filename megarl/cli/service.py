@@ -78,8 +78,8 @@ def service(
         served_name=serve_as,
         tokenizer=tokenizer,
         idle_seconds=60 * idle_minutes,
-        most_checkpoint_bytes=checkpoint_gib * 2**30,
-        most_host_bytes=None if host_memory_gib is None else int(host_memory_gib * 2**30),
+        max_checkpoint_bytes=checkpoint_gib * 2**30,
+        max_host_bytes=None if host_memory_gib is None else int(host_memory_gib * 2**30),
         engine_slots=engine_slots,
         limits=QueueLimits(
             tokens=queued_tokens, tokens_per_key=queued_tokens_per_key, bytes_per_key=queued_mib_per_key * 2**20

@@ -31,10 +31,10 @@ _RECORD = "service.json"
 _PARTIAL = ".partial_"
 """Prefix of the names of unfinished folders."""
 # About 700 states of a 14B model with rank-32 adapters, 1.5 GB each.
-MOST_BYTES = 2**40
+MAX_BYTES = 2**40
 """Default of the maximum bytes of one account's checkpoints."""
 # Every listing and every save reads all records of an account.
-MOST_CHECKPOINTS = 2000
+MAX_CHECKPOINTS = 2000
 """Maximum checkpoints of one account."""
 
 
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Each has an owner. One owner's checkpoints may have `most_bytes` together.
+    """The checkpoints in a folder. Each has an owner. One owner's checkpoints may have `max_bytes` together.
 
     `report` is called once with a sentence about each file that cannot be deleted.
     """
@@ -60,13 +60,13 @@ class Checkpoints:
         report: Report,
         clock: Callable[[], float] = time.time,
         *,
-        most_bytes: int = MOST_BYTES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         reports = FirstOfEachKind(report)
         # Report each file once: `delete_expired` retries every half a minute.
         self._report: Report = lambda text: reports.tell(text, text)
         # Wall-clock time by default, so that expiry continues across restarts of the service.
-        self._folder, self._clock, self._most_bytes = folder, clock, most_bytes
+        self._folder, self._clock, self._max_bytes = folder, clock, max_bytes
         self._readers: Counter[Path] = Counter()
         self._recover()
 
@@ -84,10 +84,10 @@ class Checkpoints:
         self._refuse_if_read(folder)
         checkpoints = self.list_stored(owner)
         num_bytes = sum(checkpoint.record["size_bytes"] for checkpoint in checkpoints)
-        if num_bytes >= self._most_bytes or len(checkpoints) >= MOST_CHECKPOINTS:
+        if num_bytes >= self._max_bytes or len(checkpoints) >= MAX_CHECKPOINTS:
             raise UserError(
                 f"this key has {len(checkpoints)} checkpoints with {num_bytes / 2**30:.1f} GiB; the limits are "
-                f"{MOST_CHECKPOINTS} and {self._most_bytes / 2**30:g} GiB. Delete some (RestClient.delete_checkpoint)"
+                f"{MAX_CHECKPOINTS} and {self._max_bytes / 2**30:g} GiB. Delete some (RestClient.delete_checkpoint)"
             )
         # Clients' names cannot begin with a dot, so no request reaches an unfinished folder.
         partial = self._folder / run / kind / f"{_PARTIAL}{secrets.token_hex(4)}"

@@ -24,7 +24,7 @@ from megarl.rollout.pool import EnginePool
 from megarl.service import wire
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.admission import QueueLimits
-from megarl.service.checkpoints import MOST_BYTES, Checkpoints
+from megarl.service.checkpoints import MAX_BYTES, Checkpoints
 from megarl.service.deletion import delete_tree
 from megarl.service.desk import IDLE_SECONDS, Desk
 from megarl.service.rank_trainer import RankTrainer
@@ -59,8 +59,8 @@ class Service:
     host: str
     port: int
     idle_seconds: float
-    most_checkpoint_bytes: int
-    most_host_bytes: int | None
+    max_checkpoint_bytes: int
+    max_host_bytes: int | None
     num_slots: int
     limits: QueueLimits
     notices: tuple[str, ...]
@@ -76,44 +76,44 @@ def prepare(
     served_name: str | None = None,
     tokenizer: str | None = None,
     idle_seconds: float = IDLE_SECONDS,
-    most_checkpoint_bytes: int = MOST_BYTES,
-    most_host_bytes: int | None = None,
+    max_checkpoint_bytes: int = MAX_BYTES,
+    max_host_bytes: int | None = None,
     engine_slots: int | None = None,
     limits: QueueLimits | None = None,
 ) -> Service:
     """Check everything before a process starts. Raises ConfigError or DataError listing all errors of the recipe.
 
     Clients call the base model `served_name` (default: model.path), and load its tokenizer from `tokenizer`. A model
-    without requests for `idle_seconds` moves to disk. `most_checkpoint_bytes` limits the checkpoints of each account.
-    `most_host_bytes` limits models and copies of weights in the memory of each host (default: a share of it). An engine
+    without requests for `idle_seconds` moves to disk. `max_checkpoint_bytes` limits the checkpoints of each account.
+    `max_host_bytes` limits models and copies of weights in the memory of each host (default: a share of it). An engine
     samples from `engine_slots` adapters at once (default: `ENGINE_SLOTS`). `limits` are limits of waiting tokens.
     """
     accounts = read_accounts(keys, host)
     # Report a missing or unknown SDK now, before any rank starts.
     wire.messages()
-    written = load(file, overrides)
-    if problems := list(_list_unfit_fields(written)):
-        raise ConfigError(error_page(f"recipe {written.name} for a service", problems))
+    user_recipe = load(file, overrides)
+    if problems := list(_list_unfit_fields(user_recipe)):
+        raise ConfigError(error_page(f"recipe {user_recipe.name} for a service", problems))
     display = Display()
-    download_missing(written, display.info)
+    download_missing(user_recipe, display.info)
     # Remove the loop's models first: the memory is planned for the service alone.
-    recipe = with_memory_defaults(_without_training_loop(written), is_start=True)
+    recipe = with_memory_defaults(_without_training_loop(user_recipe), is_start=True)
     parallel = check(recipe)
     shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
-    targets = set(recipe.lora.targets)
+    lora_targets = set(recipe.lora.targets)
     served = ServedModel(
         name=served_name or recipe.model.path,
         architecture=shape.family,
         tokenizer=tokenizer or recipe.model.path,
         rank=recipe.lora.rank,
-        trains_mlp=targets >= _MLP,
-        trains_attention=targets >= _ATTENTION,
+        trains_mlp=lora_targets >= _MLP,
+        trains_attention=lora_targets >= _ATTENTION,
         vocab_size=shape.vocab_size,
         row_tokens=recipe.trainer.max_tokens_per_microbatch,
         context_tokens=recipe.context_tokens,
     )
     folder = Path(recipe.runs_folder) / recipe.name
-    unused = [name for name in UNUSED if name in written.model_fields_set]
+    unused = [name for name in UNUSED if name in user_recipe.model_fields_set]
     notices = (f"not used by a service: {', '.join(unused)}. The client's program decides these",) if unused else ()
     if not recipe.sends_adapter and (engine_slots or 1) > 1:
         raise ConfigError(
@@ -129,11 +129,11 @@ def prepare(
         host=host,
         port=port,
         idle_seconds=idle_seconds,
-        most_checkpoint_bytes=most_checkpoint_bytes,
-        most_host_bytes=most_host_bytes,
+        max_checkpoint_bytes=max_checkpoint_bytes,
+        max_host_bytes=max_host_bytes,
         num_slots=(engine_slots or ENGINE_SLOTS) if recipe.sends_adapter else 0,
         limits=limits or QueueLimits(),
-        notices=(*written.notices, *notices),
+        notices=(*user_recipe.notices, *notices),
     )
 
 
@@ -203,7 +203,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             trainer = make_trainer(ranks, service, idle_folder, display.warn)
             display.info(await trainer.start())
             checkpoints = Checkpoints(
-                service.folder / "service" / "checkpoints", display.warn, most_bytes=service.most_checkpoint_bytes
+                service.folder / "service" / "checkpoints", display.warn, max_bytes=service.max_checkpoint_bytes
             )
             desk = Desk(
                 trainer, checkpoints, report=display.warn, limits=service.limits, idle_seconds=service.idle_seconds
@@ -252,5 +252,5 @@ def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path, report: C
         num_slots=service.num_slots,
         num_sequences=num_running * len(parallel.leaders()),
         report=report,
-        most_bytes=service.most_host_bytes,
+        max_bytes=service.max_host_bytes,
     )

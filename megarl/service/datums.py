@@ -58,46 +58,48 @@ def _prepend_zero(values: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([np.zeros(1, values.dtype), values])
 
 
-def _check_datum(datum: Datum, place: str, loss: str, *, vocab_size: int, max_tokens: int) -> None:
+def _check_datum(datum: Datum, field_path: str, loss: str, *, vocab_size: int, max_tokens: int) -> None:
     num_tokens = len(datum.token_ids)
     if not num_tokens:
-        raise UserError(f"{place}.model_input is empty: give at least one token")
+        raise UserError(f"{field_path}.model_input is empty: give at least one token")
     # The trainer's sequence has one token more.
     if num_tokens + 1 > max_tokens:
         raise UserError(
-            f"{place}.model_input has {num_tokens} tokens: this service trains at most {max_tokens - 1} at once "
+            f"{field_path}.model_input has {num_tokens} tokens: this service trains at most {max_tokens - 1} at once "
             "(trainer.max_tokens_per_microbatch); cut the datum"
         )
     required_names = {"target_tokens", *LOSSES[loss].inputs}
     if missing_names := sorted(required_names - datum.inputs.keys()):
-        raise UserError(f"{place}.loss_fn_inputs.{missing_names[0]} is missing: {loss} needs it")
+        raise UserError(f"{field_path}.loss_fn_inputs.{missing_names[0]} is missing: {loss} needs it")
     # Without this array, silently another loss than the client's would be trained.
     if unused_names := sorted(datum.inputs.keys() - required_names):
-        raise UserError(f"{place}.loss_fn_inputs.{unused_names[0]:.50}: {loss} does not use it; leave it out")
+        raise UserError(f"{field_path}.loss_fn_inputs.{unused_names[0]:.50}: {loss} does not use it; leave it out")
     for name, values in datum.inputs.items():
         if len(values) != num_tokens:
             raise UserError(
-                f"{place}.loss_fn_inputs.{name} has {len(values)} values, but model_input has {num_tokens} tokens"
+                f"{field_path}.loss_fn_inputs.{name} has {len(values)} values, but model_input has {num_tokens} tokens"
             )
         if name != "target_tokens" and not np.isfinite(values).all():
-            raise UserError(f"{place}.loss_fn_inputs.{name} has a value that is not finite")
+            raise UserError(f"{field_path}.loss_fn_inputs.{name} has a value that is not finite")
     if datum.inputs["target_tokens"].dtype.kind != "i":
-        raise UserError(f"{place}.loss_fn_inputs.target_tokens has fractions; send int64")
+        raise UserError(f"{field_path}.loss_fn_inputs.target_tokens has fractions; send int64")
     for name, token_ids in (("model_input", datum.token_ids), ("target_tokens", datum.inputs["target_tokens"])):
         if token_ids.min() < 0 or token_ids.max() >= vocab_size:
-            raise UserError(f"{place}.{name} has a token outside of the vocabulary: 0 to {vocab_size - 1}")
+            raise UserError(f"{field_path}.{name} has a token outside of the vocabulary: 0 to {vocab_size - 1}")
     if loss == "gspo":
-        _check_ratio_mask(datum, place)
+        _check_ratio_mask(datum, field_path)
 
 
-def _check_ratio_mask(datum: Datum, place: str) -> None:
+def _check_ratio_mask(datum: Datum, field_path: str) -> None:
     mask = datum.inputs["sequence_ratio_mask"]
     if not np.isin(mask, (0, 1)).all():
-        raise UserError(f"{place}.loss_fn_inputs.sequence_ratio_mask has other values than 0 and 1")
+        raise UserError(f"{field_path}.loss_fn_inputs.sequence_ratio_mask has other values than 0 and 1")
     if not mask.any():
-        raise UserError(f"{place}.loss_fn_inputs.sequence_ratio_mask is 0 everywhere: mark the sampled tokens with 1")
+        raise UserError(
+            f"{field_path}.loss_fn_inputs.sequence_ratio_mask is 0 everywhere: mark the sampled tokens with 1"
+        )
     if datum.inputs["advantages"][mask == 0].any():
         raise UserError(
-            f"{place}.loss_fn_inputs.advantages: is not 0 at a token outside of sequence_ratio_mask; gspo trains the "
-            "masked tokens only"
+            f"{field_path}.loss_fn_inputs.advantages: is not 0 at a token outside of sequence_ratio_mask; gspo trains "
+            "the masked tokens only"
         )

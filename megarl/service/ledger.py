@@ -35,7 +35,7 @@ GAP_SECONDS = 900.0
 hang.
 """
 # Requests before their turn hold their bodies in memory, so their number is limited.
-MOST_AHEAD = 10_000
+MAX_AHEAD = 10_000
 """Maximum distance of a request's number from the next missing number."""
 # SDK 0.38 repeats a request after status 429 for 300 seconds. Then it raises an error, and its number is lost.
 PATIENCE_SECONDS = 200.0
@@ -152,7 +152,7 @@ class Ledger:
         self.admission = Admission(limits or QueueLimits())
         self._promises: dict[str, Promise] = {}
         self._sequences: dict[str, _Sequence] = {}
-        self._single: dict[Hashable, Promise] = {}
+        self._unordered: dict[Hashable, Promise] = {}
         """Promises of unordered requests, by their keys."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -168,7 +168,7 @@ class Ledger:
             sequence.worker = asyncio.create_task(self._run_in_order(sequence))
 
     def close_model(self, model_id: str) -> None:
-        """Forget a model's numbers, and fail its open requests."""
+        """Forget a model's numbers, and fail its unfinished requests."""
         sequence = self._sequences.pop(model_id, None)
         if sequence is None:
             return
@@ -190,25 +190,28 @@ class Ledger:
         failed promise: after an error status the client would retry, or lose its place. Raises BusyError.
         """
         sequence = self._sequences[model_id]
-        if (earlier := sequence.promises.get(number)) is not None and earlier.digest not in (digest, _SKIPPED):
+        if (earlier_promise := sequence.promises.get(number)) is not None and earlier_promise.digest not in (
+            digest,
+            _SKIPPED,
+        ):
             return self._refuse(sequence.owner, model_id, f"seq_id = {number}: was used by another request; count on")
-        if (promise := self._find_used(sequence, model_id, number)) is not None:
+        if (promise := self._find_promise_of_used_number(sequence, model_id, number)) is not None:
             return promise
         # Accept a later number: SDK 0.38 sends a call's first chunk after it has the promises of the others.
         is_next, num_bytes = number == sequence.next_number, BODY_BYTES.get()
         # Later numbers wait for this one.
         is_awaited = is_next and sequence.is_idle
         if is_next and not is_awaited:
-            self._check_next(sequence, number, tokens)
+            self._refuse_if_busy(sequence, number, tokens)
         # Always accept the number that later requests wait for: otherwise these never finish, and their bytes stay
         # counted. Do not refuse a later number with a status: the client may send the missing one only after it.
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
             message = self.admission.no_room_message(sequence.owner, num_bytes)
             reason = f"request {number} was too large to wait" if is_training else None
             work, num_bytes = _make_refusal(sequence, reason, message), 0
-        promise = self._add(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
+        promise = self._make_promise(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
         sequence.promises[number], sequence.early_work[number] = promise, work
-        self._release(sequence)
+        self._queue_ready_requests(sequence)
         return promise
 
     def refuse(self, model_id: str, number: int, error: Exception, *, is_training: bool) -> Promise:
@@ -219,15 +222,16 @@ class Ledger:
         BusyError is raised again while the client repeats the request.
         """
         sequence, message = self._sequences[model_id], str(error)
-        if (promise := self._find_used(sequence, model_id, number)) is None:
-            if isinstance(error, BusyError) and self._note_busy(sequence, number):
+        if (promise := self._find_promise_of_used_number(sequence, model_id, number)) is None:
+            should_repeat = isinstance(error, BusyError) and self._note_busy(sequence, number)
+            if should_repeat:
                 raise error
             reason = f"request {number} was refused: {message}" if is_training else None
-            promise = self._skip(sequence, model_id, number, reason, message)
-            self._release(sequence)
+            promise = self._use_up_number(sequence, model_id, number, reason, message)
+            self._queue_ready_requests(sequence)
         return promise
 
-    def submit_single(
+    def submit_unordered(
         self,
         key: Hashable,
         owner: str,
@@ -242,15 +246,15 @@ class Ledger:
 
         `tokens` is the request's number of tokens, which count against the owner's limit. Raises BusyError above it.
         """
-        if (earlier := self._single.get(key)) is not None:
-            if earlier.digest == digest:
-                return earlier
+        if (earlier_promise := self._unordered.get(key)) is not None:
+            if earlier_promise.digest == digest:
+                return earlier_promise
             return self._refuse(owner, model_id, f"{key}: was used by another request; use a new number", num_sequences)
         if tokens:
             self.admission.check(owner, tokens)
         if not self.admission.has_room(owner, BODY_BYTES.get()):
             raise BusyError(self.admission.no_room_message(owner, BODY_BYTES.get()))
-        promise = self._single[key] = self._add(
+        promise = self._unordered[key] = self._make_promise(
             owner, digest, model_id, num_sequences, tokens=tokens, num_bytes=BODY_BYTES.get()
         )
         task = asyncio.create_task(self._run(promise, work))
@@ -282,27 +286,27 @@ class Ledger:
         A dropped or skipped number stays used: a client cannot send another request with it.
         """
         # Results first read, or finished, before these times are dropped.
-        read_limit = self._clock() - READ_SECONDS
-        finished_limit = self._clock() - UNREAD_SECONDS
+        read_before = self._clock() - READ_SECONDS
+        finished_before = self._clock() - UNREAD_SECONDS
         old_promises = {
             promise
             for promise in self._promises.values()
-            if (promise.read_at is not None and promise.read_at < read_limit)
-            or (promise.finished_at is not None and promise.finished_at < finished_limit)
+            if (promise.read_at is not None and promise.read_at < read_before)
+            or (promise.finished_at is not None and promise.finished_at < finished_before)
         }
         self._promises = {name: promise for name, promise in self._promises.items() if promise not in old_promises}
-        self._single = {key: promise for key, promise in self._single.items() if promise not in old_promises}
+        self._unordered = {key: promise for key, promise in self._unordered.items() if promise not in old_promises}
         for sequence in self._sequences.values():
             sequence.promises = {n: promise for n, promise in sequence.promises.items() if promise not in old_promises}
-        wait_limit = self._clock() - GAP_SECONDS
+        waiting_before = self._clock() - GAP_SECONDS
         for model_id, sequence in self._sequences.items():
-            if sequence.waiting_since is not None and sequence.waiting_since < wait_limit:
-                self._skip_missing(model_id, sequence)
+            if sequence.waiting_since is not None and sequence.waiting_since < waiting_before:
+                self._use_up_missing_numbers(model_id, sequence)
 
     def forget_session(self, session_id: str) -> None:
         """Forget the unordered requests of an ended session. Their keys are tuples that begin with its id."""
-        for key in [key for key in self._single if isinstance(key, tuple) and key[0] == session_id]:
-            self._promises.pop(self._single.pop(key).request_id, None)
+        for key in [key for key in self._unordered if isinstance(key, tuple) and key[0] == session_id]:
+            self._promises.pop(self._unordered.pop(key).request_id, None)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *(sequence.worker for sequence in self._sequences.values() if sequence.worker)]
@@ -310,7 +314,7 @@ class Ledger:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _add(
+    def _make_promise(
         self,
         owner: str,
         digest: bytes,
@@ -328,7 +332,7 @@ class Ledger:
         self._promises[promise.request_id] = promise
         return promise
 
-    def _check_next(self, sequence: _Sequence, number: int, tokens: int) -> None:
+    def _refuse_if_busy(self, sequence: _Sequence, number: int, tokens: int) -> None:
         """Raise BusyError if the model's next request exceeds the limits of waiting work.
 
         Do not raise it once the client has repeated the request for PATIENCE_SECONDS.
@@ -338,7 +342,8 @@ class Ledger:
             if not self.admission.has_room(sequence.owner, BODY_BYTES.get()):
                 raise BusyError(self.admission.no_room_message(sequence.owner, BODY_BYTES.get()))
         except BusyError:
-            if self._note_busy(sequence, number):
+            should_repeat = self._note_busy(sequence, number)
+            if should_repeat:
                 raise
 
     def _note_busy(self, sequence: _Sequence, number: int) -> bool:
@@ -348,27 +353,29 @@ class Ledger:
         """
         return self._clock() - sequence.busy_since.setdefault(number, self._clock()) <= PATIENCE_SECONDS
 
-    def _find_used(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
+    def _find_promise_of_used_number(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
         """Return the promise of a number that no request can take any more; None: the number is free."""
         # A repeated number may be below the next one: look it up before the check of the range.
         if (earlier := sequence.promises.get(number)) is not None:
             return earlier
-        if sequence.next_number <= number < sequence.next_number + MOST_AHEAD:
+        if sequence.next_number <= number < sequence.next_number + MAX_AHEAD:
             return None
         text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
         return self._refuse(sequence.owner, model_id, text)
 
-    def _skip(self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str) -> Promise:
+    def _use_up_number(
+        self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str
+    ) -> Promise:
         """Use a number without a request. When its turn comes, `message` fails the number's promise.
 
         A `reason` then also fails the model's next step.
         """
-        promise = sequence.promises[number] = self._add(sequence.owner, _SKIPPED, model_id)
+        promise = sequence.promises[number] = self._make_promise(sequence.owner, _SKIPPED, model_id)
         sequence.early_work[number] = _make_refusal(sequence, reason, message)
         return promise
 
     def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
-        promise = self._add(owner, b"", model_id, num_sequences)
+        promise = self._make_promise(owner, b"", model_id, num_sequences)
         promise.fail(message, "user")
         # No number leads to this promise: it must expire even if it is never read.
         self._start_expiry(promise)
@@ -379,7 +386,7 @@ class Ledger:
         if promise.read_at is None:
             promise.read_at = self._clock()
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _queue_ready_requests(self, sequence: _Sequence) -> None:
         """Queue all requests up to the next missing number."""
         first_missing = sequence.next_number
         # SDK 0.38 submits a call's first chunk last, so one request may release many.
@@ -393,14 +400,14 @@ class Ledger:
         elif sequence.waiting_since is None or sequence.next_number != first_missing:
             sequence.waiting_since = self._clock()
 
-    def _skip_missing(self, model_id: str, sequence: _Sequence) -> None:
+    def _use_up_missing_numbers(self, model_id: str, sequence: _Sequence) -> None:
         """Fail the missing numbers before the first waiting request, in their turn. Then release this request."""
         for number in range(sequence.next_number, min(sequence.early_work)):
             message = f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
-            promise = self._skip(sequence, model_id, number, f"request {number} did not arrive", message)
+            promise = self._use_up_number(sequence, model_id, number, f"request {number} did not arrive", message)
             # Perhaps nobody asks for it, so it must expire.
             self._start_expiry(promise)
-        self._release(sequence)
+        self._queue_ready_requests(sequence)
 
     async def _run_in_order(self, sequence: _Sequence) -> None:
         while True:

@@ -36,15 +36,15 @@ class HostRoom:
 
 
 class MemoryLimits:
-    """The hosts of the trainer's ranks. `most_bytes` is the room on each host; None: a share of its available
+    """The hosts of the trainer's ranks. `max_bytes` is the room on each host; None: a share of its available
     memory.
     """
 
-    def __init__(self, ranks: Sequence[RankMemory], most_bytes: int | None) -> None:
+    def __init__(self, ranks: Sequence[RankMemory], max_bytes: int | None) -> None:
         hosts: dict[str, HostRoom] = {}
         for rank in ranks:
             host = hosts.setdefault(rank.host, HostRoom(rank.host, 0, 0, 0))
-            num_bytes = int(_SHARE * rank.available_bytes) if most_bytes is None else most_bytes
+            num_bytes = int(_SHARE * rank.available_bytes) if max_bytes is None else max_bytes
             hosts[rank.host] = replace(
                 host,
                 # All ranks of a host see the same memory.

@@ -15,7 +15,7 @@ from megarl.service.served_checks import check_adapters, check_base, check_optim
 from megarl.service.sessions import Model, Session
 
 # Every idle model keeps its adapters, gradients and moments in host memory.
-MOST_MODELS = 16
+MAX_MODELS = 16
 """Maximum models of one account in memory."""
 _SEEDS = 2**31
 
@@ -40,7 +40,7 @@ class Models(RequestHandlers):
             await self._trainer.create_model(model_id, secrets.randbelow(_SEEDS) if seed is None else seed)
             return json_reply(model_id=model_id, type="create_model")
 
-        return self._begin_model(session, model_id, digest_of(body), create_model, body.user_metadata)
+        return self._accept_new_model(session, model_id, digest_of(body), create_model, body.user_metadata)
 
     def load(self, body: LoadWeights, owner: str) -> Promise:
         """Create a model from a checkpoint, or load a checkpoint into an existing model.
@@ -48,14 +48,14 @@ class Models(RequestHandlers):
         Raises MalformedError for a request that names no model.
         """
         model: Model | None = None
-        number = 0
+        request_number = 0
         if body.session_id is not None and body.model_seq_id is not None:
             session = self._sessions.find(body.session_id, owner)
             model_id = f"{session.session_id}:train:{body.model_seq_id}"
         elif body.model_id is not None and body.seq_id is not None:
             session, model = self._sessions.find_model(body.model_id, owner)
             self._sessions.note_use(session, model)
-            model_id, number = model.model_id, body.seq_id
+            model_id, request_number = model.model_id, body.seq_id
         else:
             raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
 
@@ -77,8 +77,8 @@ class Models(RequestHandlers):
                 if model is not None:
                     # The load has dropped all gradients of the earlier state.
                     model.failure = None
-                # `end_session` may have released the model before this load created it again. `_begin_model` handles
-                # new models.
+                # `end_session` may have released the model before this load created it again. `_accept_new_model`
+                # handles new models.
                 if model is not None and self._sessions.has_ended(session):
                     await self._trainer.forget(models=[model_id], versions=[])
 
@@ -86,8 +86,8 @@ class Models(RequestHandlers):
             return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
         if model is not None:
-            return self._ledger.submit(model_id, number, digest_of(body), load_checkpoint)
-        return self._begin_model(session, model_id, digest_of(body), load_checkpoint, body.user_metadata)
+            return self._ledger.submit(model_id, request_number, digest_of(body), load_checkpoint)
+        return self._accept_new_model(session, model_id, digest_of(body), load_checkpoint, body.user_metadata)
 
     def describe(self, model_id: str, owner: str) -> dict[str, Any]:
         self._sessions.find_model(model_id, owner)
@@ -131,7 +131,7 @@ class Models(RequestHandlers):
         if idle:
             await self._trainer.move_to_disk(idle)
 
-    def _begin_model(
+    def _accept_new_model(
         self,
         session: Session,
         model_id: str,
@@ -149,9 +149,9 @@ class Models(RequestHandlers):
                 raise UserError(f"model_seq_id of {model_id}: was used by another request; count on")
             sessions = self._sessions.owned_by(session.owner)
             num_models = sum(len(open_session.models) + len(open_session.starting) for open_session in sessions)
-            if num_models >= MOST_MODELS:
+            if num_models >= MAX_MODELS:
                 raise UserError(
-                    f"this key has {MOST_MODELS} models in memory; close their sessions, or save and stop some"
+                    f"this key has {MAX_MODELS} models in memory; close their sessions, or save and stop some"
                 )
             session.starting.add(model_id)
             try:
@@ -166,6 +166,6 @@ class Models(RequestHandlers):
             self._ledger.open_model(model_id, session.owner, model.note_skipped)
             return reply
 
-        return self._ledger.submit_single(
+        return self._ledger.submit_unordered(
             (session.session_id, "model", model_id), session.owner, digest, register_new_model, model_id=model_id
         )

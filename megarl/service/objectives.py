@@ -65,20 +65,21 @@ def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
 
 
 def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tuple[Tensor, Tensor, Measured]]:
-    """Return a call's objective for `TrainingEngine.accumulate`. Its loss [1] is a sum over the row's tokens."""
+    """Return a call's objective for `TrainingEngine.accumulate`. Its loss [1] sums over the micro-batch's tokens."""
     loss_of_tokens = token_loss(name, settings)
 
     def objective(output: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor, Measured]:
-        """Return the row's loss [1], a token count of 1, and the row's log-probs and losses. `output`: [rows, places].
+        """Return the micro-batch's loss [1], a token count of 1, and its log-probs and losses [2, tokens].
 
-        Row 0 of `output` has the log-probs.
+        `output[0]` has the log-probs. Its other rows are unused here.
         """
+        model_logprobs = output[0]
         # Detach masked tokens too: a gradient of zero times an infinite slope is NaN.
-        logprobs = torch.where(batch.mask, output[0], output[0].detach())
+        logprobs = torch.where(batch.mask, model_logprobs, model_logprobs.detach())
         losses = torch.where(batch.mask, loss_of_tokens(logprobs, batch), 0.0)
         # Megatron's schedules require a token count. It is not used.
         count = torch.ones((), dtype=torch.int, device=losses.device)
-        return losses.sum(), count, (torch.stack([output[0], losses]).detach(), batch)
+        return losses.sum(), count, (torch.stack([model_logprobs, losses]).detach(), batch)
 
     return objective
 
@@ -86,6 +87,6 @@ def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tu
 def measure(
     output: Tensor, batch: Microbatch, non_loss_data: bool, *, name: str, settings: Mapping[str, float]
 ) -> Measured:
-    """Return log-probs and losses of a row, [2, places], in a pass without gradients."""
+    """Return log-probs and losses of a micro-batch, [2, tokens], in a pass without gradients."""
     _, _, measured = make_objective(name, settings)(output, batch)
     return measured

@@ -15,7 +15,7 @@ from megarl.service.trainer import Trainer
 
 # A loop that samples after each step makes one copy a step, and never releases one. A copy of rank-32 adapters of a 14B
 # model has about 220 MB.
-MOST_PUBLISHED = 32
+MAX_PUBLISHED = 32
 """Maximum copies of one account in memory. Above it the least recently used copy is dropped."""
 
 
@@ -41,7 +41,7 @@ class Weights:
 
 class PublishedWeights:
     """Copies of weights in the trainer's memory, least recently used first. Each account has at most
-    `MOST_PUBLISHED`.
+    `MAX_PUBLISHED`.
     """
 
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
@@ -105,7 +105,7 @@ class PublishedWeights:
         """
         if weights.is_ended:
             raise UserError(
-                f"sampling_session_id: its weights were replaced after {MOST_PUBLISHED} newer ones of this key; use "
+                f"sampling_session_id: its weights were replaced after {MAX_PUBLISHED} newer ones of this key; use "
                 "newer ones, or save weights with a name"
             )
         if weights in self._published:
@@ -131,14 +131,14 @@ class PublishedWeights:
         return version
 
     async def _forget_surplus_copies(self, owner: str) -> None:
-        """Drop an account's least recently used copies above MOST_PUBLISHED. Copies in use stay.
+        """Drop an account's least recently used copies above MAX_PUBLISHED. Copies in use stay.
 
         Weights of a checkpoint can be read again. Copies of a model end for ever.
         """
         owner_weights = [weights for weights in self._published if weights.owner == owner]
         # The last one is wanted now.
         unused_weights = [weights for weights in owner_weights[:-1] if not weights.num_users]
-        surplus = unused_weights[: max(0, len(owner_weights) - MOST_PUBLISHED)]
+        surplus = unused_weights[: max(0, len(owner_weights) - MAX_PUBLISHED)]
         for weights in surplus:
             weights.is_ended = weights.folder is None
         await self._forget(surplus)

@@ -1,6 +1,7 @@
 """The adapters of many models on a training rank.
 
-One model is live in the policy. The others are copies in host memory, and on disk after a while without calls.
+One model is live: the policy has its weights. The others are copies in host memory, and on disk after a while without
+calls.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Adapters:
         self._versions: dict[str, list[Tensor]] = {}
         # Only the last stage computes log-probs.
         last_stages = [chunk for chunk in policy.chunks if isinstance(chunk, PolicyModel) and chunk.post_process]
-        self._top_heads = [TopTokensHead(model) for model in last_stages]
-        for model, head in zip(last_stages, self._top_heads, strict=True):
+        self._top_tokens_heads = [TopTokensHead(model) for model in last_stages]
+        for model, head in zip(last_stages, self._top_tokens_heads, strict=True):
             model.extra_heads.append(head)
 
     def measure_memory(self) -> RankMemory:
@@ -74,7 +75,7 @@ class Adapters:
 
     def create(self, name: str, seed: int) -> None:
         """Create a model with new adapters and a new optimizer."""
-        self.hold_live()
+        self.copy_live_to_host()
         for _, _, adapter in adapters_of(self._policy.chunks):
             adapter.reset(seed)
         self._policy.clear_gradients()
@@ -87,7 +88,7 @@ class Adapters:
         self, rows: Rows, name: str, loss: str, settings: Mapping[str, float]
     ) -> list[NDArray[np.float32]] | None:
         """Add a call's gradients. Returns log-probs and losses, [2, tokens] per row; None on other ranks."""
-        self._select(name)
+        self._bring_into_policy(name)
         results = self._policy.accumulate(self._policy.share_rows(rows), make_objective(loss, settings))
         return self._policy.unpack_outputs(results)
 
@@ -95,17 +96,17 @@ class Adapters:
         self, rows: Rows, name: str, loss: str, settings: Mapping[str, float]
     ) -> list[NDArray[np.float32]] | None:
         """Return the results of `accumulate`, from a pass without gradients."""
-        self._select(name)
+        self._bring_into_policy(name)
         measure_row = partial(measure, name=loss, settings=settings)
         return self._policy.unpack_outputs(self._policy.run_forward(self._policy.share_rows(rows), measure_row))
 
     def clear(self, name: str) -> None:
-        self._select(name)
+        self._bring_into_policy(name)
         self._policy.clear_gradients()
 
     def step(self, name: str, adam: Mapping[str, float]) -> tuple[float, bool]:
         """Run a step of AdamW. Returns the gradients' norm, and whether weights changed."""
-        self._select(name)
+        self._bring_into_policy(name)
         policy = self._policy
         # Reduce here, not in each pass: a reduction would sum earlier gradients over the ranks again.
         policy.reduce_gradients()
@@ -123,7 +124,7 @@ class Adapters:
 
     def save(self, name: str, folder: Path) -> SaveOutcome:
         """Write a model's state to an empty folder, readable with any parallel sizes. Gradients are not part of it."""
-        self._select(name)
+        self._bring_into_policy(name)
         return save_model(self._policy, self._parallel, folder)
 
     def load(self, name: str, folder: Path, with_optimizer: bool) -> str | None:
@@ -131,7 +132,7 @@ class Adapters:
 
         Returns the fault if a rank cannot read its part. Then no rank has a model of this name.
         """
-        self.hold_live()
+        self.copy_live_to_host()
         # The loaded state replaces a model of this name: remove its older copy.
         self._discard(name)
         self._policy.clear_gradients()
@@ -139,8 +140,8 @@ class Adapters:
         drop_moments(self._policy)
         try:
             checkpoint.restore(folder, {"": self._policy}, str(self._parallel))
-        # torch raises it on all ranks alike, so none waits for another. `_select` will overwrite the partly restored
-        # state.
+        # torch raises it on all ranks alike, so none waits for another. `_bring_into_policy` will overwrite the partly
+        # restored state.
         except CheckpointException as error:
             return f"{folder}: {error!s:.1000}"
         # A restore always reads the moments. They can only be dropped afterwards.
@@ -150,7 +151,7 @@ class Adapters:
         return None
 
     def publish(self, name: str, version: str) -> None:
-        self._select(name)
+        self._bring_into_policy(name)
         self._versions[version] = self._copy_weights()
 
     def publish_folder(self, folder: Path, version: str) -> str | None:
@@ -163,14 +164,14 @@ class Adapters:
 
     def show(self, version: str | None) -> None:
         """Write a version's adapters into the policy, for the next reshard. None: the base model."""
-        self.hold_live()
+        self.copy_live_to_host()
         with torch.no_grad():
             if version is None:
                 # An adapter adds a multiple of B A x. B = 0 gives the base model.
                 for _, _, adapter in adapters_of(self._policy.chunks):
                     adapter.b.zero_()
                 return
-            # The main weights do not change. The next `_select` restores them together with the weights.
+            # The main weights do not change. The next `_bring_into_policy` restores them together with the weights.
             for parameter, values in zip(trained_parameters(self._policy), self._versions[version], strict=True):
                 parameter.copy_(values)
 
@@ -180,7 +181,7 @@ class Adapters:
         The values of a token are its log-prob, then ids and log-probs of the most likely tokens at its position.
         """
         self.show(version)
-        for head in self._top_heads:
+        for head in self._top_tokens_heads:
             head.count = num_top_tokens
         try:
             results = self._policy.run_forward(
@@ -188,7 +189,7 @@ class Adapters:
             )
         finally:
             # Training passes do not need these rows, and would compute them.
-            for head in self._top_heads:
+            for head in self._top_tokens_heads:
                 head.count = 0
         return self._policy.unpack_outputs(results)
 
@@ -204,7 +205,7 @@ class Adapters:
     def _write_idle(self, names: Sequence[str], folder: Path) -> str | None:
         """Write the models' states to files until the first disk error, and return it."""
         if self._live in names:
-            self.hold_live()
+            self.copy_live_to_host()
         for name in names:
             state = self._states_in_memory.get(name)
             # With a reduction pending, the model has gradients since its last step.
@@ -244,11 +245,11 @@ class Adapters:
         for name in versions:
             self._versions.pop(name, None)
 
-    def _select(self, name: str) -> None:
+    def _bring_into_policy(self, name: str) -> None:
         """Bring a model's state from host memory into the policy. The state must not be on disk (`read_back`)."""
         if self._live == name:
             return
-        self.hold_live()
+        self.copy_live_to_host()
         restore_state(self._policy, self._states_in_memory.pop(name))
         self._live = name
 
@@ -261,7 +262,7 @@ class Adapters:
             # A rank's error would end the service. A file that stays only takes room.
             delete_file(file, _LOG.warning)
 
-    def hold_live(self) -> None:
+    def copy_live_to_host(self) -> None:
         """Copy the live model's state to host memory. Then the policy may be overwritten."""
         if self._live is not None:
             self._states_in_memory[self._live] = copy_state(self._policy)

@@ -68,7 +68,7 @@ class RankTrainer:
     """Trainer of a service; see the protocol `trainer.Trainer`. `model` is the policy on the ranks.
 
     The engines have `num_slots` slots for adapters (0: none, they get merged weights), and sample at most
-    `num_sequences` at once. `idle_folder` exists on every node, for idle models. `most_bytes` is the room for models
+    `num_sequences` at once. `idle_folder` exists on every node, for idle models. `max_bytes` is the room for models
     and copies of weights in the memory of each host; None: a share of it. `report` is called with disk faults.
     `failure` gets the ranks' first error: then the service cannot continue.
     """
@@ -84,7 +84,7 @@ class RankTrainer:
         num_slots: int,
         num_sequences: int,
         report: Callable[[str], object],
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.served, self._report = served, report
         self._idle_folder = idle_folder.absolute()
@@ -106,8 +106,8 @@ class RankTrainer:
         """Models with a state on any rank's disk. A rank with a full disk keeps its part in memory."""
         self._versions: set[str] = set()
         """Versions on the ranks."""
-        self._most_bytes = most_bytes
-        self._limits = MemoryLimits((), most_bytes)
+        self._max_bytes = max_bytes
+        self._limits = MemoryLimits((), max_bytes)
         self._background = Background()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -116,7 +116,7 @@ class RankTrainer:
 
         Returns a line about the memory for models. Raises ConfigError if it has no room for one.
         """
-        self._limits = MemoryLimits(await self._ranks.trainers.call("adapters.measure_memory"), self._most_bytes)
+        self._limits = MemoryLimits(await self._ranks.trainers.call("adapters.measure_memory"), self._max_bytes)
         if self._limits.find_full_host(num_models=1, num_copies=1) is not None:
             raise ConfigError(
                 f"{self._limits.describe()}: there is no room for one model with a copy; raise --host-memory-gib, or "
@@ -130,7 +130,7 @@ class RankTrainer:
         return self._limits.describe()
 
     async def create_model(self, model_id: str, seed: int) -> None:
-        await self._train("create", model_id, seed, prepare=partial(self._take_model, model_id))
+        await self._call_adapters("create", model_id, seed, prepare=partial(self._bring_to_memory, model_id))
 
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
@@ -140,17 +140,17 @@ class RankTrainer:
         async def run_pass() -> NDArray[np.float32]:
             """Wait for the model's turn, which the batch's number of tokens pays for, and run the pass on the ranks."""
             async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
-                await self._take_model(model_id)
+                await self._bring_to_memory(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
         return await self._run_to_end(run_pass)
 
     async def clear_gradients(self, model_id: str) -> None:
-        await self._train_model("clear", model_id)
+        await self._call_for_model("clear", model_id)
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
         # Norm and outcome are equal on all ranks: one answer is enough.
-        [(norm, is_applied), *_] = await self._train_model("step", model_id, adam.model_dump())
+        [(norm, is_applied), *_] = await self._call_for_model("step", model_id, adam.model_dump())
         if not is_applied:
             raise UserError(
                 f"no step: the norm of the gradients is {norm}. They were dropped; check data and advantages"
@@ -158,7 +158,7 @@ class RankTrainer:
         return {"grad_norm:mean": norm}
 
     async def save(self, model_id: str, folder: Path) -> None:
-        answers = await self._train_model("save", model_id, folder.absolute())
+        answers = await self._call_for_model("save", model_id, folder.absolute())
         # Raise here: an error raised on the ranks would end the service.
         if fault := next((fault for _, fault in answers if fault is not None), None):
             raise StorageError(fault)
@@ -167,12 +167,12 @@ class RankTrainer:
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         await asyncio.to_thread(check_intact, folder)
-        faults = await self._train(
+        faults = await self._call_adapters(
             "load",
             model_id,
             folder.absolute(),
             with_optimizer,
-            prepare=partial(self._take_model, model_id, is_replaced=True),
+            prepare=partial(self._bring_to_memory, model_id, is_replaced=True),
         )
         if fault := next(filter(None, faults), None):
             self._models.pop(model_id, None)
@@ -180,12 +180,12 @@ class RankTrainer:
 
     async def publish(self, model_id: str, version: str) -> None:
         check, prepare = partial(self._check_model, model_id), partial(self._take_version, version, model_id)
-        await self._train("publish", model_id, version, check=check, prepare=prepare)
+        await self._call_adapters("publish", model_id, version, check=check, prepare=prepare)
 
     async def publish_folder(self, folder: Path, version: str) -> None:
         await asyncio.to_thread(check_intact, folder)
         prepare = partial(self._take_version, version)
-        faults = await self._train("publish_folder", folder.absolute(), version, prepare=prepare)
+        faults = await self._call_adapters("publish_folder", folder.absolute(), version, prepare=prepare)
         if fault := next(filter(None, faults), None):
             self._versions.discard(version)
             raise StorageError(fault)
@@ -198,7 +198,7 @@ class RankTrainer:
 
         async def move_in_turn() -> str | None:
             async with self._turns.training(1):
-                return await self._move(in_memory)
+                return await self._write_to_disk(in_memory)
 
         if error := await self._run_to_end(move_in_turn):
             raise OSError(f"idle models stay in memory: {error}")
@@ -221,7 +221,7 @@ class RankTrainer:
         # Remove at once: calls of these models and versions that still wait for their turn then fail.
         await remove_records()
         if models or versions:
-            await self._train("forget", list(models), list(versions), prepare=remove_again)
+            await self._call_adapters("forget", list(models), list(versions), prepare=remove_again)
 
     async def sample(
         self, version: str | None, prompt: NDArray[np.int32], settings: SamplingSettings, seeds: Sequence[int]
@@ -231,16 +231,18 @@ class RankTrainer:
         async def generate() -> list[Completion]:
             """Sample one completion per seed, in a turn of sampling with this version."""
             # The turn is paid for the longest possible completions. Unused tokens are refunded at its end.
-            tokens = len(prompt) + len(seeds) * settings.max_new_tokens
+            max_turn_tokens = len(prompt) + len(seeds) * settings.max_new_tokens
             check = partial(self._check_version, version)
-            async with self._turns.sampling(version, tokens=tokens, num_sequences=len(seeds), check=check) as refund:
+            async with self._turns.sampling(
+                version, tokens=max_turn_tokens, num_sequences=len(seeds), check=check
+            ) as refund:
                 requests = [
                     Request(f"service-{next(self._request_numbers)}", prompt, settings, seed, adapter=version)
                     for seed in seeds
                 ]
                 completions = await asyncio.gather(*map(self._pool.generate, requests))
                 num_sampled = sum(len(completion.token_ids) for completion in completions)
-                refund(tokens - len(prompt) - num_sampled)
+                refund(max_turn_tokens - len(prompt) - num_sampled)
                 return completions
 
         completions = await self._run_to_end(generate)
@@ -299,13 +301,13 @@ class RankTrainer:
         if version is not None and version not in self._versions:
             raise UserError("the sampling session ended before the request ran")
 
-    async def _take_model(self, model_id: str, *, is_replaced: bool = False) -> None:
+    async def _bring_to_memory(self, model_id: str, *, is_replaced: bool = False) -> None:
         """Make room for a model, and bring it into memory. Call it in a turn of training. Raises UserError.
 
         `is_replaced`: the call loads another state of the model, so its present state is not needed.
         """
         if model_id not in self._models or model_id in self._on_disk:
-            await self._make_room(num_models=1, needed=model_id)
+            await self._make_room(num_models=1, needed_model=model_id)
         # The last model is the most recently used one.
         self._models.pop(model_id, None)
         self._models[model_id] = None
@@ -322,7 +324,7 @@ class RankTrainer:
         faults = list(filter(None, await self._ranks.trainers.call("adapters.read_back", model_id)))
         if faults:
             # Ranks without a fault have read their parts. Move them back, so that the model needs no memory.
-            if fault := await self._move([model_id]):
+            if fault := await self._write_to_disk([model_id]):
                 faults.append(fault)
             self._report(f"model {model_id} stays on the disk: {'; '.join(faults)}; check this disk")
             # The client must not see folders of the service.
@@ -335,31 +337,31 @@ class RankTrainer:
     async def _take_version(self, version: str, model_id: str | None = None) -> None:
         """Make room for a version's copy of weights. `model_id`: the model to copy them from; None: from a folder."""
         if model_id is not None:
-            await self._take_model(model_id)
-        await self._make_room(num_copies=1, needed=model_id)
+            await self._bring_to_memory(model_id)
+        await self._make_room(num_copies=1, needed_model=model_id)
         self._versions.add(version)
 
-    async def _make_room(self, *, num_models: int = 0, num_copies: int = 0, needed: str | None) -> None:
+    async def _make_room(self, *, num_models: int = 0, num_copies: int = 0, needed_model: str | None) -> None:
         """Move models to disk, least recently used first, until this many more models and copies fit in memory.
 
         Raises UserError if they do not fit: models with gradients since their last step stay in memory.
         """
-        movable = [name for name in self._models if name not in self._on_disk and name != needed]
+        movable_models = [name for name in self._models if name not in self._on_disk and name != needed_model]
         while host := self._limits.find_full_host(
             num_models=len(self._models) - len(self._on_disk) + num_models,
             num_copies=len(self._versions) + num_copies,
         ):
-            if not movable:
+            if not movable_models:
                 raise UserError(
                     f"the host memory of the service is full: {host.num_bytes / 2**30:.2f} GiB for models and copies "
                     "of weights. End sessions that you do not need, or try again when other programs have finished "
                     "their steps"
                 )
-            if fault := await self._move([movable.pop(0)]):
+            if fault := await self._write_to_disk([movable_models.pop(0)]):
                 # The client learns only that memory is full. This text names folders of the service.
                 self._report(f"a model stays in host memory: {fault}")
 
-    async def _move(self, models: Sequence[str]) -> str | None:
+    async def _write_to_disk(self, models: Sequence[str]) -> str | None:
         """Move models to disk, in a turn of training. Returns the disk's error."""
         answers = await self._ranks.trainers.call("adapters.move_to_disk", list(models), self._idle_folder)
         # A rank with a full disk still has the model in memory.
@@ -368,11 +370,11 @@ class RankTrainer:
         self._with_files |= set.union(*models_by_rank)
         return next((error for _, error in answers if error is not None), None)
 
-    async def _train_model(self, method: str, model_id: str, *args: Any) -> list[Any]:
-        check, prepare = partial(self._check_model, model_id), partial(self._take_model, model_id)
-        return await self._train(method, model_id, *args, check=check, prepare=prepare)
+    async def _call_for_model(self, method: str, model_id: str, *args: Any) -> list[Any]:
+        check, prepare = partial(self._check_model, model_id), partial(self._bring_to_memory, model_id)
+        return await self._call_adapters(method, model_id, *args, check=check, prepare=prepare)
 
-    async def _train(
+    async def _call_adapters(
         self,
         method: str,
         *args: Any,

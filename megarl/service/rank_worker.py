@@ -53,7 +53,7 @@ class ServiceWorker(Worker):
         """Let the engine sample again, with the weights and adapters from before its sleep."""
         assert self.engine is not None
         # An offload drops gradients: copy the live model's state first.
-        self.adapters.hold_live()
+        self.adapters.copy_live_to_host()
         self.policy.offload()
         self.engine.wake()
 

@@ -28,17 +28,17 @@ from megarl.service.refusals import UserError
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Pattern of a checkpoint's name: one safe part of a path."""
 # All samples of a request enter the pool's queue at once, ahead of later clients.
-_MOST_SAMPLES = 1024
+_MAX_SAMPLES = 1024
 """Maximum number of samples of one request."""
 # This is vLLM's limit, max_logprobs. For prompts the trainer computes them.
-_MOST_TOP_TOKENS = 20
+_MAX_TOP_TOKENS = 20
 """Maximum number of most likely tokens at each position of a sample."""
-_MOST_PROMPT_TOP_TOKENS = 128
+_MAX_PROMPT_TOP_TOKENS = 128
 """Maximum number of most likely tokens at each position of a prompt."""
-_MOST_METADATA = 16_384
+_MAX_METADATA = 16_384
 """Maximum characters of a client's metadata. They stay in memory and in every listing."""
 # vLLM compares the text's end with each stop after every token.
-_MOST_STOPS = 64
+_MAX_STOPS = 64
 """Maximum number of stop strings or stop tokens."""
 _TTL_SECONDS = (3600, 10 * 366 * 86400)
 """Shortest and longest lifetime of a checkpoint, as in the SDK: an hour and ten years."""
@@ -79,8 +79,8 @@ class Settings(Body):
 def _as_texts(values: dict[str, Any]) -> dict[str, str]:
     """Return a client's metadata as texts. The SDK sends any values, but reads texts."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-    if sum(len(name) + len(text) for name, text in texts.items()) > _MOST_METADATA:
-        raise ValueError(f"has more than {_MOST_METADATA} characters; cut it")
+    if sum(len(name) + len(text) for name, text in texts.items()) > _MAX_METADATA:
+        raise ValueError(f"has more than {_MAX_METADATA} characters; cut it")
     return texts
 
 
@@ -207,8 +207,8 @@ def _check_temperature(value: float) -> float:
 
 def _check_stops(stop: Any) -> Any:
     """Refuse invalid stops. Pydantic would report a fault inside a list as "the list should be a text"."""
-    if isinstance(stop, list) and len(stop) > _MOST_STOPS:
-        raise ValueError(f"has {len(stop)} stops; give at most {_MOST_STOPS}")
+    if isinstance(stop, list) and len(stop) > _MAX_STOPS:
+        raise ValueError(f"has {len(stop)} stops; give at most {_MAX_STOPS}")
     # `type`, not `isinstance`: True is an int.
     if isinstance(stop, list):
         is_valid = all(type(value) in (str, int) for value in stop)
@@ -234,7 +234,7 @@ class SampleAddress(Body):
 
     sampling_session_id: str
     seq_id: Number
-    num_samples: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
 
 
 class SampleRequest(SampleAddress):
@@ -243,8 +243,8 @@ class SampleRequest(SampleAddress):
     prompt: Prompt
     sampling_params: SampleSettings
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=_MOST_PROMPT_TOP_TOKENS)] = 0
-    topk_sample_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_TOKENS)] = 0
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=_MAX_PROMPT_TOP_TOKENS)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_TOKENS)] = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: PositiveInt | None = None
@@ -298,5 +298,7 @@ def count_sampling_tokens(values: dict[str, Any], num_samples: int, context_toke
         # A request with such faults fails at once: it needs no room.
         return 1
     num_prompt_tokens = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
-    longest = max(1, context_tokens - num_prompt_tokens)
-    return num_prompt_tokens + num_samples * min(longest, body.sampling_params.max_tokens or longest)
+    max_completion_tokens = max(1, context_tokens - num_prompt_tokens)
+    return num_prompt_tokens + num_samples * min(
+        max_completion_tokens, body.sampling_params.max_tokens or max_completion_tokens
+    )

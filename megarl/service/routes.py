@@ -36,7 +36,7 @@ HOLD_SECONDS = 30.0
 EXPIRY_SECONDS = 30.0
 """Seconds between searches for silent sessions and old results."""
 # A poll holds its connection for up to `HOLD_SECONDS`, so clients with many requests need many.
-_MOST_CONNECTIONS = 4096
+_MAX_CONNECTIONS = 4096
 _SMALL_BYTES = 64 << 10
 """Smaller bodies are read without counting the bytes that an account sends: 4,096 of them have 256 MiB."""
 # A model's id has 32 characters. A checkpoint's name, which stands before the number in JSON, has at most 100.
@@ -69,12 +69,12 @@ class _Routes:
     def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
         self._desk, self._accounts, self._hold_seconds = desk, accounts, hold_seconds
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.add_routes(self._table())
+        app.add_routes(self._list_routes())
         app.cleanup_ctx.append(self._expire_while_running)
-        self.server = HttpServer(app, section="service", max_connections=_MOST_CONNECTIONS)
+        self.server = HttpServer(app, section="service", max_connections=_MAX_CONNECTIONS)
 
-    def _table(self) -> list[web.RouteDef]:
-        posts: dict[str, Handler] = {
+    def _list_routes(self) -> list[web.RouteDef]:
+        post_handlers: dict[str, Handler] = {
             "client/config": self._client_config,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
@@ -87,7 +87,7 @@ class _Routes:
             "retrieve_future": self._retrieve,
             "weights_info": self._weights_info,
         }
-        numbered: dict[str, Handler] = {
+        numbered_handlers: dict[str, Handler] = {
             "load_weights": self._make_numbered_handler(self._load_weights),
             "forward_backward": self._forward_backward,
             "optim_step": self._make_numbered_handler(self._desk.training.optim_step, is_training=True),
@@ -95,17 +95,17 @@ class _Routes:
             "save_weights_for_sampler": self._make_numbered_handler(self._desk.saves.save_for_sampler),
             "save_weights_external": self._make_numbered_handler(self._desk.training.refuse_numbered),
         }
-        gets: dict[str, Handler] = {
+        get_handlers: dict[str, Handler] = {
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._describe_sampler,
         }
         return [
-            *(web.post(f"/api/v1/{path}", self._add_checks(handler)) for path, handler in posts.items()),
+            *(web.post(f"/api/v1/{path}", self._add_checks(handler)) for path, handler in post_handlers.items()),
             *(
                 web.post(f"/api/v1/{path}", self._add_checks(handler, is_numbered=True))
-                for path, handler in numbered.items()
+                for path, handler in numbered_handlers.items()
             ),
-            *(web.get(f"/api/v1/{path}", self._add_checks(handler)) for path, handler in gets.items()),
+            *(web.get(f"/api/v1/{path}", self._add_checks(handler)) for path, handler in get_handlers.items()),
             *(
                 web.route(method, f"/api/v1/{path}", self._add_checks(handler))
                 for (method, path), handler in RestRoutes(self._desk).handlers().items()
@@ -149,12 +149,12 @@ class _Routes:
                 return _error_response("X-API-Key: this key is not known to the service", 401)
             # The server soon closes a connection without an admitted request, but a poll waits longer.
             if not self.server.admit(request):
-                return _error_response(f"the service has {_MOST_CONNECTIONS} connections; retry later", 503)
+                return _error_response(f"the service has {_MAX_CONNECTIONS} connections; retry later", 503)
             BODY_BYTES.set(_body_bytes(request))
             try:
                 if is_numbered:
                     return await handler(request, owner)
-                with self._reading(request, owner):
+                with self._count_while_read(request, owner):
                     return await handler(request, owner)
             except NotFoundError as error:
                 return _error_response(str(error), 404)
@@ -172,7 +172,7 @@ class _Routes:
         return handle_checked
 
     @contextlib.contextmanager
-    def _reading(self, request: web.Request, owner: str) -> Iterator[None]:
+    def _count_while_read(self, request: web.Request, owner: str) -> Iterator[None]:
         """Count a request's body while it is read.
 
         Raises RequestError for a compressed body, and BusyError if the account now sends too many bytes.
@@ -198,11 +198,13 @@ class _Routes:
             async def accept_body(raw: bytes) -> Promise:
                 return accept(dict(await parse_json(raw)), owner)
 
-            return await self._accept(request, owner, requests.find_address, accept_body, is_training=is_training)
+            return await self._accept_numbered(
+                request, owner, requests.find_address, accept_body, is_training=is_training
+            )
 
         return handle
 
-    async def _accept(
+    async def _accept_numbered(
         self,
         request: web.Request,
         owner: str,
@@ -216,14 +218,14 @@ class _Routes:
         An unreadable request gets a failed promise. The SDK repeats a request above the limit of bytes, until it gets a
         failed promise too. `find_address` returns model and number from the body's first bytes.
         """
-        head = bytearray()
+        body_start = bytearray()
         try:
             # Read the number first: after a refusal without it, later requests would wait for it.
-            await read_head(request, head, _HEAD_BYTES)
-            with self._reading(request, owner):
-                return _promise_response(await accept_body(bytes(head) + await read_bytes(request)))
+            await read_head(request, body_start, _HEAD_BYTES)
+            with self._count_while_read(request, owner):
+                return _promise_response(await accept_body(bytes(body_start) + await read_bytes(request)))
         except (RequestError, MalformedError, UserError, BusyError) as error:
-            address = find_address(bytes(head))
+            address = find_address(bytes(body_start))
             # After a broken connection the client sends the request again.
             if address is None or request.transport is None:
                 raise
@@ -271,7 +273,7 @@ class _Routes:
             return self._desk.training.forward_backward(raw, owner)
 
         # An unreadable call may have gradients, so it counts as training.
-        return await self._accept(request, owner, wire.find_address, accept_body, is_training=True)
+        return await self._accept_numbered(request, owner, wire.find_address, accept_body, is_training=True)
 
     async def _sample(self, request: web.Request, owner: str) -> web.StreamResponse:
         return _promise_response(self._desk.sampling.sample(await _read_json(request), owner))

@@ -64,7 +64,7 @@ class Sampling(RequestHandlers):
         async def sample_prompt() -> Reply:
             """Sample the prompt, score it if the request asks for its log-probs, and return both in one reply."""
             body = read_fields(SampleRequest, values)
-            prompt = _prompt_tokens(body)
+            prompt = _read_prompt(body)
             settings = self._make_settings(body.sampling_params, len(prompt), body.topk_sample_logprobs)
             first_seed = body.sampling_params.seed
             if first_seed is None:
@@ -86,7 +86,7 @@ class Sampling(RequestHandlers):
             )
             return Reply(reply, wire.PROTOBUF)
 
-        return self._ledger.submit_single(
+        return self._ledger.submit_unordered(
             (session.session_id, "asample", sampler.sampler_id, address.seq_id),
             owner,
             digest_of(values),
@@ -104,11 +104,11 @@ class Sampling(RequestHandlers):
                 f"{served.context_tokens}; cut it"
             )
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        texts = tuple(stop for stop in stops if isinstance(stop, str))
-        token_ids = tuple(stop for stop in stops if isinstance(stop, int))
-        if "" in texts:
+        stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
+        stop_token_ids = tuple(stop for stop in stops if isinstance(stop, int))
+        if "" in stop_texts:
             raise UserError("sampling_params.stop has an empty text: leave it out, or give [] to stop at nothing")
-        if any(not 0 <= token_id < served.vocab_size for token_id in token_ids):
+        if any(not 0 <= token_id < served.vocab_size for token_id in stop_token_ids):
             raise UserError(f"sampling_params.stop has a token outside of the vocabulary: 0 to {served.vocab_size - 1}")
         return SamplingSettings(
             max_new_tokens=min(num_free_tokens, params.max_tokens or num_free_tokens),
@@ -116,15 +116,15 @@ class Sampling(RequestHandlers):
             top_p=params.top_p,
             # The SDK disables top-k with -1, megarl with 0.
             top_k=min(max(0, params.top_k), served.vocab_size),
-            stop=texts,
-            stop_token_ids=token_ids,
+            stop=stop_texts,
+            stop_token_ids=stop_token_ids,
             # The SDK means: an empty list stops nowhere, None at the end of the sequence.
             ignore_eos=params.stop == [],
             num_top_tokens=min(num_top_tokens, served.vocab_size),
         )
 
 
-def _prompt_tokens(body: SampleRequest) -> np.ndarray:
+def _read_prompt(body: SampleRequest) -> np.ndarray:
     token_ids: list[int] = []
     for number, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text":
@@ -150,11 +150,11 @@ def _refuse_unsupported(body: SampleRequest, num_prompt_tokens: int) -> None:
             "record_stability_info = true: the loss stable_reinforce is not supported; leave it out, and use the loss "
             "importance_sampling or cispo"
         )
-    if (last := body.prompt_logprobs_last_n) is not None:
+    if (num_last_positions := body.prompt_logprobs_last_n) is not None:
         if not body.prompt_logprobs:
-            raise UserError(f"prompt_logprobs_last_n = {last}: needs prompt_logprobs; set it to true")
-        if last >= num_prompt_tokens:
+            raise UserError(f"prompt_logprobs_last_n = {num_last_positions}: needs prompt_logprobs; set it to true")
+        if num_last_positions >= num_prompt_tokens:
             raise UserError(
-                f"prompt_logprobs_last_n = {last}: the prompt has {num_prompt_tokens} tokens, and the first has no "
-                "log-prob; leave it out"
+                f"prompt_logprobs_last_n = {num_last_positions}: the prompt has {num_prompt_tokens} tokens, and the "
+                "first has no log-prob; leave it out"
             )

@@ -45,9 +45,10 @@ class Saves(RequestHandlers):
             sampler = Sampler(secrets.token_hex(12), weights)
             if body.kind == "inflight":
                 # Earlier requests finish with the weights that they began with.
-                earlier, model.moving_weights, sampler.model = model.moving_weights, weights, model
-                if earlier is not None:
-                    await self._published.end(earlier)
+                earlier_weights = model.moving_weights
+                model.moving_weights, sampler.model = weights, model
+                if earlier_weights is not None:
+                    await self._published.end(earlier_weights)
             session.add_sampler(sampler)
             return json_reply(sampling_session_id=sampler.sampler_id, type="save_weights_for_sampler")
 
@@ -59,7 +60,7 @@ class Saves(RequestHandlers):
         """Save a model in a checkpoint of this kind, and return the SDK's name of the checkpoint."""
         name = body.path
         assert name is not None
-        with _disk_faults_refused(name):
+        with _refuse_disk_faults(name):
             partial = self._checkpoints.begin(model.model_id, kind, name, owner, overwrite=overwrite)
         record = {
             "owner": owner,
@@ -73,7 +74,7 @@ class Saves(RequestHandlers):
         async def write_checkpoint() -> None:
             """Write the model into the folder `partial`, then give the folder its name. A fault deletes the folder."""
             try:
-                with _disk_faults_refused(name):
+                with _refuse_disk_faults(name):
                     await self._trainer.save(model.model_id, partial)
                     self._checkpoints.complete(partial, name, record, body.ttl_seconds)
             except BaseException:
@@ -85,7 +86,7 @@ class Saves(RequestHandlers):
 
 
 @contextmanager
-def _disk_faults_refused(name: str) -> Iterator[None]:
+def _refuse_disk_faults(name: str) -> Iterator[None]:
     """Refuse a client's save if the disk is full or fails. The ledger reports the cause."""
     try:
         yield

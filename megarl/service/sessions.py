@@ -16,10 +16,10 @@ from megarl.service.published import Weights
 from megarl.service.refusals import NotFoundError, UserError
 from megarl.service.requests import CreateSession, Numbered, read_fields
 
-MOST_SESSIONS = 64
+MAX_SESSIONS = 64
 """Maximum sessions of one account."""
 # A loop that samples after each training step opens a sampling session per step.
-MOST_SAMPLERS = 10_000
+MAX_SAMPLERS = 10_000
 """Maximum sampling sessions of one session. Above it the oldest one is dropped."""
 
 
@@ -67,7 +67,7 @@ class Session:
     samplers: dict[str, Sampler] = field(default_factory=dict)
 
     def add_sampler(self, sampler: Sampler) -> None:
-        if len(self.samplers) >= MOST_SAMPLERS:
+        if len(self.samplers) >= MAX_SAMPLERS:
             del self.samplers[next(iter(self.samplers))]
         self.samplers[sampler.sampler_id] = sampler
 
@@ -81,8 +81,8 @@ class Sessions:
 
     def open(self, body: CreateSession, owner: str) -> str:
         """Return the id of a new session. Raises UserError if the owner has too many."""
-        if len(self.owned_by(owner)) >= MOST_SESSIONS:
-            raise UserError(f"this key has {MOST_SESSIONS} open sessions; close some, or wait until silent ones end")
+        if len(self.owned_by(owner)) >= MAX_SESSIONS:
+            raise UserError(f"this key has {MAX_SESSIONS} open sessions; close some, or wait until silent ones end")
         session = Session(secrets.token_hex(12), owner, self._clock(), body.user_metadata, body.display_name)
         self._sessions[session.session_id] = session
         return session.session_id

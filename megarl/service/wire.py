@@ -54,7 +54,7 @@ def messages() -> ModuleType:
 
 # Each part of a message takes about 50 bytes and 30 microseconds to read. SDK 0.38 sends at most 1,024 datums in a
 # request, of about 20 parts each.
-_MOST_PARTS = 1 << 17
+_MAX_PARTS = 1 << 17
 """Maximum datums, chunks, tensors and settings of one request."""
 _FIXED_BYTES = {1: 8, 5: 4}
 """Bytes of a protobuf field with a fixed size, by its wire type."""
@@ -82,20 +82,20 @@ class Sample(NamedTuple):
 def parse_training_call(raw: bytes) -> Any:
     """Return the message of a forward_backward request.
 
-    Raises MalformedError for another message, and for more than `_MOST_PARTS` parts: 8 MiB of empty datums would take
+    Raises MalformedError for another message, and for more than `_MAX_PARTS` parts: 8 MiB of empty datums would take
     minutes.
     """
     from google.protobuf.message import DecodeError
 
     data_number = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
     num_parts = 0
-    for number, start, end in _fields(raw, 0, len(raw)):
+    for number, start, end in _find_fields(raw, 0, len(raw)):
         # A datum's fields are its chunks and tensors.
-        for _ in itertools.chain([number], _fields(raw, start, end) if number == data_number else ()):
+        for _ in itertools.chain([number], _find_fields(raw, start, end) if number == data_number else ()):
             num_parts += 1
-            if num_parts > _MOST_PARTS:
+            if num_parts > _MAX_PARTS:
                 raise MalformedError(
-                    f"the body has more than {_MOST_PARTS} datums, chunks and tensors; send fewer datums at once"
+                    f"the body has more than {_MAX_PARTS} datums, chunks and tensors; send fewer datums at once"
                 )
     message = messages().ForwardBackwardRequest()
     try:
@@ -114,7 +114,7 @@ def find_address(head: bytes) -> tuple[str, int] | None:
     model_id, seq_id = None, None
     # The bytes end inside a field. SDK 0.38 writes model and number before the datums.
     with contextlib.suppress(MalformedError):
-        for number, start, end in _fields(head, 0, len(head)):
+        for number, start, end in _find_fields(head, 0, len(head)):
             if number == numbers["model_id"].number:
                 model_id = head[start:end].decode(errors="replace")
             elif number == numbers["seq_id"].number:
@@ -122,47 +122,47 @@ def find_address(head: bytes) -> tuple[str, int] | None:
     return None if model_id is None or seq_id is None else (model_id, seq_id)
 
 
-def _fields(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _find_fields(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield number, first byte and end of each field of the protobuf message in `raw[start:end]`.
 
     Raises MalformedError for a cut message, and for groups, which the SDK does not send.
     """
-    place = start
-    while place < end:
+    position = start
+    while position < end:
         # A field begins with a tag: 3 bits of wire type below the field's number. Wire type 0 is a varint, 2 a length
         # with as many bytes.
-        tag, place = _read_varint(raw, place, end)
+        tag, position = _read_varint(raw, position, end)
         wire_type = tag & 7
         if wire_type == 0:
-            first = place
-            _, place = _read_varint(raw, place, end)
+            content_start = position
+            _, position = _read_varint(raw, position, end)
         elif wire_type == 2:
-            size, first = _read_varint(raw, place, end)
-            place = first + size
+            num_content_bytes, content_start = _read_varint(raw, position, end)
+            position = content_start + num_content_bytes
         elif wire_type in _FIXED_BYTES:
-            first, place = place, place + _FIXED_BYTES[wire_type]
+            content_start, position = position, position + _FIXED_BYTES[wire_type]
         else:
             raise MalformedError(f"the body is not a ForwardBackwardRequest: it has a field of wire type {wire_type}")
-        if place > end:
+        if position > end:
             raise MalformedError("the body is not a ForwardBackwardRequest: a field is cut")
-        yield tag >> 3, first, place
+        yield tag >> 3, content_start, position
 
 
-def _read_varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
-    """Return the varint (a number in 7-bit groups, lowest first) at `place` of `raw`, and the place after it.
+def _read_varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
+    """Return the varint (a number in 7-bit groups, lowest first) at `position` of `raw`, and the position after it.
 
     Raises MalformedError if it is cut or too long.
     """
     value = 0
     # A number has at most 64 bits, 7 in each byte. The byte's highest bit says that another byte follows.
     for shift in range(0, 70, 7):
-        if place >= end:
+        if position >= end:
             break
-        byte = raw[place]
-        place += 1
+        byte = raw[position]
+        position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
+            return value, position
     raise MalformedError("the body is not a ForwardBackwardRequest: a number is cut or too long")
 
 
@@ -180,10 +180,10 @@ def read_datums(message: Any) -> list[Datum]:
     """Return a call's datums. Raises UserError with the datum's number for images and faulty tensors."""
     datums = []
     for number, datum in enumerate(message.data):
-        place = f"data[{number}]"
-        token_ids = _chunk_tokens(datum.model_input, f"{place}.model_input")
+        field_path = f"data[{number}]"
+        token_ids = _join_chunks(datum.model_input, f"{field_path}.model_input")
         inputs = {
-            name: _read_tensor(tensor, f"{place}.loss_fn_inputs.{name:.50}")
+            name: _read_tensor(tensor, f"{field_path}.loss_fn_inputs.{name:.50}")
             for name, tensor in datum.loss_fn_inputs.items()
         }
         datums.append(Datum(token_ids, inputs))
@@ -198,32 +198,32 @@ def count_tokens(message: Any) -> int:
     return sum(len(chunk.encoded_text.tokens) for chunk in chunks) // np.dtype(_LITTLE_ENDIAN["int32"]).itemsize
 
 
-def _chunk_tokens(chunks: Sequence[Any], place: str) -> NDArray[np.int64]:
+def _join_chunks(chunks: Sequence[Any], field_path: str) -> NDArray[np.int64]:
     """Return the joined tokens of all text chunks: one chat prompt has about ten."""
     parts = []
     for number, chunk in enumerate(chunks):
         kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
         if kind != "encoded_text":
-            raise UserError(f"{place}.chunks[{number}] is {kind or 'empty'}: this service trains on text only")
-        parts.append(_from_bytes(chunk.encoded_text.tokens, "int32", f"{place}.chunks[{number}]"))
+            raise UserError(f"{field_path}.chunks[{number}] is {kind or 'empty'}: this service trains on text only")
+        parts.append(_from_bytes(chunk.encoded_text.tokens, "int32", f"{field_path}.chunks[{number}]"))
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
-def _read_tensor(tensor: Any, place: str) -> NDArray[Any]:
+def _read_tensor(tensor: Any, field_path: str) -> NDArray[Any]:
     """Return a tensor [tokens]. Raises UserError for a sparse tensor, several columns, or another type."""
     module = messages()
     kinds = {module.DTYPE_FLOAT32: "float32", module.DTYPE_INT64: "int64"}
     if tensor.dtype not in kinds:
-        raise UserError(f"{place}: has element type {tensor.dtype}; send float32 or int64")
+        raise UserError(f"{field_path}: has element type {tensor.dtype}; send float32 or int64")
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
         # Quote only the first sizes: a client may send millions.
         raise UserError(
-            f"{place}: has shape {list(tensor.shape[:4])}; several targets for one position are not supported: send "
-            "one value per token"
+            f"{field_path}: has shape {list(tensor.shape[:4])}; several targets for one position are not supported: "
+            "send one value per token"
         )
-    values = _from_bytes(tensor.dense, kinds[tensor.dtype], place)
+    values = _from_bytes(tensor.dense, kinds[tensor.dtype], field_path)
     if list(tensor.shape) not in ([], [len(values)]):
-        raise UserError(f"{place}: has {len(values)} values, but shape {list(tensor.shape)}")
+        raise UserError(f"{field_path}: has {len(values)} values, but shape {list(tensor.shape)}")
     return values
 
 

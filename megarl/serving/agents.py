@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from megarl.cluster.agents.agent_link import AgentLink
 from megarl.config import Recipe
@@ -113,8 +113,6 @@ _TICK_SECONDS = 0.05
 
 A single long wait would end too early, because pauses of the engines extend the limit.
 """
-
-
 _MAX_LOSSES = 2
 """Lost containers after which an attempt begins again. The next loss ends it with an error: its program may be the
 cause.
@@ -133,6 +131,20 @@ class _LostError(Exception):
         self.trajectory = trajectory
 
 
+class _AgentRun(NamedTuple):
+    """Results of one run of an agent. Its container (None: an `Agent` class) and its session have ended."""
+
+    session: Session
+    container: AttemptContainer | None
+    reward: float | None
+    """Printed by the program, returned by the class, or given by a verifier."""
+    failure: str | None
+    program_seconds: float
+    verifier_seconds: float
+    num_living: int
+    """Containers of all attempts that lived when this run ended."""
+
+
 class _ProgramError(Exception):
     """Raised to end an agent's attempt with an error. Its text has the form `KIND: reason`."""
 
@@ -141,9 +153,9 @@ class _ProgramError(Exception):
 class AgentProgram:
     """Runs the recipe's agent, a program or an `Agent` class, once per attempt. Each attempt has its own session.
 
-    A program reads the problem from standard input (`_task_input`), and finds its session by environment variables. It
-    prints its reward in the last line, or posts it to the endpoint. Otherwise the recipe's reward functions score the
-    last completion. At the end the program is killed with all its descendants.
+    A program reads the problem from standard input (`_make_task_input`), and finds its session by environment
+    variables. It prints its reward in the last line, or posts it to the endpoint. Otherwise the recipe's reward
+    functions score the last completion. At the end the program is killed with all its descendants.
     """
 
     config: AgentConfig
@@ -178,18 +190,54 @@ class AgentProgram:
             self.containers.end_earlier([(earlier.node, earlier.container)])
             engine.begin_again()
         began = time.monotonic()
-        for is_last in (*(False,) * _MAX_LOSSES, True):
+        for num_starts in range(1, _MAX_LOSSES + 2):
             try:
                 return await self._attempt_once(task, budget, engine, began)
             except _LostError as error:
-                if is_last:
+                if num_starts > _MAX_LOSSES:
                     return error.trajectory
                 engine.begin_again()
         raise AssertionError("the last loss returns")
 
     async def _attempt_once(self, task: Task, budget: Budget, engine: AttemptEngine, began: float) -> Trajectory:
-        """Run the agent once. Raises _LostError if its container is lost."""
+        """Run the agent once, and score its attempt. Raises _LostError if its container is lost."""
         harbor = HarborTask.of(task.problem)
+        run = await self._run_agent(task, harbor, budget, engine)
+        session, failure = run.session, run.failure
+        turn_rewards: tuple[tuple[int, float], ...] = ()
+        if failure is None and harbor is None and session.turn_rewards is not None:
+            try:
+                turn_rewards = read_turn_rewards(
+                    session.turn_rewards, session.name, session.answers, self.config.credit
+                )
+            except ValueError as error:
+                failure = f"ValueError: {error}"
+        trajectory = _make_trajectory(
+            task,
+            session,
+            failure,
+            turn_rewards,
+            self.config,
+            _measure_times(run, engine),
+            engine_seconds=engine.seconds,
+            environment_seconds=time.monotonic() - began - engine.seconds_by_clock,
+        )
+        if failure is not None:
+            if failure.startswith(_LOSSES):
+                raise _LostError(trajectory)
+            return trajectory
+        # A verifier's reward has priority over a posted one, and a posted one over a printed one.
+        reward = session.reward if harbor is None and session.reward is not None else run.reward
+        if reward is not None or turn_rewards:
+            total = (reward or 0.0) + sum(value for _, value in turn_rewards)
+            return replace(trajectory, reward=Reward(total, True, verdict_by_value(total)))
+        scored = await self.score(_make_sample(task.problem, session))
+        return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
+
+    async def _run_agent(
+        self, task: Task, harbor: HarborTask | None, budget: Budget, engine: AttemptEngine
+    ) -> _AgentRun:
+        """Run the agent in a container (a program) or in this process (a class), then a Harbor task's verifier."""
         verifier_seconds = 0.0
         async with AsyncExitStack() as stack:
             container: AttemptContainer | None = None
@@ -216,65 +264,27 @@ class AgentProgram:
                 if start_failure is not None:
                     raise _ProgramError(start_failure)
                 if container is None:
-                    reward = await self._ask(task, session, engine)
+                    reward = await self._run_class(task, session, engine)
                 else:
-                    reward = await self._run(task, session, engine, container, harbor)
+                    reward = await self._run_program(task, session, engine, container, harbor)
             except _ProgramError as error:
                 failure = str(error)
             finally:
                 # Also after an error: ending the session aborts its calls in the engines.
                 await self.sessions.end(session)
-            seconds = time.monotonic() - started
+            program_seconds = time.monotonic() - started
             if failure is None and harbor is not None and container is not None:
                 reward, failure = await _verify(harbor, container)
-                verifier_seconds = time.monotonic() - started - seconds
+                verifier_seconds = time.monotonic() - started - program_seconds
             num_living = self.containers.num_living
-        turn_rewards: tuple[tuple[int, float], ...] = ()
-        if failure is None and harbor is None and session.turn_rewards is not None:
-            try:
-                turn_rewards = read_turn_rewards(
-                    session.turn_rewards, session.name, session.answers, self.config.credit
-                )
-            except ValueError as error:
-                failure = f"ValueError: {error}"
-        metrics = {"program_seconds": seconds, "model_seconds": engine.seconds}
-        if container is not None:
-            metrics |= {
-                "container_start_seconds": container.seconds_to_start,
-                "tool_seconds": max(0.0, seconds - engine.seconds_by_clock),
-                "verifier_seconds": verifier_seconds,
-                "live_containers": float(num_living),
-                "leaked_containers": float(container.is_leaked),
-                "outlived_driver": float(container.seconds_running is not None),
-            }
-        trajectory = _trajectory(
-            task,
-            session,
-            failure,
-            turn_rewards,
-            self.config,
-            metrics,
-            engine_seconds=engine.seconds,
-            environment_seconds=time.monotonic() - began - engine.seconds_by_clock,
-        )
-        if failure is not None:
-            if failure.startswith(_LOSSES):
-                raise _LostError(trajectory)
-            return trajectory
-        # A verifier's reward has priority over a posted one, and a posted one over a printed one.
-        if harbor is None and session.reward is not None:
-            reward = session.reward
-        if reward is not None or turn_rewards:
-            total = (reward or 0.0) + sum(value for _, value in turn_rewards)
-            return replace(trajectory, reward=Reward(total, True, verdict_by_value(total)))
-        scored = await self.score(_sample(task.problem, session))
-        return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
+        # Made after the container has ended: only then `is_leaked` is known.
+        return _AgentRun(session, container, reward, failure, program_seconds, verifier_seconds, num_living)
 
-    async def _ask(self, task: Task, session: Session, engine: AttemptEngine) -> float | None:
+    async def _run_class(self, task: Task, session: Session, engine: AttemptEngine) -> float | None:
         """Run an `Agent` class. Returns its reward, or None if it returns none. Raises _ProgramError."""
         assert self.make_agent is not None
         try:
-            run = self.make_agent().run(_task_input(task), self.endpoint.url_of(session), session.secret)
+            run = self.make_agent().run(_make_task_input(task), self.endpoint.url_of(session), session.secret)
             reward = await self._wait_within_limit(run, engine, session, self.config.timeout_seconds)
         except TimeoutError:
             raise _ProgramError(
@@ -301,7 +311,7 @@ class AgentProgram:
                 except ContainerError:
                     self.sessions.cease_to_expect(earlier.key)
                     engine.begin_again()
-            yield container or await stack.enter_async_context(self._container(task, harbor))
+            yield container or await stack.enter_async_context(self._start_container(task, harbor))
 
     async def _open_session(
         self, task: Task, limits: Limits, engine: AttemptEngine, container: AttemptContainer | None
@@ -316,14 +326,14 @@ class AgentProgram:
             log.open_session(session.name, session.secret, container.node.name, container.name)
         return session
 
-    def _container(self, task: Task, harbor: HarborTask | None) -> AbstractAsyncContextManager[AttemptContainer]:
+    def _start_container(self, task: Task, harbor: HarborTask | None) -> AbstractAsyncContextManager[AttemptContainer]:
         """Return the attempt's container. A Harbor task's image and limits replace the recipe's."""
         if harbor is None:
             return self.containers.container(task.name)
         image = task_image(harbor.fields, self.config.image, is_file=self.config.images_are_files)
         return self.containers.container(task.name, image, harbor.container_limits)
 
-    async def _run(
+    async def _run_program(
         self,
         task: Task,
         session: Session,
@@ -332,40 +342,40 @@ class AgentProgram:
         harbor: HarborTask | None,
     ) -> float | None:
         """Run the agent program. Returns its reward, or None if it prints none. Raises _ProgramError."""
-        program, limit = self.config.command[0], self.config.timeout_seconds
+        program, limit_seconds = self.config.command[0], self.config.timeout_seconds
         if harbor is not None:
-            limit = harbor.limit_seconds(limit)
-        seconds_left = limit - (container.seconds_running or 0.0)
+            limit_seconds = harbor.limit_seconds(limit_seconds)
+        seconds_left = limit_seconds - (container.seconds_running or 0.0)
         if container.seconds_running is not None:
-            running = container.join(_LABEL)
+            program_end = container.join(_LABEL)
         else:
-            running = container.execute(
+            program_end = container.execute(
                 self.config.command,
-                self._variables(session, container),
-                stdin=json.dumps(_task_input(task)).encode() + b"\n",
+                self._make_variables(session, container),
+                stdin=json.dumps(_make_task_input(task)).encode() + b"\n",
                 folder=None if harbor is None else harbor.workdir,
                 label=_LABEL,
             )
         try:
-            ended = await self._wait_within_limit(running, engine, session, seconds_left)
+            executed = await self._wait_within_limit(program_end, engine, session, seconds_left)
         except TimeoutError:
-            text = f"TimeoutError: the program did not end within {limit:g} s"
+            text = f"TimeoutError: the program did not end within {limit_seconds:g} s"
             raise _ProgramError(text) from None
         except ContainerError as error:
             raise _ProgramError(str(error)) from error
-        if ended.refused:
-            raise _ProgramError(f"OSError: {program}: {ended.refused}")
-        if ended.outcome:
-            raise _ProgramError(ended.outcome)
-        if ended.exit_code != 0:
-            tail = " ".join(ended.stderr.split())[-_TAIL_CHARACTERS:]
-            raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {tail}")
-        reward, turn_rewards = _read_output(ended.stdout)
+        if executed.refused:
+            raise _ProgramError(f"OSError: {program}: {executed.refused}")
+        if executed.outcome:
+            raise _ProgramError(executed.outcome)
+        if executed.exit_code != 0:
+            tail = " ".join(executed.stderr.split())[-_TAIL_CHARACTERS:]
+            raise _ProgramError(f"ExitCode: the program ended with {executed.exit_code}: {tail}")
+        reward, turn_rewards = _read_output(executed.stdout)
         if session.turn_rewards is None:
             session.turn_rewards = turn_rewards
         return reward
 
-    def _variables(self, session: Session, container: AttemptContainer) -> dict[str, str]:
+    def _make_variables(self, session: Session, container: AttemptContainer) -> dict[str, str]:
         """Return the environment variables of an agent program. With sandbox `process` they include `INHERITED`."""
         inherited = INHERITED if self.config.sandbox == "process" else ()
         url = container.url + self.endpoint.url_of(session).removeprefix(self.endpoint.base_url)
@@ -388,11 +398,11 @@ class AgentProgram:
         the journal cannot be written, because the program would only repeat its failed calls.
         """
         # Pauses before the start must not extend the limit.
-        ends = time.monotonic() - engine.seconds_paused + seconds
-        ending = asyncio.create_task(work)
+        deadline = time.monotonic() - engine.seconds_paused + seconds
+        work_task = asyncio.create_task(work)
         try:
-            while not ending.done():
-                seconds_left = ends - time.monotonic() + engine.seconds_paused
+            while not work_task.done():
+                seconds_left = deadline - time.monotonic() + engine.seconds_paused
                 if seconds_left <= 0:
                     raise TimeoutError
                 engine.check_storage()
@@ -402,16 +412,16 @@ class AgentProgram:
                     raise _ProgramError(
                         f"RefusedCalls: the program went on after {_MAX_REFUSED_CALLS} calls had been refused"
                     )
-                await asyncio.wait({ending}, timeout=min(_LOOK_SECONDS, max(_TICK_SECONDS, seconds_left)))
+                await asyncio.wait({work_task}, timeout=min(_LOOK_SECONDS, max(_TICK_SECONDS, seconds_left)))
         finally:
-            ending.cancel()
+            work_task.cancel()
             # A user's agent may ignore its cancellation. The attempt must end anyway.
-            await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
+            await asyncio.wait({work_task}, timeout=_LEAVE_SECONDS)
         # A program may also end by itself after such an error or refusal.
         engine.check_storage()
         if session.outcome is not None:
             raise _ProgramError(session.outcome)
-        return ending.result()
+        return work_task.result()
 
 
 @asynccontextmanager
@@ -439,8 +449,8 @@ async def agent_program(
     from megarl.serving.endpoint import Endpoint
 
     # Attempts of training and of evaluations use the same endpoint.
-    longest = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
-    context_tokens = recipe.data.max_prompt_tokens + longest
+    max_completion_tokens = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
+    context_tokens = recipe.data.max_prompt_tokens + max_completion_tokens
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
     sessions = Sessions(codec, FirstOfEachKind(notify))
     containers: Containers | None = None
@@ -480,7 +490,22 @@ async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[floa
         return None, cause if cause.startswith(_LOSSES) else str(error)
 
 
-def _task_input(task: Task) -> dict[str, Any]:
+def _measure_times(run: _AgentRun, engine: AttemptEngine) -> dict[str, float]:
+    """Return the metrics of a run's durations, and of its container if it had one."""
+    metrics = {"program_seconds": run.program_seconds, "model_seconds": engine.seconds}
+    if run.container is not None:
+        metrics |= {
+            "container_start_seconds": run.container.seconds_to_start,
+            "tool_seconds": max(0.0, run.program_seconds - engine.seconds_by_clock),
+            "verifier_seconds": run.verifier_seconds,
+            "live_containers": float(run.num_living),
+            "leaked_containers": float(run.container.is_leaked),
+            "outlived_driver": float(run.container.seconds_running is not None),
+        }
+    return metrics
+
+
+def _make_task_input(task: Task) -> dict[str, Any]:
     """Return the JSON object that an agent program reads from standard input."""
     problem = task.problem
     values = {
@@ -509,26 +534,26 @@ def _read_output(output: str) -> tuple[float | None, Any]:
 
     A missing reward is None. Raises _ProgramError unless the reward is finite and given once.
     """
-    text = output.strip().rpartition("\n")[2]
+    last_line = output.strip().rpartition("\n")[2]
     try:
-        answer = json.loads(text, object_pairs_hook=make_object)
+        printed = json.loads(last_line, object_pairs_hook=make_object)
     except RepeatedKeyError as error:
         raise _ProgramError(f"ValueError: the last line of the program's output: {error}") from None
     except (ValueError, RecursionError):  # the last line may be the model's own text
         return None, None
     turn_rewards = None
-    if isinstance(answer, dict):
-        turn_rewards = answer.get("turn_rewards")
-        answer = answer.get("reward")
-        if answer is None:
+    if isinstance(printed, dict):
+        turn_rewards = printed.get("turn_rewards")
+        printed = printed.get("reward")
+        if printed is None:
             return None, turn_rewards
     # Any JSON may be in the last line, such as a list or a number in quotes. Then there is no reward.
-    elif isinstance(answer, bool) or not isinstance(answer, int | float):
+    elif isinstance(printed, bool) or not isinstance(printed, int | float):
         return None, None
-    return _check_reward(answer), turn_rewards
+    return _check_reward(printed), turn_rewards
 
 
-def _trajectory(
+def _make_trajectory(
     task: Task,
     session: Session,
     failure: str | None,
@@ -547,51 +572,51 @@ def _trajectory(
         ended = "error"
     elif calls and calls[-1].completion.finish_reason == "length":
         ended = "length"
-    trained = trained_answers(answers, config.credit, config.untrained_kinds)
+    trained_indices = trained_answers(answers, config.credit, config.untrained_kinds)
     session.counts["untrained_tokens"] += sum(
-        answer.num_sampled_tokens for place, answer in enumerate(answers) if place not in trained
+        answer.num_sampled_tokens for index, answer in enumerate(answers) if index not in trained_indices
     )
     counts = {name: float(session.counts[name]) for name in COUNTS}
     return make_trajectory(
         task,
         calls,
         [answer.completion_text for answer in answers],
-        _new_messages(answers),
+        _list_new_messages(answers),
         ended=ended,
         failure=failure,
         is_in_thoughts=bool(answers) and answers[-1].is_in_thoughts,
         turn_rewards=turn_rewards,
         callers=tuple(answer.caller for answer in answers),
-        trained=trained,
+        trained=trained_indices,
         metrics=counts | {"model_calls": float(len(calls)), **metrics},
         engine_seconds=engine_seconds,
         environment_seconds=environment_seconds,
     )
 
 
-def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
+def _list_new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
     """Return the new messages of each answer's prompt: those after the earlier answer that it continues, else all."""
-    by_number = {answer.number: answer for answer in answers}
+    answers_by_number = {answer.number: answer for answer in answers}
     new_messages: list[Sequence[Message]] = []
     for answer in answers:
-        continued = None if answer.continued is None else by_number.get(answer.continued)
+        continued = None if answer.continued is None else answers_by_number.get(answer.continued)
         num_known = 0 if continued is None else len(continued.prompt_messages) + 1
         new_messages.append(answer.prompt_messages[num_known:])
     return new_messages
 
 
-def _sample(problem: Problem, session: Session) -> Sample:
+def _make_sample(problem: Problem, session: Session) -> Sample:
     answers = session.answers
     if not answers:
         # The program made no call. Reward functions score an empty completion.
-        nothing = empty_call(problem).completion
-        return Sample.of(problem, nothing, "", prompt_messages=problem.messages, turn=1, is_in_thoughts=False)
-    last = answers[-1]
+        empty_completion = empty_call(problem).completion
+        return Sample.of(problem, empty_completion, "", prompt_messages=problem.messages, turn=1, is_in_thoughts=False)
+    last_answer = answers[-1]
     return Sample.of(
         problem,
-        last.call.completion,
-        last.text,
-        prompt_messages=last.prompt_messages or problem.messages,
+        last_answer.call.completion,
+        last_answer.text,
+        prompt_messages=last_answer.prompt_messages or problem.messages,
         turn=len(answers),
-        is_in_thoughts=last.is_in_thoughts,
+        is_in_thoughts=last_answer.is_in_thoughts,
     )

@@ -69,7 +69,7 @@ def _cut_at_stop(text: str, completion: Completion, stops: Sequence[str]) -> str
     """Return the text up to the first stop string, without it, as OpenAI does."""
     if completion.finish_reason != "stop":
         return text
-    places = [text.find(stop) for stop in stops]
+    positions = [text.find(stop) for stop in stops]
     # Without a match the end-of-sequence token ended the text.
-    stops_at = [place for place in places if place >= 0]
-    return text[: min(stops_at)] if stops_at else text
+    matches = [position for position in positions if position >= 0]
+    return text[: min(matches)] if matches else text

@@ -56,7 +56,7 @@ async def read_head(request: web.Request, head: bytearray, num_bytes: int) -> No
     Raises RequestError with status 408 for bytes that do not arrive, and 400 for malformed ones. `head` then has the
     bytes before the fault.
     """
-    async with _read_faults_refused():
+    async with _refuse_read_faults():
         while len(head) < num_bytes and (part := await request.content.read(num_bytes - len(head))):
             head += part
 
@@ -70,12 +70,12 @@ async def read_bytes(request: web.Request) -> bytes:
     # Refuse before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         raise RequestError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
-    async with _read_faults_refused():
+    async with _refuse_read_faults():
         return await request.read()
 
 
 @asynccontextmanager
-async def _read_faults_refused() -> AsyncIterator[None]:
+async def _refuse_read_faults() -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             yield

@@ -153,11 +153,11 @@ class Containers:
         self._driver = Node("driver", self._host.request, address_on_driver, self._memory.open_account())
         self._nodes: dict[AgentLink, Node] = {}
         # This limits containers; `AgentProgram.places` limits programs running in them.
-        self._startable = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
-        self._ending: set[asyncio.Task[None]] = set()
+        self._start_limit = asyncio.Semaphore(config.max_processes + _NUM_AHEAD)
+        self._ending_tasks: set[asyncio.Task[None]] = set()
         """Tasks that end containers of an earlier driver."""
         self.renewing: asyncio.Task[None] | None = None
-        self._slow: set[str] = set()
+        self._slow_nodes: set[str] = set()
         self._is_wait_reported = False
 
     async def start(self) -> None:
@@ -170,7 +170,7 @@ class Containers:
         if self.renewing is not None:
             self.renewing.cancel()
             await asyncio.wait({self.renewing})
-        await asyncio.gather(*self._ending)
+        await asyncio.gather(*self._ending_tasks)
         await self._host.close()
 
     @property
@@ -180,7 +180,7 @@ class Containers:
             return [self._driver]
         living = [agent for agent in self._agents() if not agent.is_lost]
         # Reuse known `Node`s: they hold the names and start times of their containers.
-        self._nodes = {agent: self._nodes.get(agent) or self._node_of(agent) for agent in living}
+        self._nodes = {agent: self._nodes.get(agent) or self._make_node(agent) for agent in living}
         return list(self._nodes.values())
 
     @property
@@ -196,15 +196,15 @@ class Containers:
 
         `image` and `limits` (fields of `Limits`) replace the recipe's.
         """
-        async with self._startable:
-            node, name, answer = await self._start(attempt, image or self._config.image, limits or {})
+        async with self._start_limit:
+            node, name, answer = await self._start_on_best_node(attempt, image or self._config.image, limits or {})
             container = AttemptContainer(node, name, answer["url"], answer["seconds"])
             try:
                 yield container
             finally:
                 container.is_leaked = not await self._stop(node, name)
 
-    async def _start(
+    async def _start_on_best_node(
         self, attempt: str, image: str | None, limits: Mapping[str, Any]
     ) -> tuple[Node, str, Mapping[str, Any]]:
         """Start a container on the node with the most free memory. Raises ContainerError.
@@ -212,20 +212,20 @@ class Containers:
         Returns the node, the container's name, and the answer of the node's container host.
         """
         failure = ContainerError("ContainerError: the run has no node left that can start containers")
-        tried: set[Node] = set()
+        failed_nodes: set[Node] = set()
         memory_bytes = self._needed_memory(limits)
         for _ in range(_TRIES):
-            node = await self._choose_node(tried, memory_bytes)
+            node = await self._choose_node(failed_nodes, memory_bytes)
             if node is None:
                 break
-            tried.add(node)
+            failed_nodes.add(node)
             # Unique on every node, also after a restart of the driver. podman and docker refuse blanks.
             name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(_NUMBERS)}"
             # Reserve before the start, so that attempts starting together choose different nodes.
             self._reserve(node, name, memory_bytes)
-            began = time.monotonic()
+            started = time.monotonic()
             try:
-                answer = await node.ask("start", settings=self._settings(name, node, image, limits))
+                answer = await node.ask("start", settings=self._make_settings(name, node, image, limits))
             except ContainerError as error:
                 await self._release(node, name)
                 failure = error
@@ -234,8 +234,8 @@ class Containers:
             except BaseException:
                 await self._stop(node, name)
                 raise
-            node.start_seconds.append(time.monotonic() - began)
-            self._name_slow_node(node)
+            node.start_seconds.append(time.monotonic() - started)
+            self._report_slow_node(node)
             return node, name, answer
         raise failure
 
@@ -246,14 +246,14 @@ class Containers:
             needed_bytes += limits.get("disk_bytes", _gib(self._config.disk_gib)) or DEFAULT_DISK_BYTES
         return int(needed_bytes)
 
-    async def _choose_node(self, tried: Collection[Node], memory_bytes: int) -> Node | None:
+    async def _choose_node(self, failed_nodes: Collection[Node], memory_bytes: int) -> Node | None:
         """Return the node with the most free memory; wait until a node has room. None: no node is left.
 
-        Nodes in `tried` have failed. They are chosen only if the run has no other node.
+        Nodes in `failed_nodes` have failed. They are chosen only if the run has no other node.
         """
         while True:
             # Better wait for another node's memory than fail on the same node again.
-            nodes = [node for node in self.nodes if node not in tried] or self.nodes
+            nodes = [node for node in self.nodes if node not in failed_nodes] or self.nodes
             if memory_bytes:
                 await asyncio.gather(*(self._renew_on(node) for node in nodes if node.memory.capacity_bytes is None))
             candidates = [node for node in nodes if node.memory.has_room(memory_bytes)]
@@ -282,14 +282,14 @@ class Containers:
         node.memory.reserved_bytes.pop(name, None)
         await self._memory.notify_change()
 
-    def end_earlier(self, places: Sequence[tuple[str, str]]) -> None:
+    def end_earlier(self, containers: Sequence[tuple[str, str]]) -> None:
         """Begin to end an earlier driver's containers, given as (node, name). On lost nodes they have already ended."""
         nodes = {node.name: node for node in self.nodes}
-        for node_name, name in places:
+        for node_name, name in containers:
             if node_name in nodes:
                 task = asyncio.create_task(self._end_earlier(nodes[node_name], name))
-                self._ending.add(task)
-                task.add_done_callback(self._ending.discard)
+                self._ending_tasks.add(task)
+                task.add_done_callback(self._ending_tasks.discard)
 
     async def _end_earlier(self, node: Node, name: str) -> None:
         # On a lost node the container ends when its lease expires.
@@ -299,15 +299,15 @@ class Containers:
     @asynccontextmanager
     async def adopt(self, node_name: str, name: str) -> AsyncIterator[AttemptContainer]:
         """Take over a container of an earlier driver, and end it afterwards. Raises ContainerError if it has ended."""
-        async with self._startable:
+        async with self._start_limit:
             node = next((node for node in self.nodes if node.name == node_name), None)
             if node is None:
                 raise ContainerError(f"ContainerLost: the run has no node {node_name}")
             try:
-                answer = await node.ask("adopt", settings=self._settings(name, node, self._config.image, {}))
+                answer = await node.ask("adopt", settings=self._make_settings(name, node, self._config.image, {}))
             except ContainerError:
                 raise
-            # As in `_start`: a cancelled request may have adopted the container.
+            # As in `_start_on_best_node`: a cancelled request may have adopted the container.
             except BaseException:
                 await self._stop(node, name)
                 raise
@@ -318,7 +318,9 @@ class Containers:
             finally:
                 container.is_leaked = not await self._stop(node, name)
 
-    def _settings(self, name: str, node: Node, image: str | None, task_limits: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_settings(
+        self, name: str, node: Node, image: str | None, task_limits: Mapping[str, Any]
+    ) -> dict[str, Any]:
         config = self._config
         limits = Limits(
             processes=config.processes,
@@ -362,7 +364,7 @@ class Containers:
             node.memory.update(answer["free_bytes"])
             await self._memory.notify_change()
 
-    def _node_of(self, agent: AgentLink) -> Node:
+    def _make_node(self, agent: AgentLink) -> Node:
         """Return the node of an agent. Its programs reach the endpoint at the driver's address."""
 
         async def ask_agent(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -375,16 +377,22 @@ class Containers:
         # An address for all interfaces, such as 0.0.0.0, cannot be reached from another node.
         return Node(agent.node, ask_agent, (agent.addresses[1] if host in ANY_ADDRESS else host, port), memory)
 
-    def _name_slow_node(self, node: Node) -> None:
-        usual_seconds = [seconds for peer in self.nodes if peer is not node for seconds in peer.start_seconds]
-        if node.name in self._slow or len(node.start_seconds) < _NUM_STARTS or len(usual_seconds) < _NUM_STARTS:
+    def _report_slow_node(self, node: Node) -> None:
+        peer_start_seconds = [
+            node_seconds for peer in self.nodes if peer is not node for node_seconds in peer.start_seconds
+        ]
+        if (
+            node.name in self._slow_nodes
+            or len(node.start_seconds) < _NUM_STARTS
+            or len(peer_start_seconds) < _NUM_STARTS
+        ):
             return
         # Medians, because a single slow start says nothing about a node.
-        seconds, usual = statistics.median(node.start_seconds), statistics.median(usual_seconds)
-        if seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS):
-            self._slow.add(node.name)
+        node_seconds, usual = statistics.median(node.start_seconds), statistics.median(peer_start_seconds)
+        if node_seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS):
+            self._slow_nodes.add(node.name)
             self._notify(
-                f"node {node.name} starts containers slowly: {seconds:.1f} s, other nodes take {usual:.1f} s "
+                f"node {node.name} starts containers slowly: {node_seconds:.1f} s, other nodes take {usual:.1f} s "
                 "(environment/container_start_seconds); look at its load and its disk"
             )
 

@@ -47,13 +47,13 @@ class Conversation:
             raise RequestError("tools: must be a list of JSON schemas", param="tools")
         # An empty list of tools renders the same prompt as no tools.
         empty = cls((), tuple(tools or ()), (), ())
-        return empty.followed_by(_read(message, place) for place, message in enumerate(messages))
+        return empty.followed_by(_read_message(message, place) for place, message in enumerate(messages))
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
         """Return this conversation with further messages. These have the form expected by chat templates."""
         added = tuple(messages)
         together = (*self.messages, *added)
-        keys = [_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
+        keys = [_make_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
         reasoning = tuple(_reasoning(message) for message in added)
         return Conversation(together, self.tools, tuple(keys), (*self.reasoning, *reasoning))
 
@@ -67,13 +67,13 @@ class Conversation:
             digests.append(digest)
         return digests
 
-    def common_messages(self, conversation: Conversation) -> int:
+    def count_common_messages(self, conversation: Conversation) -> int:
         """Return the number of equal messages at the beginning of both conversations; 0 if their tools differ."""
         if self.tools != conversation.tools:
             return 0
         pairs = enumerate(zip(self.keys, conversation.keys, strict=False))
         return next(
-            (place for place, (key, other_key) in pairs if key != other_key),
+            (index for index, (key, other_key) in pairs if key != other_key),
             min(len(self.keys), len(conversation.keys)),
         )
 
@@ -98,17 +98,19 @@ def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, 
     return message
 
 
-def _read(message: Any, place: int) -> Message:
+def _read_message(message: Any, index: int) -> Message:
     """Convert a request's message to the form expected by chat templates. Raises RequestError if it is invalid."""
-    where = f"messages.{place}"
+    field_path = f"messages.{index}"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where}: must be an object with role and content", param=where)
+        raise RequestError(f"{field_path}: must be an object with role and content", param=field_path)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role: is {role!r:.40}; give one of {', '.join(ROLES)}", param=f"{where}.role")
+        raise RequestError(
+            f"{field_path}.role: is {role!r:.40}; give one of {', '.join(ROLES)}", param=f"{field_path}.role"
+        )
     fields: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": _text(message.get("content"), f"{where}.content"),
+        "content": _read_text(message.get("content"), f"{field_path}.content"),
     }
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
@@ -119,11 +121,11 @@ def _read(message: Any, place: int) -> Message:
         if isinstance(reasoning, str):
             fields["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
-            fields["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+            fields["tool_calls"] = _read_calls(calls, f"{field_path}.tool_calls")
     return fields
 
 
-def _text(content: Any, where: str) -> str:
+def _read_text(content: Any, field_path: str) -> str:
     """Return the text of a content: a string or a list of text parts. Raises RequestError for other contents."""
     if content is None:
         return ""
@@ -132,19 +134,20 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
     raise RequestError(
-        f"{where}: must be text, or a list of parts of type text; this model reads no other types", param=where
+        f"{field_path}: must be text, or a list of parts of type text; this model reads no other types",
+        param=field_path,
     )
 
 
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _read_calls(calls: Any, field_path: str) -> list[dict[str, Any]]:
     """Convert tool calls to the form expected by chat templates. Raises RequestError if they are invalid."""
     tool_calls = []
     # Read anything but a list as one call, so that it gets a call's checks.
     call_entries: list[Any] = calls if isinstance(calls, list) else [calls]
-    for place, call in enumerate(call_entries):
+    for index, call in enumerate(call_entries):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}.{place}: must be an object with function.name", param=where)
+            raise RequestError(f"{field_path}.{index}: must be an object with function.name", param=field_path)
         arguments = _parse_arguments(function.get("arguments", {}))
         tool_calls.append(
             {
@@ -182,24 +185,24 @@ def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
             places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
 
 
-def _key(message: Message, places: Mapping[str, int]) -> str:
+def _make_key(message: Message, call_indices: Mapping[str, int]) -> str:
     """Return a message in canonical form. Tool calls are identified by position, because clients change ids."""
     content = message["content"]
     if message["role"] == "assistant":
         functions = [call["function"] for call in message.get("tool_calls", ())]
-        calls = [[function["name"], _as_floats(function["arguments"])] for function in functions]
+        calls = [[function["name"], _convert_to_floats(function["arguments"])] for function in functions]
         # Strip blanks from assistant messages only: other roles' blanks reach the prompt unchanged.
         return _json(["assistant", content.strip(), calls])
     answered_id = message.get("tool_call_id", "")
-    return _json([message["role"], content, places.get(answered_id, answered_id)])
+    return _json([message["role"], content, call_indices.get(answered_id, answered_id)])
 
 
-def _as_floats(value: Any) -> Any:
+def _convert_to_floats(value: Any) -> Any:
     """Convert all numbers of parsed JSON to floats: JavaScript clients send 120.0 back as 120."""
     if isinstance(value, Mapping):
-        return {name: _as_floats(entry) for name, entry in value.items()}
+        return {name: _convert_to_floats(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_as_floats(entry) for entry in value]
+        return [_convert_to_floats(entry) for entry in value]
     # An integer too large for a float stays an integer.
     is_number = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
     return float(value) if is_number else value

@@ -19,20 +19,20 @@ def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: 
     Answers to requests of the kinds `untrained_kinds` are left out. With credit `final_segment` only the token sequence
     of the main agent's last answer is trained.
     """
-    places = [place for place, answer in enumerate(answers) if answer.caller.kind not in untrained_kinds]
-    if credit != "final_segment" or not places:
-        return places
+    candidates = [index for index, answer in enumerate(answers) if answer.caller.kind not in untrained_kinds]
+    if credit != "final_segment" or not candidates:
+        return candidates
     # A background agent may end after the main agent.
-    mains = [place for place in places if answers[place].caller.parent is None]
-    last = (mains or places)[-1]
-    prompt = answers[last].call.prompt_token_ids
+    main_agent_indices = [index for index in candidates if answers[index].caller.parent is None]
+    last_index = (main_agent_indices or candidates)[-1]
+    last_prompt_ids = answers[last_index].call.prompt_token_ids
     # Training segments continue the first of equal answers, so it is taken here too.
-    by_length: dict[int, int] = {}
-    for place in places:
-        token_ids = answers[place].call.token_ids
-        if place < last and np.array_equal(prompt[: len(token_ids)], token_ids):
-            by_length.setdefault(len(token_ids), place)
-    return [*sorted(by_length.values()), last]
+    index_by_length: dict[int, int] = {}
+    for index in candidates:
+        token_ids = answers[index].call.token_ids
+        if index < last_index and np.array_equal(last_prompt_ids[: len(token_ids)], token_ids):
+            index_by_length.setdefault(len(token_ids), index)
+    return [*sorted(index_by_length.values()), last_index]
 
 
 def read_turn_rewards(
@@ -50,16 +50,18 @@ def read_turn_rewards(
         )
     if not isinstance(values, Mapping):
         raise ValueError(f"turn_rewards = {values!r:.80}: give an object of response ids and numbers")
-    places = {f"{session}.{answer.number}": place for place, answer in enumerate(answers)}
+    index_by_call = {f"{session}.{answer.number}": index for index, answer in enumerate(answers)}
     rewards: dict[int, float] = {}
     for name, value in values.items():
         # Each dialect puts its own prefix, such as `chatcmpl-`, before the name of a call.
-        place = next((places[call] for call in (name, *_without_first_word(name)) if call in places), None)
-        if place is None:
+        index = next(
+            (index_by_call[call] for call in (name, *_without_first_word(name)) if call in index_by_call), None
+        )
+        if index is None:
             raise ValueError(f"turn_rewards.{name!s:.80}: is not the id of an answer of this attempt")
         if (reward := finite_number(value)) is None:
             raise ValueError(f"turn_rewards.{name!s:.80} = {value!r:.40}: give a finite number")
-        rewards[place] = reward
+        rewards[index] = reward
     return tuple(sorted(rewards.items()))
 
 

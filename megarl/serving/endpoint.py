@@ -19,7 +19,7 @@ from megarl.serving.dialects.chat import Chat, Completions, model, models, read_
 from megarl.serving.dialects.dialect import Dialect, Reply
 from megarl.serving.dialects.messages import Messages
 from megarl.serving.dialects.responses import Responses
-from megarl.serving.dialects.sampling import Asked
+from megarl.serving.dialects.sampling import RequestParameters
 from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
 from megarl.serving.monitor import EndpointMetrics, add_pages
@@ -183,18 +183,18 @@ class Endpoint:
     async def _converse(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         session, identity, body = await self._read_request(request)
         chat, without_effect = dialect.as_chat(body)
-        asked = self._read_sampling(chat, session)
+        parameters = self._read_sampling(chat, session)
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
         conversation, caller = read_conversation(chat), dialect.caller(request.headers)
-        call = session.chat(conversation, asked.sampling, identity, caller, is_retry=_is_retry(request))
-        return await self._respond(dialect, request, session, call, asked, body)
+        call = session.chat(conversation, parameters.sampling, identity, caller, is_retry=_is_retry(request))
+        return await self._respond(dialect, request, session, call, parameters, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, identity, body = await self._read_request(request)
-        asked = self._read_sampling(body, session)
+        parameters = self._read_sampling(body, session)
         caller = COMPLETIONS.caller(request.headers)
-        call = session.complete(read_prompt(body), asked.sampling, identity, caller, is_retry=_is_retry(request))
-        return await self._respond(COMPLETIONS, request, session, call, asked, body)
+        call = session.complete(read_prompt(body), parameters.sampling, identity, caller, is_retry=_is_retry(request))
+        return await self._respond(COMPLETIONS, request, session, call, parameters, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Return the length of a conversation's prompt, without sampling."""
@@ -234,17 +234,17 @@ class Endpoint:
         await self._sessions.end(session, reward)
         return web.json_response({"id": session.secret, "reward": session.reward})
 
-    def _read_sampling(self, body: Mapping[str, Any], session: Session) -> Asked:
+    def _read_sampling(self, body: Mapping[str, Any], session: Session) -> RequestParameters:
         """Return a request's sampling parameters. Count and report fields overridden by the recipe.
 
         Raises RequestError for invalid parameters.
         """
-        asked = Asked.read(body, session.sampling)
+        parameters = RequestParameters.read(body, session.sampling)
         # Every name means the only model: agents send the name that they were written for.
         is_known = body.get("model") in (None, self._model)
-        names = [*asked.overridden, *([] if is_known else ["model"])]
+        names = [*parameters.overridden, *([] if is_known else ["model"])]
         self._note_overridden(session, {name: body[name] for name in names}, "the recipe's value holds")
-        return asked
+        return parameters
 
     def _note_overridden(self, session: Session, values: Mapping[str, Any], outcome: str) -> None:
         """Count ignored fields of a request, and report the first of each name."""
@@ -296,14 +296,14 @@ class Endpoint:
         request: web.Request,
         session: Session,
         call: ModelCallUnderWay,
-        asked: Asked,
+        parameters: RequestParameters,
         body: Mapping[str, Any],
     ) -> web.StreamResponse:
         """Wait for a model call's answer, and send it to the client, as a whole or as a stream."""
-        reply = dialect.reply(f"{session.name}.{call.number}", self._model, asked, body)
+        reply = dialect.reply(f"{session.name}.{call.number}", self._model, parameters, body)
         with session.waiting(call):
-            if asked.is_streamed:
-                response = await self._stream(request, session, call, asked, reply)
+            if parameters.is_streamed:
+                response = await self._stream(request, session, call, parameters, reply)
             else:
                 # Answer before the client's timeout (600 s in OpenAI's clients). Its retry then joins the same call.
                 answer = await session.answer(call, self._config.hold_seconds)
@@ -311,7 +311,7 @@ class Endpoint:
                     raise RequestError(
                         "the answer is not ready yet; send the same request again", status=503, retry_after=1
                     )
-                tokens = await self._tokens(answer, asked)
+                tokens = await self._tokens(answer, parameters)
                 session.remember(call)
                 response = web.json_response(reply.make_body(answer, tokens))
                 # Written here. aiohttp writes after this method, and would count a lost client as served.
@@ -329,7 +329,7 @@ class Endpoint:
         request: web.Request,
         session: Session,
         call: ModelCallUnderWay,
-        asked: Asked,
+        parameters: RequestParameters,
         reply: Reply,
     ) -> web.StreamResponse:
         """Send a model call's answer as server-sent events.
@@ -345,7 +345,7 @@ class Endpoint:
                 # Proxies and clients close silent connections.
                 await response.write(reply.waiting())
                 answer = await session.answer(call, KEEP_ALIVE_SECONDS)
-            tokens = await self._tokens(answer, asked)
+            tokens = await self._tokens(answer, parameters)
             session.remember(call)
             for event in reply.events(answer, tokens):
                 await response.write(event)
@@ -371,8 +371,8 @@ class Endpoint:
             session.withdraw(call)
             raise
 
-    async def _tokens(self, answer: Answer, asked: Asked) -> list[str] | None:
-        if not asked.has_logprobs:
+    async def _tokens(self, answer: Answer, parameters: RequestParameters) -> list[str] | None:
+        if not parameters.has_logprobs:
             return None
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)
 

@@ -72,7 +72,7 @@ class History:
                     return answered
         return None
 
-    def fork(self, conversation: Conversation, continued: Answered | None) -> Fork | None:
+    def find_fork(self, conversation: Conversation, continued: Answered | None) -> Fork | None:
         """Compare a conversation with the most similar answered one. Returns the difference, or None if it continues
         one.
 
@@ -80,22 +80,27 @@ class History:
         """
         if not self._answered:
             return None
-        common, nearest = max(
-            ((conversation.common_messages(a.conversation), number) for number, a in enumerate(self._answered))
+        num_common, nearest_index = max(
+            (
+                (conversation.count_common_messages(answered.conversation), i)
+                for i, answered in enumerate(self._answered)
+            )
         )
-        nearest_conversation = self._answered[nearest].conversation
-        if common >= min(len(conversation.keys), len(nearest_conversation.keys)):
+        nearest_conversation = self._answered[nearest_index].conversation
+        if num_common >= min(len(conversation.keys), len(nearest_conversation.keys)):
             # Either the reasoning differs, or the client repeats an answered question.
-            is_fork = continued is None and len(conversation.keys) > common
+            is_fork = continued is None and len(conversation.keys) > num_common
             return Fork("history", "reasoning differs") if is_fork else None
         if all(answered.conversation.tools != conversation.tools for answered in self._answered):
             return Fork("tools", "the tools are others than before")
-        texts = nearest_conversation.keys[common], conversation.keys[common]
+        differing_texts = nearest_conversation.keys[num_common], conversation.keys[num_common]
         # Start 20 characters before the difference, so that the reader recognises the place.
-        start = max(0, next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0) - 20)
-        was, now = (text[start : start + _EXCERPT] for text in texts)
-        reason: ForkReason = "system" if common == 0 and conversation.messages[0]["role"] == "system" else "history"
-        return Fork(reason, f"message {common} ({conversation.messages[common]['role']}) was …{was} and is …{now}")
+        start = max(0, next((i for i, (a, b) in enumerate(zip(*differing_texts, strict=False)) if a != b), 0) - 20)
+        text_before, text_now = (text[start : start + _EXCERPT] for text in differing_texts)
+        is_system = num_common == 0 and conversation.messages[0]["role"] == "system"
+        reason: ForkReason = "system" if is_system else "history"
+        role = conversation.messages[num_common]["role"]
+        return Fork(reason, f"message {num_common} ({role}) was …{text_before} and is …{text_now}")
 
     def add_text(self, answered: AnsweredText) -> None:
         self._texts.append(answered)

@@ -72,7 +72,7 @@ class HttpServer:
         )
         self._open = _OpenConnections({}, set())
         self._listeners: list[socket.socket] = []
-        self._accepting: list[asyncio.Task[None]] = []
+        self._accept_tasks: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int, *, is_held: bool = False) -> str:
         """Listen at an address, and return the base URL. Port 0 takes any free port.
@@ -84,7 +84,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         try:
             # asyncio finds and binds the addresses. It must not accept, because it accepts without limit.
-            bound = await loop.create_server(self._connection, host, port, start_serving=False)
+            bound = await loop.create_server(self._make_connection, host, port, start_serving=False)
             self._listeners = [listener.dup() for listener in bound.sockets]
             bound.close()
             for listener in self._listeners:
@@ -99,14 +99,16 @@ class HttpServer:
         return f"http://{in_url(host)}:{self._listeners[0].getsockname()[1]}"
 
     def accept(self) -> None:
-        if not self._accepting:
-            self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._listeners]
+        if not self._accept_tasks:
+            self._accept_tasks = [
+                asyncio.create_task(self._accept_connections(listener)) for listener in self._listeners
+            ]
 
     async def close(self) -> None:
-        for accepting in self._accepting:
-            accepting.cancel()
-        if self._accepting:
-            await asyncio.wait(self._accepting)
+        for task in self._accept_tasks:
+            task.cancel()
+        if self._accept_tasks:
+            await asyncio.wait(self._accept_tasks)
         for listener in self._listeners:
             listener.close()
         await self._runner.cleanup()
@@ -146,7 +148,7 @@ class HttpServer:
             transport.write_eof()
             await asyncio.wait({connection.lost}, timeout=_CLOSE_SECONDS)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept_connections(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -163,9 +165,9 @@ class HttpServer:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
             if len(self._open.strangers) + len(self._open.admitted) >= self._max_connections + STRANGERS:
                 next(iter(self._open.strangers)).abort()
-            await loop.connect_accepted_socket(self._connection, accepted)
+            await loop.connect_accepted_socket(self._make_connection, accepted)
 
-    def _connection(self) -> _Connection:
+    def _make_connection(self) -> _Connection:
         assert self._runner.server is not None, "the runner is set up before connections are accepted"
         return _Connection(self._runner.server(), self._open)
 

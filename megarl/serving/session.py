@@ -97,7 +97,7 @@ class Session:
         request_digest = _identify(identity, caller)
 
         def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
-            return self._chat(number, conversation, sampling, caller, request_digest)
+            return self._answer_chat(number, conversation, sampling, caller, request_digest)
 
         return self._begin(request_digest, is_retry, sample_answer, partial(self._remember_chat, conversation))
 
@@ -119,7 +119,7 @@ class Session:
         request_digest = _identify(identity, caller)
 
         def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
-            return self._complete(number, prompt, sampling, caller, request_digest)
+            return self._answer_text(number, prompt, sampling, caller, request_digest)
 
         return self._begin(request_digest, is_retry, sample_answer, partial(self._remember_text, prompt))
 
@@ -140,16 +140,16 @@ class Session:
         answer. `num_started` calls had begun.
         """
         conversations: dict[int, Conversation] = {}
-        for recorded, asked, is_received in calls:
+        for recorded, facts, is_received in calls:
             call = ModelCall(recorded.prompt_token_ids, recorded.parts[0])
-            number, continued, prompt = asked["number"], asked["continued"], asked["text"]
-            caller, stops = Caller(*asked["caller"]), tuple(asked["stop"])
-            conversation = Conversation((), tuple(asked["tools"]), (), ()).followed_by(asked["messages"])
+            number, continued, prompt = facts["number"], facts["continued"], facts["text"]
+            caller, stops = Caller(*facts["caller"]), tuple(facts["stop"])
+            conversation = Conversation((), tuple(facts["tools"]), (), ()).followed_by(facts["messages"])
             if continued is not None:
                 self._continue(continued)
                 if prompt is None:
-                    conversation = conversations[continued].followed_by(asked["messages"])
-            if asked["messages"]:
+                    conversation = conversations[continued].followed_by(facts["messages"])
+            if facts["messages"]:
                 answer = await read_chat(self._codec, number, call, conversation, stops, caller, continued)
                 remember: Callable[[Answer], None] = partial(self._remember_chat, conversation)
                 conversations[number] = conversation.followed_by([answer.message])
@@ -159,7 +159,7 @@ class Session:
             task = asyncio.create_task(_return_answer(answer))
             await task
             restored = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
-            self._calls[number] = self._by_body[bytes.fromhex(asked["digest"])] = restored
+            self._calls[number] = self._by_body[bytes.fromhex(facts["digest"])] = restored
             # The client may have read it, even if that was not recorded in time.
             self.remember(restored)
             self._sampler.restore(call)
@@ -273,25 +273,25 @@ class Session:
         """
         if self.ended.is_set():
             raise ended_error()
-        earlier = self._by_body.get(identity)
+        earlier_call = self._by_body.get(identity)
         # Not all clients mark retries. A repeat that is not joined would add a second trained answer to a turn.
-        if earlier is not None and earlier.is_joinable and (is_retry or earlier.lacks_delivery):
+        if earlier_call is not None and earlier_call.is_joinable and (is_retry or earlier_call.lacks_delivery):
             self.counts["joined_retries"] += 1
-            return earlier
+            return earlier_call
         # Calls that ran when a driver was killed do not count, because clients repeat them.
         if len(self._calls) >= self.limits.max_calls:
             self.counts["refused_calls"] += 1
-            text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has made them"
-            raise RequestError(text, code="max_turns")
+            reason = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has made them"
+            raise RequestError(reason, code="max_turns")
         if self._sampler.num_tokens_left == 0:
             self.counts["refused_calls"] += 1
-            text = (
+            reason = (
                 f"this session has sampled {self._sampler.num_sampled} tokens; "
                 f"{self.limits.sampled_tokens} are allowed (rollout.agent.sampled_tokens)"
             )
             # The program may continue without the model, so `AgentProgram` ends the attempt too.
-            self.outcome = f"TokenLimit: {text}"
-            raise RequestError(text, code="sampled_tokens")
+            self.outcome = f"TokenLimit: {reason}"
+            raise RequestError(reason, code="sampled_tokens")
         self._num_started += 1
         # Read here: tasks of parallel calls run only later.
         number = self._num_started
@@ -307,19 +307,19 @@ class Session:
         Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
         """
         self._codec.check_tools(conversation.tools)
-        return await self._encode(conversation, self._history.find(conversation))
+        return await self._make_prompt_tokens(conversation, self._history.find(conversation))
 
-    async def _encode(self, conversation: Conversation, answered: Answered | None) -> NDArray[np.int32]:
+    async def _make_prompt_tokens(self, conversation: Conversation, answered: Answered | None) -> NDArray[np.int32]:
         """Return a conversation's prompt tokens [prompt]. They begin with the tokens of `answered`, its earlier
         part.
         """
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could change the tokens.
         if answered is None:
             return await self._codec.opening(conversation)
-        added = conversation.messages[len(answered.conversation.messages) :]
-        return await self._codec.extend(answered.token_ids, added, conversation.tools)
+        new_messages = conversation.messages[len(answered.conversation.messages) :]
+        return await self._codec.extend(answered.token_ids, new_messages, conversation.tools)
 
-    async def _chat(
+    async def _answer_chat(
         self,
         number: int,
         conversation: Conversation,
@@ -331,27 +331,27 @@ class Session:
         answered = self._history.find(conversation)
         if answered is not None:
             self._continue(answered.number)
-        if fork := self._history.fork(conversation, answered):
+        if fork := self._history.find_fork(conversation, answered):
             self.counts["forks"] += 1
             self.counts[f"forks/{fork.reason}"] += 1
             self.fork_texts.append(fork.text)
-        token_ids = await self._encode(conversation, answered)
-        continued = None if answered is None else answered.number
-        num_known = 0 if answered is None else len(answered.conversation.messages)
+        token_ids = await self._make_prompt_tokens(conversation, answered)
+        continued_number = None if answered is None else answered.number
+        num_known_messages = 0 if answered is None else len(answered.conversation.messages)
         self._note_request(
             number,
             digest=request_digest,
             caller=caller,
-            continued=continued,
+            continued=continued_number,
             sampling=sampling,
-            messages=conversation.messages[num_known:],
+            messages=conversation.messages[num_known_messages:],
             # A continuing conversation has the same tools.
             tools=conversation.tools if answered is None else (),
         )
         call = await self._sampler.sample(self.name, number, token_ids, sampling)
-        return await read_chat(self._codec, number, call, conversation, sampling.stop, caller, continued)
+        return await read_chat(self._codec, number, call, conversation, sampling.stop, caller, continued_number)
 
-    async def _complete(
+    async def _answer_text(
         self,
         number: int,
         prompt: str | NDArray[np.int32],
@@ -364,21 +364,21 @@ class Session:
         A prompt that begins with an earlier prompt and completion reuses their token ids; only the rest is tokenized.
         `request_digest` identifies repeats of the request. It is written to the journal, and so is `caller`.
         """
-        continued = None
+        continued_number = None
         if not isinstance(prompt, str):
             token_ids = prompt
-        elif (earlier := self._history.find_text(prompt)) is not None:
-            continued = earlier.number
-            self._continue(continued)
-            added_ids = await self._codec.encode_text(prompt[len(earlier.text) :])
-            token_ids = np.concatenate([earlier.token_ids, added_ids])
+        elif (continued_text := self._history.find_text(prompt)) is not None:
+            continued_number = continued_text.number
+            self._continue(continued_number)
+            added_ids = await self._codec.encode_text(prompt[len(continued_text.text) :])
+            token_ids = np.concatenate([continued_text.token_ids, added_ids])
         else:
             token_ids = await self._codec.encode_text(prompt)
         self._note_request(
             number,
             digest=request_digest,
             caller=caller,
-            continued=continued,
+            continued=continued_number,
             sampling=sampling,
             text=prompt if isinstance(prompt, str) else None,
         )

@@ -63,14 +63,14 @@ class SessionSampler:
 
         Raises RequestError if the prompt leaves no room, or if the engine refuses it.
         """
-        tokens_left = self._limits.context_tokens - len(token_ids)
-        if tokens_left <= 0:
+        max_new_tokens = self._limits.context_tokens - len(token_ids)
+        if max_new_tokens <= 0:
             self._counts["refused_calls"] += 1
             raise too_long(self._limits.context_tokens)
-        if (allowed := self.num_tokens_left) is not None:
+        if (session_tokens_left := self.num_tokens_left) is not None:
             # At least one: a parallel call may have reached the limit after this one began.
-            tokens_left = min(tokens_left, max(allowed, 1))
-        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, tokens_left))
+            max_new_tokens = min(max_new_tokens, max(session_tokens_left, 1))
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, max_new_tokens))
         # `affinity` sends all calls of a session to the engine that caches its prefix.
         request = Request(f"{session}.{number}", token_ids, sampling, self.seed_of(token_ids))
         self._num_unreported += 1

@@ -15,7 +15,7 @@ from megarl.service import wire
 from megarl.service.accounts import Accounts, read_accounts
 from megarl.service.checkpoints import Checkpoints
 from megarl.service.desk import Desk
-from megarl.service.models import MOST_MODELS
+from megarl.service.models import MAX_MODELS
 from megarl.service.published import PublishedWeights, Weights
 from megarl.service.requests import CreateModel, CreateSession, LoraSettings
 from megarl.types import ConfigError
@@ -162,9 +162,9 @@ async def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path
         client = Client(http, url, "tml-a")
         _, session = await client.post("create_session")
         body = {"session_id": session["session_id"], "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
-        requests = (client.result("create_model", body | {"model_seq_id": number}) for number in range(MOST_MODELS + 3))
+        requests = (client.result("create_model", body | {"model_seq_id": number}) for number in range(MAX_MODELS + 3))
         replies = await asyncio.gather(*requests)
-        assert sum("model_id" in reply for reply in replies) == MOST_MODELS
+        assert sum("model_id" in reply for reply in replies) == MAX_MODELS
         assert sum(reply.get("category") == "user" for reply in replies) == 3
 
 
@@ -193,7 +193,7 @@ async def test_an_idle_model_moves_to_disk_once_and_its_heartbeat_does_not_keep_
 async def test_copies_to_sample_from_are_limited_and_those_of_checkpoints_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.service.published.MOST_PUBLISHED", 2)
+    monkeypatch.setattr("megarl.service.published.MAX_PUBLISHED", 2)
     trainer = FakeTrainer()
     async with serving(trainer, tmp_path) as url, ClientSession() as http:
         client = Client(http, url, "tml-a")

@@ -73,9 +73,9 @@ async def test_waiting_bodies_have_a_limit_of_bytes() -> None:
     # A save fails alone.
     promises.append(ledger.submit("m", 5, b"", work))
     with pytest.raises(BusyError, match="at most"):
-        ledger.submit_single("sample", "owner", b"", work)
+        ledger.submit_unordered("sample", "owner", b"", work)
     # Another key has room.
-    assert await ledger.wait_for(ledger.submit_single("other", "second", b"", work), 5.0) is not None
+    assert await ledger.wait_for(ledger.submit_unordered("other", "second", b"", work), 5.0) is not None
     # The others wait for this one, so it is accepted.
     promises.append(ledger.submit("m", 1, b"", work))
     replies = [await ledger.wait_for(promise, 5.0) for promise in promises]

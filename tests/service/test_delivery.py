@@ -28,12 +28,12 @@ SCHEDULE_SECONDS = 60.0
 """Limit of one schedule. The slowest of 1,000 took 2 s, so only a client that hangs reaches it."""
 
 
-MOST_BYTES, MOST_PARTS = 1 << 16, 64
+MAX_BYTES, MAX_PARTS = 1 << 16, 64
 """Limits of the service in these tests: bytes of a body, and parts of a training call."""
 REFUSED: list[Call] = [
-    ("forward_backward", {"tokens": [1, 2, 3], "weight": 1.0, "num_chunks": MOST_PARTS}),
-    ("forward_backward", {"tokens": [1] * (MOST_BYTES // 4), "weight": 1.0}),
-    ("save_weights", {"path": "large", "user_metadata": {"text": "x" * MOST_BYTES}}),
+    ("forward_backward", {"tokens": [1, 2, 3], "weight": 1.0, "num_chunks": MAX_PARTS}),
+    ("forward_backward", {"tokens": [1] * (MAX_BYTES // 4), "weight": 1.0}),
+    ("save_weights", {"path": "large", "user_metadata": {"text": "x" * MAX_BYTES}}),
     ("save_weights", {"path": "deep", "user_metadata": json.loads('{"a":' * 70 + "1" + "}" * 70)}),
     ("save_weights", {"path": "compressed", "is_compressed": True}),
     ("optim_step", {"adam_params": {}, "is_compressed": True}),
@@ -226,8 +226,8 @@ async def check_schedules(folder: Path, seeds: range) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Admission, "reading", reading)
         patch.setattr("megarl.service.routes._SMALL_BYTES", 0)
-        patch.setattr("megarl.serving.body.MAX_BODY_BYTES", MOST_BYTES)
-        patch.setattr("megarl.service.wire._MOST_PARTS", MOST_PARTS)
+        patch.setattr("megarl.serving.body.MAX_BODY_BYTES", MAX_BYTES)
+        patch.setattr("megarl.service.wire._MAX_PARTS", MAX_PARTS)
         async with serving(trainer, folder) as url, ClientSession(timeout=ClientTimeout(SCHEDULE_SECONDS)) as http:
             for seed in seeds:
                 program = make_program(random.Random(seed))

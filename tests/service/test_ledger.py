@@ -144,8 +144,8 @@ async def test_errors_are_sorted_by_who_can_mend_them() -> None:
     async def crash() -> Reply:
         raise RuntimeError("secret of another client")
 
-    refused = ledger.submit_single("a", "owner", b"", refuse)
-    crashed = ledger.submit_single("b", "owner", b"", crash)
+    refused = ledger.submit_unordered("a", "owner", b"", refuse)
+    crashed = ledger.submit_unordered("b", "owner", b"", crash)
     texts = [reply.body.decode() for p in (refused, crashed) if (reply := await ledger.wait_for(p, 5.0))]
     assert '"category": "user"' in texts[0] and "rank = 7" in texts[0]
     assert '"category": "server"' in texts[1] and "secret" not in texts[1]

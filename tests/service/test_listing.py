@@ -95,7 +95,7 @@ def test_a_checkpoint_that_is_read_is_neither_deleted_nor_replaced(tmp_path: Pat
 
 
 def test_an_account_cannot_fill_the_disk(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, print, most_bytes=100)
+    checkpoints = Checkpoints(tmp_path, print, max_bytes=100)
     save(checkpoints, "one", "x" * 60)
     save(checkpoints, "two", "x" * 60)
     with pytest.raises(UserError, match="delete_checkpoint"):

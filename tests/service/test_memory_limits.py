@@ -72,10 +72,10 @@ class Ranks:
         return models
 
 
-def make_trainer(ranks: Any, most_bytes: int) -> RankTrainer:
+def make_trainer(ranks: Any, max_bytes: int) -> RankTrainer:
     return RankTrainer(
         FakeTrainer().served, ranks, ranks, ranks,
-        idle_folder=Path("idle"), num_slots=1, num_sequences=8, report=ranks.reports.append, most_bytes=most_bytes,
+        idle_folder=Path("idle"), num_slots=1, num_sequences=8, report=ranks.reports.append, max_bytes=max_bytes,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from megarl.serving.dialects.chat import Chat, read_conversation
 from megarl.serving.dialects.dialect import Dialect
 from megarl.serving.dialects.messages import Messages
 from megarl.serving.dialects.responses import Responses
-from megarl.serving.dialects.sampling import Asked
+from megarl.serving.dialects.sampling import RequestParameters
 from megarl.serving.history import Answered, History
 from megarl.serving.refusal import RequestError
 from megarl.types import Completion, SamplingSettings
@@ -45,9 +45,9 @@ def make_answer(
     return Answer(number, call, text, text, False, reasoning=reasoning, calls=calls)
 
 
-def read(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Conversation, Asked]:
+def read(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Conversation, RequestParameters]:
     chat, _ = dialect.as_chat(body)
-    return read_conversation(chat), Asked.read(chat, SAMPLING)
+    return read_conversation(chat), RequestParameters.read(chat, SAMPLING)
 
 
 class Server:
@@ -62,7 +62,7 @@ class Server:
         self.bodies.append(body)
         conversation, asked = read(self.dialect, body)
         known = self.history.find(conversation)
-        if fork := self.history.fork(conversation, known):
+        if fork := self.history.find_fork(conversation, known):
             self.forks.append(fork.text)
         answer = self.answers.pop(0)
         whole = conversation.followed_by([answer.message])
@@ -193,7 +193,7 @@ def test_a_message_has_the_parts_of_the_answer() -> None:
         assert first.content[2].input == {"a": 2}
         assert (first.stop_reason, cut.stop_reason) == ("tool_use", "max_tokens")
         assert (first.usage.input_tokens, first.usage.output_tokens) == (3, 1)
-    stopped = Messages().reply("n", "policy", Asked.read({"stop": ["###"]}, SAMPLING), {})
+    stopped = Messages().reply("n", "policy", RequestParameters.read({"stop": ["###"]}, SAMPLING), {})
     assert stopped.make_body(answers[2], None)["stop_sequence"] == "###"
 
 
@@ -223,7 +223,7 @@ def test_a_response_has_the_parts_of_the_answer() -> None:
 
 
 def test_events_of_a_response_are_numbered() -> None:
-    reply = Responses().reply("n", "policy", Asked.read({}, SAMPLING), {})
+    reply = Responses().reply("n", "policy", RequestParameters.read({}, SAMPLING), {})
     stream = reply.begin() + reply.waiting() + b"".join(reply.events(make_answer(0, "Text.", None, ()), None))
     events = [json.loads(line[6:]) for line in stream.decode().splitlines() if line.startswith("data: ")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -12,8 +12,8 @@ import numpy as np
 from megarl.serving.answers import Answer
 from megarl.serving.conversation import Conversation
 from megarl.serving.dialects.caller import read_caller
-from megarl.serving.dialects.events import COMMENT, event, pieces
-from megarl.serving.dialects.sampling import Asked
+from megarl.serving.dialects.events import COMMENT, event, split_text
+from megarl.serving.dialects.sampling import RequestParameters
 from megarl.serving.refusal import RequestError
 from megarl.types import Caller
 
@@ -77,8 +77,8 @@ class Chat:
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_caller(headers)
 
-    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
-        return _Reply(f"chatcmpl-{name}", model, True, asked.has_usage_chunk, int(time.time()))
+    def reply(self, name: str, model: str, parameters: RequestParameters, body: Mapping[str, Any]) -> _Reply:
+        return _Reply(f"chatcmpl-{name}", model, True, parameters.has_usage_chunk, int(time.time()))
 
     def error(self, error: RequestError) -> dict[str, Any]:
         return error.body()
@@ -89,8 +89,8 @@ class Completions(Chat):
 
     page = "/completions"
 
-    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
-        return _Reply(f"cmpl-{name}", model, False, asked.has_usage_chunk, int(time.time()))
+    def reply(self, name: str, model: str, parameters: RequestParameters, body: Mapping[str, Any]) -> _Reply:
+        return _Reply(f"cmpl-{name}", model, False, parameters.has_usage_chunk, int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +104,15 @@ class _Reply:
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.is_chat:
-            choice["message"] = _message(answer)
+            choice["message"] = _make_message(answer)
         else:
             choice["text"] = answer.text
-        choice["logprobs"] = None if tokens is None else self._logprobs(answer, tokens)
+        choice["logprobs"] = None if tokens is None else self._make_logprobs(answer, tokens)
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._object(kind, [choice]) | {"usage": _usage(answer)}
 
     def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
-        return map(event, self._chunks(answer, tokens))
+        return map(event, self._make_chunks(answer, tokens))
 
     def begin(self) -> bytes:
         return b""
@@ -127,28 +127,28 @@ class _Reply:
     def end(self) -> bytes:
         return b"data: [DONE]\n\n"
 
-    def _chunks(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    def _make_chunks(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[dict[str, Any]]:
         """Yield the answer as JSON objects of a stream. For a tool call, these are its name, then pieces of its
         arguments.
         """
-        logprobs = None if tokens is None else self._logprobs(answer, tokens)
+        logprobs = None if tokens is None else self._make_logprobs(answer, tokens)
         if self.is_chat:
             yield self._chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
             # The answer is complete before its stream starts, because tool calls can be parsed only at the end.
-            for text in pieces(answer.reasoning or ""):
+            for text in split_text(answer.reasoning or ""):
                 yield self._chunk({"reasoning_content": text})
-            for text in pieces(answer.text):
+            for text in split_text(answer.text):
                 yield self._chunk({"content": text})
             for index, (call_id, name, arguments) in enumerate(answer.calls):
                 function = {"name": name, "arguments": ""}
                 yield self._chunk(
                     {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
                 )
-                for text in pieces(arguments):
+                for text in split_text(arguments):
                     yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
             yield self._chunk({}, finish_reason=answer.finish_reason)
         else:
-            for text in pieces(answer.text):
+            for text in split_text(answer.text):
                 yield self._chunk(text)
             yield self._chunk("", finish_reason=answer.finish_reason, logprobs=logprobs)
         if self.has_usage_chunk:
@@ -165,7 +165,7 @@ class _Reply:
     def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def _logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
+    def _make_logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
         values = answer.call.completion.rollout_logprobs.tolist()
         if not self.is_chat:
             return {"tokens": list(tokens), "token_logprobs": values, "top_logprobs": None, "text_offset": None}
@@ -185,7 +185,7 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def _make_message(answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         # OpenAI sends null for an empty text next to tool calls.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from megarl.serving.answers import Answer
-from megarl.serving.dialects.sampling import Asked
+from megarl.serving.dialects.sampling import RequestParameters
 from megarl.serving.refusal import RequestError
 from megarl.types import Caller
 
@@ -57,7 +57,7 @@ class Dialect(Protocol):
 
     def caller(self, headers: Mapping[str, str]) -> Caller: ...
 
-    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> Reply:
+    def reply(self, name: str, model: str, parameters: RequestParameters, body: Mapping[str, Any]) -> Reply:
         """Return the object that writes the answer to a request. `name` is the id of the model call."""
         ...
 

@@ -19,10 +19,10 @@ from megarl.files.strict_json import make_object
 from megarl.serving.answers import Answer
 from megarl.serving.dialects.caller import read_claude_code_caller
 from megarl.serving.dialects.chat import append_message
-from megarl.serving.dialects.events import event, pieces
+from megarl.serving.dialects.events import event, split_text
 from megarl.serving.dialects.sampling import (
     CHANGES_SAMPLES,
-    Asked,
+    RequestParameters,
     copy_sampling_fields,
     read_objects,
     unsupported_field,
@@ -54,17 +54,19 @@ class Messages:
         if not items:
             raise RequestError("messages: must have at least one message", param="messages")
         messages: list[dict[str, Any]] = []
-        if system := _text("" if body.get("system") is None else body["system"], "system"):
+        if system := _read_text("" if body.get("system") is None else body["system"], "system"):
             messages.append(_message("system", system))
-        for place, message in enumerate(items):
-            for added in _chat_messages(message, f"messages.{place}"):
-                append_message(messages, added)
+        for index, message in enumerate(items):
+            for chat_message in _convert_messages(message, f"messages.{index}"):
+                append_message(messages, chat_message)
         chat = copy_sampling_fields(body, without=("tool_choice",))
         chat |= {"messages": messages, "max_completion_tokens": body.get("max_tokens")}
         if body.get("stop_sequences") is not None:
             chat["stop"] = body["stop_sequences"]
         if body.get("tools") is not None:
-            chat["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(read_objects(body["tools"], "tools"))]
+            chat["tools"] = [
+                _convert_tool(tool, f"tools.{i}") for i, tool in enumerate(read_objects(body["tools"], "tools"))
+            ]
         if (choice := body.get("tool_choice")) is not None:
             # `_refuse_unsupported` lets only auto and none pass.
             chat["tool_choice"] = choice["type"]
@@ -73,8 +75,8 @@ class Messages:
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_claude_code_caller(headers)
 
-    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
-        return _Reply(f"msg_{name}", model, asked.stops)
+    def reply(self, name: str, model: str, parameters: RequestParameters, body: Mapping[str, Any]) -> _Reply:
+        return _Reply(f"msg_{name}", model, parameters.stops)
 
     def error(self, error: RequestError) -> dict[str, Any]:
         kind = _ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
@@ -92,7 +94,7 @@ class _Reply:
     stops: Sequence[str]
 
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
-        content = [_block(kind, parts) for kind, parts in _parts(answer)]
+        content = [_make_block(kind, parts) for kind, parts in _list_blocks(answer)]
         return self._head(answer) | {"content": content, **self._stop(answer), "usage": _usage(answer)}
 
     def begin(self) -> bytes:
@@ -116,9 +118,9 @@ class _Reply:
         usage = _usage(answer)
         message = self._head(answer) | {"content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": message | {"usage": usage | {"output_tokens": 0}}}
-        for index, (kind, parts) in enumerate(_parts(answer)):
-            yield {"type": "content_block_start", "index": index, "content_block": _empty_block(kind, parts)}
-            for delta in _deltas(kind, parts):
+        for index, (kind, content) in enumerate(_list_blocks(answer)):
+            yield {"type": "content_block_start", "index": index, "content_block": _make_empty_block(kind, content)}
+            for delta in _list_deltas(kind, content):
                 yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
         yield {"type": "message_delta", "delta": self._stop(answer), "usage": usage}
@@ -170,14 +172,14 @@ def _clears_only_thoughts(edits: Any) -> bool:
     )
 
 
-def _text(content: Any, where: str) -> str:
+def _read_text(content: Any, where: str) -> str:
     """Return a text, or the joined texts of a list of text blocks. Raises RequestError for other blocks."""
     if isinstance(content, str):
         return content
-    return "\n".join(_text_of(block, f"{where}.{i}") for i, block in enumerate(read_objects(content, where)))
+    return "\n".join(_read_text_block(block, f"{where}.{i}") for i, block in enumerate(read_objects(content, where)))
 
 
-def _text_of(block: Mapping[str, Any], where: str) -> str:
+def _read_text_block(block: Mapping[str, Any], where: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise RequestError(
             f"{where}.type = {block.get('type')!r:.40}: this model reads blocks of type text only", param=where
@@ -189,50 +191,52 @@ def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _convert_messages(message: Mapping[str, Any], field_path: str) -> list[dict[str, Any]]:
     """Convert a request's message to chat messages. Raises RequestError if it is invalid."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise RequestError(f"{where}.role: is {role!r:.40}; give user, assistant or system", param=f"{where}.role")
+        raise RequestError(
+            f"{field_path}.role: is {role!r:.40}; give user, assistant or system", param=f"{field_path}.role"
+        )
     if role == "assistant":
-        return [_assistant(content, f"{where}.content")]
+        return [_convert_assistant(content, f"{field_path}.content")]
     if role == "system" or isinstance(content, str):
-        return [_message("user", _text(content, f"{where}.content"))]
+        return [_message("user", _read_text(content, f"{field_path}.content"))]
     results, texts = [], []
     if content == []:
-        raise RequestError(f"{where}.content: must not be empty", param=f"{where}.content")
-    for place, block in enumerate(read_objects(content, f"{where}.content")):
-        block_place = f"{where}.content.{place}"
+        raise RequestError(f"{field_path}.content: must not be empty", param=f"{field_path}.content")
+    for index, block in enumerate(read_objects(content, f"{field_path}.content")):
+        block_path = f"{field_path}.content.{index}"
         if block.get("type") == "tool_result":
-            results.append(_tool_result(block, block_place))
+            results.append(_convert_tool_result(block, block_path))
         else:
-            texts.append(_text_of(block, block_place))
+            texts.append(_read_text_block(block, block_path))
     return [*results, *([_message("user", "\n".join(texts))] if texts else [])]
 
 
-def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(name := block.get("tool_use_id"), str):
         raise RequestError(f"{where}.tool_use_id: must be a text", param=where)
-    text = _text("" if block.get("content") is None else block["content"], f"{where}.content")
+    text = _read_text("" if block.get("content") is None else block["content"], f"{where}.content")
     # Chat templates have no field for a failed call.
     return _message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": name}
 
 
-def _assistant(content: Any, where: str) -> dict[str, Any]:
-    """Convert an assistant message of a request's history to a chat message. Errors name its place `where`.
+def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:
+    """Convert an assistant message of a request's history to a chat message. Errors name its place `field_path`.
 
     Raises RequestError for blocks that the endpoint never produces.
     """
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else read_objects(content, where)
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else read_objects(content, field_path)
     texts, thoughts, calls = [], [], []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         match block.get("type"):
             case "thinking" if isinstance(block.get("thinking"), str):
                 thoughts.append(block["thinking"])
             case "tool_use" if isinstance(block.get("name"), str) and isinstance(block.get("input"), Mapping):
-                calls.append(_call(block))
+                calls.append(_convert_call(block))
             case _:
-                texts.append(_text_of(block, f"{where}.{place}"))
+                texts.append(_read_text_block(block, f"{field_path}.{index}"))
     message = _message("assistant", "".join(texts))
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
@@ -241,7 +245,7 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments: Any = block["input"]
     # Unwrap only what `_input` would wrap: a text that is not a JSON object.
     if arguments.keys() == {_INVALID_ARGUMENTS} and _input(arguments[_INVALID_ARGUMENTS]) == arguments:
@@ -253,18 +257,18 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_tool(tool: Mapping[str, Any], field_path: str) -> dict[str, Any]:
     """Convert a tool to a function's schema. Raises RequestError for tools that run on the vendor's servers."""
     if tool.get("type") not in (None, "custom"):
         raise RequestError(
-            f"{where}.type = {tool['type']!r:.40}: tools of this type run on the vendor's servers; remove it",
-            param=where,
+            f"{field_path}.type = {tool['type']!r:.40}: tools of this type run on the vendor's servers; remove it",
+            param=field_path,
         )
     function = {name: tool[name] for name in ("name", "description") if name in tool}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema", {})}}
 
 
-def _parts(answer: Answer) -> Iterator[tuple[str, Any]]:
+def _list_blocks(answer: Answer) -> Iterator[tuple[str, Any]]:
     """Yield an answer's parts as (kind of block, content). A tool call's content is (id, name, arguments)."""
     if answer.reasoning:
         yield "thinking", answer.reasoning
@@ -274,25 +278,28 @@ def _parts(answer: Answer) -> Iterator[tuple[str, Any]]:
         yield "tool_use", call
 
 
-def _empty_block(kind: str, parts: Any) -> dict[str, Any]:
-    """Return the block that begins a part in a stream. `parts` is its content, as `_parts` yields it."""
+def _make_empty_block(kind: str, content: Any) -> dict[str, Any]:
+    """Return the block that begins a part in a stream. `content` is as `_list_blocks` yields it."""
     if kind == "tool_use":
-        return {"type": kind, "id": parts[0], "name": parts[1], "input": {}}
+        call_id, name, _ = content
+        return {"type": kind, "id": call_id, "name": name, "input": {}}
     return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
-def _block(kind: str, parts: Any) -> dict[str, Any]:
+def _make_block(kind: str, content: Any) -> dict[str, Any]:
     if kind == "tool_use":
-        return _empty_block(kind, parts) | {"input": _input(parts[2])}
-    return {"type": kind, kind: parts} | ({"signature": _SIGNATURE} if kind == "thinking" else {})
+        return _make_empty_block(kind, content) | {"input": _input(content[2])}
+    return {"type": kind, kind: content} | ({"signature": _SIGNATURE} if kind == "thinking" else {})
 
 
-def _deltas(kind: str, parts: Any) -> Iterator[dict[str, Any]]:
+def _list_deltas(kind: str, content: Any) -> Iterator[dict[str, Any]]:
+    """Yield a block's text in several events. `content` is a tool call's (id, name, arguments), or a text."""
     if kind == "tool_use":
-        text, name, field = json.dumps(_input(parts[2]), ensure_ascii=False), "input_json_delta", "partial_json"
+        _, _, arguments = content
+        text, name, field = json.dumps(_input(arguments), ensure_ascii=False), "input_json_delta", "partial_json"
     else:
-        text, name, field = parts, f"{kind}_delta", kind
-    for piece in pieces(text):
+        text, name, field = content, f"{kind}_delta", kind
+    for piece in split_text(text):
         yield {"type": name, field: piece}
     if kind == "thinking":
         yield {"type": "signature_delta", "signature": _SIGNATURE}

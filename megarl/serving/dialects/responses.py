@@ -21,9 +21,9 @@ from typing import Any
 from megarl.serving.answers import Answer
 from megarl.serving.dialects.caller import read_codex_caller
 from megarl.serving.dialects.chat import append_message
-from megarl.serving.dialects.events import event, pieces
+from megarl.serving.dialects.events import event, split_text
 from megarl.serving.dialects.sampling import (
-    Asked,
+    RequestParameters,
     changed_fields,
     copy_sampling_fields,
     read_objects,
@@ -60,13 +60,13 @@ class Responses:
         )
         if not items:
             raise RequestError("input: must have at least one item", param="input")
-        instructions = _text("" if body.get("instructions") is None else body["instructions"], "instructions")
+        instructions = _read_text("" if body.get("instructions") is None else body["instructions"], "instructions")
         chat = copy_sampling_fields(body)
         chat |= {
-            "messages": _fold_systems(instructions, _chat_messages(items)),
+            "messages": _fold_systems(instructions, _convert_items(items)),
             "max_completion_tokens": body.get("max_output_tokens"),
         }
-        functions, unused = _tools([] if body.get("tools") is None else body["tools"])
+        functions, unused = _convert_tools([] if body.get("tools") is None else body["tools"])
         if functions:
             chat["tools"] = functions
         # These fields are hints: this model thinks and calls tools as it was trained to.
@@ -79,7 +79,7 @@ class Responses:
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_codex_caller(headers)
 
-    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
+    def reply(self, name: str, model: str, parameters: RequestParameters, body: Mapping[str, Any]) -> _Reply:
         tools = body.get("tools") or ()
         prefixes = [f"{tool.get('name')}{_JOINT}" for tool in tools if tool.get("type") == "namespace"]
         return _Reply(name, model, int(time.time()), prefixes)
@@ -103,7 +103,9 @@ class _Reply:
 
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         is_cut = answer.finish_reason == "length"
-        return self._object("incomplete" if is_cut else "completed", [item for item, _ in self._output(answer)]) | {
+        return self._object(
+            "incomplete" if is_cut else "completed", [item for item, _ in self._list_output_items(answer)]
+        ) | {
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": _usage(answer),
         }
@@ -116,7 +118,7 @@ class _Reply:
         return self._event("response.in_progress", response=self._object("in_progress", []))
 
     def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
-        for index, (item, deltas) in enumerate(self._output(answer)):
+        for index, (item, deltas) in enumerate(self._list_output_items(answer)):
             yield self._event("response.output_item.added", output_index=index, item=_empty_item(item))
             for kind, fields in deltas:
                 yield self._event(kind, output_index=index, item_id=item["id"], **fields)
@@ -161,22 +163,24 @@ class _Reply:
             return {"name": name}
         return {"name": name.removeprefix(prefix), "namespace": prefix.removesuffix(_JOINT)}
 
-    def _output(self, answer: Answer) -> Iterator[tuple[dict[str, Any], Iterator[tuple[str, dict[str, Any]]]]]:
+    def _list_output_items(
+        self, answer: Answer
+    ) -> Iterator[tuple[dict[str, Any], Iterator[tuple[str, dict[str, Any]]]]]:
         """Yield an answer's items, each with the events between its beginning and its end."""
         status = "incomplete" if answer.finish_reason == "length" else "completed"
         if answer.reasoning:
             part = {"type": "summary_text", "text": answer.reasoning}
             item = {"type": "reasoning", "id": f"rs_{self.name}", "summary": [part]}
-            yield item, _part_events("reasoning_summary_part", "reasoning_summary_text", "summary_index", part)
+            yield item, _make_part_events("reasoning_summary_part", "reasoning_summary_text", "summary_index", part)
         # Without any item, clients would take an empty answer for a lost connection.
         if answer.text or not (answer.reasoning or answer.calls):
             part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
             item = {"type": "message", "id": f"msg_{self.name}", "role": "assistant", "status": status}
-            yield item | {"content": [part]}, _part_events("content_part", "output_text", "content_index", part)
+            yield item | {"content": [part]}, _make_part_events("content_part", "output_text", "content_index", part)
         for number, (call_id, name, arguments) in enumerate(answer.calls):
             item = {"type": "function_call", "id": f"fc_{self.name}_{number}", "status": status}
             item |= {"call_id": call_id, "arguments": arguments, **self._function(name)}
-            yield item, _argument_events(name, arguments)
+            yield item, _make_argument_events(name, arguments)
 
 
 def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -184,29 +188,29 @@ def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list
 
     Many templates refuse a system message after other messages.
     """
-    systems, folded = [instructions] if instructions else [], list[dict[str, Any]]()
+    system_texts, other_messages = [instructions] if instructions else [], list[dict[str, Any]]()
     for message in messages:
         is_system = message["role"] in ("system", "developer")
-        if is_system and not folded:
-            systems.append(message["content"])
+        if is_system and not other_messages:
+            system_texts.append(message["content"])
         else:
-            append_message(folded, message | {"role": "user"} if is_system else message)
-    return [*([{"role": "system", "content": "\n\n".join(systems)}] if systems else []), *folded]
+            append_message(other_messages, message | {"role": "user"} if is_system else message)
+    return [*([{"role": "system", "content": "\n\n".join(system_texts)}] if system_texts else []), *other_messages]
 
 
-def _part_events(
+def _make_part_events(
     part_kind: str, text_kind: str, index: str, part: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     logprobs = {"logprobs": []} if text_kind == "output_text" else {}
     yield f"response.{part_kind}.added", {index: 0, "part": part | {"text": ""}}
-    for piece in pieces(part["text"]):
+    for piece in split_text(part["text"]):
         yield f"response.{text_kind}.delta", {index: 0, "delta": piece, **logprobs}
     yield f"response.{text_kind}.done", {index: 0, "text": part["text"], **logprobs}
     yield f"response.{part_kind}.done", {index: 0, "part": part}
 
 
-def _argument_events(name: str, arguments: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for piece in pieces(arguments):
+def _make_argument_events(name: str, arguments: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for piece in split_text(arguments):
         yield "response.function_call_arguments.delta", {"delta": piece}
     yield "response.function_call_arguments.done", {"name": name, "arguments": arguments}
 
@@ -229,47 +233,50 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         raise unsupported_field(name, body[name], "; remove it, and send the whole history as input")
 
 
-def _text(content: Any, where: str) -> str:
+def _read_text(content: Any, field_path: str) -> str:
     """Return a text, or the joined texts of a list of parts. Raises RequestError for other parts."""
     if isinstance(content, str):
         return content
     texts = []
-    for place, part in enumerate(read_objects(content, where, form=_FORM)):
+    for index, part in enumerate(read_objects(content, field_path, form=_FORM)):
         if part.get("type") not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"{where}.{place}.type = {part.get('type')!r:.40}: this model reads parts of text only", param=where
+                f"{field_path}.{index}.type = {part.get('type')!r:.40}: this model reads parts of text only",
+                param=field_path,
             )
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _chat_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _convert_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert a request's `input` items to chat messages. Raises RequestError for an unsupported type of item."""
     messages: list[dict[str, Any]] = []
-    is_answer = False
-    for place, item in enumerate(items):
-        where, kind = f"input.{place}", item.get("type", "message")
-        is_part = kind in _ANSWER_ITEMS or (kind == "message" and item.get("role") == "assistant")
-        if is_part and not is_answer:
+    follows_answer_item = False
+    for index, item in enumerate(items):
+        field_path, kind = f"input.{index}", item.get("type", "message")
+        is_answer_item = kind in _ANSWER_ITEMS or (kind == "message" and item.get("role") == "assistant")
+        if is_answer_item and not follows_answer_item:
             messages.append({"role": "assistant", "content": ""})
-        is_answer = is_part
+        follows_answer_item = is_answer_item
         match kind:
             case "reasoning":
                 _add_reasoning(messages[-1], item)
             case "function_call":
-                messages[-1].setdefault("tool_calls", []).append(_call(item, where))
+                messages[-1].setdefault("tool_calls", []).append(_convert_call(item, field_path))
             case "function_call_output" if isinstance(item.get("call_id"), str):
-                output = _text("" if item.get("output") is None else item["output"], f"{where}.output")
+                output = _read_text("" if item.get("output") is None else item["output"], f"{field_path}.output")
                 messages.append({"role": "tool", "content": output, "tool_call_id": item["call_id"]})
-            case "message" if is_part:
-                messages[-1]["content"] += _text(item.get("content"), f"{where}.content")
+            case "message" if is_answer_item:
+                messages[-1]["content"] += _read_text(item.get("content"), f"{field_path}.content")
             case "message":
-                messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
+                messages.append(
+                    {"role": item.get("role"), "content": _read_text(item.get("content"), f"{field_path}.content")}
+                )
             case _:
                 raise RequestError(
-                    f"{where}.type = {kind!r:.40}: give items of type message, reasoning, function_call or "
+                    f"{field_path}.type = {kind!r:.40}: give items of type message, reasoning, function_call or "
                     "function_call_output",
-                    param=where,
+                    param=field_path,
                 )
     return messages
 
@@ -282,7 +289,7 @@ def _add_reasoning(message: dict[str, Any], item: Mapping[str, Any]) -> None:
     message["reasoning_content"] = message.get("reasoning_content", "") + "".join(texts)
 
 
-def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     for part in ("name", "arguments", "call_id"):
         if not isinstance(item.get(part), str):
             raise RequestError(f"{where}.{part}: must be a text", param=where)
@@ -290,25 +297,27 @@ def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": item["arguments"]}}
 
 
-def _tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str]]:
+def _convert_tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str]]:
     """Return a request's functions as tools of the chat completions API, and the types of its other tools.
 
     Other tools are dropped: they run on the vendor's servers, or need a grammar. `prefix` precedes the names of
     functions in a namespace.
     """
     functions: list[dict[str, Any]] = []
-    dropped: list[str] = []
+    dropped_types: list[str] = []
     for tool in read_objects(tools, "tools", form=_FORM):
         if tool.get("type") == "namespace":
-            of_namespace, dropped_there = _tools(tool.get("tools") or [], f"{tool.get('name')}{_JOINT}")
-            functions += of_namespace
-            dropped += dropped_there
+            namespace_functions, namespace_dropped_types = _convert_tools(
+                tool.get("tools") or [], f"{tool.get('name')}{_JOINT}"
+            )
+            functions += namespace_functions
+            dropped_types += namespace_dropped_types
         elif tool.get("type") == "function":
             function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
             functions.append({"type": "function", "function": function | {"name": f"{prefix}{tool.get('name') or ''}"}})
         else:
-            dropped.append(f"tools.{tool.get('type')!s:.40}")
-    return functions, dropped
+            dropped_types.append(f"tools.{tool.get('type')!s:.40}")
+    return functions, dropped_types
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

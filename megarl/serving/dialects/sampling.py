@@ -71,7 +71,7 @@ def copy_sampling_fields(body: Mapping[str, Any], *, without: Collection[str] = 
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestParameters:
     """Sampling parameters and form of the answer that a request asks for.
 
     `overridden` names the fields replaced by the recipe's values. `stops` are the request's stop strings.
@@ -85,7 +85,7 @@ class Asked:
     has_logprobs: bool
 
     @classmethod
-    def read(cls, body: Mapping[str, Any], recipe: SamplingSettings) -> Asked:
+    def read(cls, body: Mapping[str, Any], recipe: SamplingSettings) -> RequestParameters:
         """Read the parameters of a request.
 
         Raises RequestError for invalid values, and for fields that would change the sampled distribution.
@@ -93,7 +93,7 @@ class Asked:
         # Refuse, do not ignore: training assumes that tokens come from the recipe's distribution.
         for name in changed_fields(body, NEUTRAL):
             raise unsupported_field(name, body[name], CHANGES_SAMPLES)
-        sampling, overridden = _sampling(body, recipe)
+        sampling, overridden = _read_sampling(body, recipe)
         options = body.get("stream_options")
         return cls(
             sampling,
@@ -105,7 +105,7 @@ class Asked:
         )
 
 
-def _sampling(body: Mapping[str, Any], recipe: SamplingSettings) -> tuple[SamplingSettings, tuple[str, ...]]:
+def _read_sampling(body: Mapping[str, Any], recipe: SamplingSettings) -> tuple[SamplingSettings, tuple[str, ...]]:
     """Return a request's sampling parameters, and the names of fields that the recipe overrides.
 
     Clients may set only length limits and stop strings, within the recipe's limits.
