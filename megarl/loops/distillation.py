@@ -36,7 +36,7 @@ async def train(run: Run) -> None:
                     if algorithm.old_logprobs == "rollout":
                         batch.start_from_rollout(number)
                     if has_advantages:
-                        step.log(teachers.leave_out_unknown(batch))
+                        step.log(teachers.mask_unknown_tokens(batch))
                         teacher_logprobs = await teachers.score(batch)
                         step.log(compute_teacher_advantages(batch, teacher_logprobs, recipe.distillation))
                         if recipe.trains_rewards:

@@ -22,7 +22,7 @@ from megarl.environments.environment_pool import EnvironmentPool, process_settin
 from megarl.environments.shared import close_shared
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rewards.scoring.reward_process import WorkerSettings, worker_settings
-from megarl.rollout.accuracy import Answers, had_ended, unjudged_text
+from megarl.rollout.accuracy import Answers, had_unjudged_answers, unjudged_text
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source, sampling_settings, with_stop_tokens
@@ -182,7 +182,7 @@ async def make_sources(
             stack,
             is_abandoned,
             screen,
-            had_ended(earlier, source.name, data[source.name].validation, is_mixture=bool(recipe.mixture)),
+            had_unjudged_answers(earlier, source.name, data[source.name].validation, is_mixture=bool(recipe.mixture)),
             agents,
             memory,
         )
@@ -200,14 +200,14 @@ async def make_source(
     stack: AsyncExitStack,
     is_abandoned: Callable[[], bool],
     screen: Screen,
-    had_ended: bool = False,
+    had_unjudged_answers: bool = False,
     agents: Callable[[], Sequence[AgentLink]] = tuple,
     memory: RunMemory | None = None,
 ) -> Source:
     """Create a source that samples with these engines. An agent's endpoint is open until `stack` closes.
 
-    `screen` gets its settings and the first failure of each kind. `had_ended`: an earlier step already had an answer
-    without a verdict, so accuracy is not measured (`rollout.accuracy`).
+    `screen` gets its settings and the first failure of each kind. `had_unjudged_answers`: an earlier step already had
+    an answer without a verdict, so accuracy is not measured (`rollout.accuracy`).
     """
     recipe = source.recipe
     rollout = recipe.rollout
@@ -240,6 +240,6 @@ async def make_source(
         agent=agent.attempt if agent is not None else None,
         expect_programs=agent.expect if agent is not None else None,
         environment_pool=environments,
-        answers=Answers(judges, source.name, screen.notice_once, had_ended),
+        answers=Answers(judges, source.name, screen.notice_once, had_unjudged_answers),
     )
     return Source(source.name, source.weight, recipe, sampler, data.training, data.validation, rewards.metrics)

@@ -60,7 +60,9 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
     )
 
 
-def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
+def had_unjudged_answers(
+    rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool
+) -> bool:
     """Return whether an earlier step of the run logged an answer of this source without a verdict.
 
     `rows` has each step's metrics by name. `sets` are the source's validation sets.

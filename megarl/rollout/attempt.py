@@ -193,21 +193,42 @@ async def attempt(
             ended, failure = await _run_with_limits(task, make_environment, engine, conversation, clock)
             break
         except EnvironmentUnavailableError as error:
-            max_attempts = budget.attempts
+            max_tries = budget.attempts
             if isinstance(error, EnvironmentProcessError):
                 # The environment's process may have been killed from outside, so retry once even with attempts = 1.
-                max_attempts = max(max_attempts, _ATTEMPTS_AT_A_LOSS)
-            if restarts + 1 >= max_attempts:
+                max_tries = max(max_tries, _ATTEMPTS_AT_A_LOSS)
+            if restarts + 1 >= max_tries:
                 ended, failure = "error", _failure_text(error)
                 break
             restarts += 1
         finally:
             # Without this call, the pool's table of trajectories and replicas would only grow.
             engine.forget(task.name)
-    # Make the trajectory of the last try, not yet scored.
+    trajectory = _make_unscored_trajectory(
+        task, conversation, ended, failure, restarts, engine.seconds, clock.environment_seconds
+    )
+    if failure is not None:
+        return trajectory
+    # If the environment gives rewards, the reward functions are not used.
+    if trajectory.turn_rewards:
+        return replace(trajectory, reward=_environment_reward(conversation.steps))
+    scored = await score(_make_sample(task, conversation))
+    return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
+
+
+def _make_unscored_trajectory(
+    task: Task,
+    conversation: AttemptConversation,
+    ended: Ended,
+    failure: str | None,
+    restarts: int,
+    engine_seconds: float,
+    environment_seconds: float,
+) -> Trajectory:
+    """Return the trajectory of an attempt's last try, without a reward."""
     calls, steps = conversation.calls, conversation.steps
     texts = [turn.completion for turn in conversation.turns]
-    trajectory = make_trajectory(
+    return make_trajectory(
         task,
         calls,
         texts,
@@ -223,25 +244,23 @@ async def attempt(
         is_in_thoughts=conversation.is_in_thoughts,
         tools=conversation.prompt_tools,
         restarts=restarts,
-        engine_seconds=engine.seconds,
-        environment_seconds=clock.environment_seconds,
+        engine_seconds=engine_seconds,
+        environment_seconds=environment_seconds,
     )
-    if failure is not None:
-        return trajectory
-    # Score it. If the environment gives rewards, the reward functions are not used.
-    if trajectory.turn_rewards:
-        return replace(trajectory, reward=_environment_reward(steps))
-    sample = Sample.of(
+
+
+def _make_sample(task: Task, conversation: AttemptConversation) -> Sample:
+    """Return the last completion of an attempt as reward functions see it."""
+    calls, turns = conversation.calls, conversation.turns
+    return Sample.of(
         task.problem,
         calls[-1].completion if calls else _UNANSWERED,
-        texts[-1] if texts else "",
+        turns[-1].completion if turns else "",
         # Reward functions see the whole conversation before the scored completion.
         prompt_messages=conversation.before_last(),
         turn=max(len(calls), 1),
         is_in_thoughts=conversation.is_in_thoughts,
     )
-    scored = await score(sample)
-    return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
 
 async def _run_with_limits(
@@ -323,7 +342,7 @@ async def _take_turns(
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
     reset_result = await clock.time_call(environment.reset, _copy_of(task.problem), seed)
-    _call_with_data(conversation.start, reset_result, task.problem)
+    _call_with_environment_data(conversation.start, reset_result, task.problem)
     num_sampled = num_calls = num_invalid_in_a_row = 0
     for turn_number in range(budget.max_turns):
         token_ids = conversation.prompt
@@ -351,7 +370,7 @@ async def _take_turns(
         num_calls += len(turn.calls)
         if budget.tool_calls is not None and num_calls > budget.tool_calls:
             return "calls"
-        step = _call_with_data(conversation.add, await clock.time_call(environment.step, turn))
+        step = _call_with_environment_data(conversation.add, await clock.time_call(environment.step, turn))
         is_truncated = turn.finish_reason == "length"
         # A truncated final turn ends as `length`, even if the environment also says that it is done.
         if is_truncated and (step.done or budget.truncated_turn == "end"):
@@ -363,7 +382,7 @@ async def _take_turns(
             num_invalid_in_a_row = 0 if call.error is None else num_invalid_in_a_row + 1
         if budget.invalid_calls is not None and num_invalid_in_a_row >= budget.invalid_calls:
             return "invalid_calls"
-        _call_with_data(conversation.observe, step)
+        _call_with_environment_data(conversation.observe, step)
     return "turns"
 
 
@@ -371,7 +390,7 @@ def _failure_text(error: BaseException) -> str:
     return str(error) if isinstance(error, RaisedError) else f"{type(error).__name__}: {error}"
 
 
-def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
+def _call_with_environment_data(method: Callable[..., Result], *data: Any) -> Result:
     """Pass data from the environment to a method. Raises _AttemptError if the data are invalid."""
     try:
         return method(*data)

@@ -52,10 +52,10 @@ class AttemptEngine:
         # A program still running since an earlier driver has its earlier answers. Only the answer it still waits for
         # may be continued.
         is_reopened = log is not None and log.reopened is not None
-        self._to_repeat = [call for call in self._calls if not (is_reopened and call.is_done)]
+        self._repeatable_calls = [call for call in self._calls if not (is_reopened and call.is_done)]
         self._is_closed = False
-        self._num_awaited = 0
-        self._began = self._paused_before = 0.0
+        self._num_calls_under_way = 0
+        self._wait_began = self._paused_before = 0.0
         self.is_followed, self.is_restarted = is_followed, False
         self.seconds = self.seconds_by_clock = 0.0
 
@@ -65,7 +65,7 @@ class AttemptEngine:
 
     @property
     def num_begun(self) -> int:
-        begun_calls = [] if self.log is None else [call for call in self._to_repeat if not call.is_done]
+        begun_calls = [] if self.log is None else [call for call in self._repeatable_calls if not call.is_done]
         return sum(num_sampled(call.parts) for call in begun_calls)
 
     def close(self) -> None:
@@ -81,8 +81,8 @@ class AttemptEngine:
         self.is_restarted = True
         if self.log is not None:
             self.log.begin_again()
-        self._to_repeat = [call for call in self._calls if call.is_done]
-        self._calls[:] = self._to_repeat
+        self._repeatable_calls = [call for call in self._calls if call.is_done]
+        self._calls[:] = self._repeatable_calls
 
     async def generate(
         self,
@@ -189,9 +189,9 @@ class AttemptEngine:
         Time with several parallel calls counts once. `seconds` excludes pauses of the engines, `seconds_by_clock`
         includes them.
         """
-        if not self._num_awaited:
-            self._began, self._paused_before = time.monotonic(), self.seconds_paused
-        self._num_awaited += 1
+        if not self._num_calls_under_way:
+            self._wait_began, self._paused_before = time.monotonic(), self.seconds_paused
+        self._num_calls_under_way += 1
         try:
             return await self._pool.generate(
                 request,
@@ -203,9 +203,9 @@ class AttemptEngine:
                 on_loss=on_loss,
             )
         finally:
-            self._num_awaited -= 1
-            if not self._num_awaited:
-                seconds = time.monotonic() - self._began
+            self._num_calls_under_way -= 1
+            if not self._num_calls_under_way:
+                seconds = time.monotonic() - self._wait_began
                 self.seconds_by_clock += seconds
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
@@ -215,12 +215,12 @@ class AttemptEngine:
         A new prompt means that the attempt deviates from its recording. Then all other recorded calls are discarded.
         """
         # Search the whole list: after a resume, parallel calls of an attempt may come in another order.
-        for index, call in enumerate(self._to_repeat):
+        for index, call in enumerate(self._repeatable_calls):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):
-                return self._to_repeat.pop(index)
-        for call in self._to_repeat:
+                return self._repeatable_calls.pop(index)
+        for call in self._repeatable_calls:
             # Remove them from the group's record too: discarded calls must not enter the next checkpoint.
             self._calls.remove(call)
             self.is_restarted = True
-        self._to_repeat.clear()
+        self._repeatable_calls.clear()
         return None

@@ -57,15 +57,15 @@ class AttemptConversation:
     _rendered: str = ""
     """The text of the tokens in `prompt`. Empty with `history` = append."""
 
-    def start(self, start: object, problem: Problem) -> None:
-        """Set the first prompt from `start`, the value returned by the environment's reset.
+    def start(self, reset_result: object, problem: Problem) -> None:
+        """Set the first prompt from `reset_result`, the value returned by the environment's reset.
 
-        Raises TypeError if `start` has a wrong type. Raises ValueError if the chat template rejects the messages, or if
-        record and environment have different tools.
+        Raises TypeError if `reset_result` has a wrong type. Raises ValueError if the chat template rejects the
+        messages, or if record and environment have different tools.
         """
-        start = checked_start(start)
-        self.opening, self.tools = tuple(start.messages), tuple(start.tools)
-        self.first_state, self.role = start.state, start.role
+        reset_result = checked_start(reset_result)
+        self.opening, self.tools = tuple(reset_result.messages), tuple(reset_result.tools)
+        self.first_state, self.role = reset_result.state, reset_result.role
         if self.tools and problem.tools and self.tools != tuple(problem.tools):
             raise ValueError(
                 f"the record has tools of its own, {shown([tool['function']['name'] for tool in problem.tools])}, and "

@@ -2,10 +2,10 @@
 
 The life of a group, with the functions moving it:
 
-    problem --_start_new--> drawn and started --_sample--> complete --_collect--> waiting --take--> taken, to train on
-            |                         |                     |  ^                  |
-            |                         | filtered            |  +-- forget_step ---+
-            +------- stale, aborted --+---------------------+--> dropped
+    problem --_start_new_group--> started --_sample--> complete --_collect_complete_groups--> waiting --take--> trained
+                                     |                  |                                |  ^              |
+                                     |                  | filtered                       |  +- forget_step-+
+                                     +- stale, aborted -+--------------------------------+--> dropped
 
 `state.started` holds the groups in flight, `state.waiting` the complete groups for a later step. Checkpoints contain
 both.
@@ -15,7 +15,7 @@ The training loop calls `load` before its first step. In each step it calls `tak
 `state.forget_step`. At the end it calls `aclose`. Only the buffer calls `begin_step`, `start`, `use` and `drop` of the
 state.
 
-Groups start and complete within `take`. With sampling ahead they also do so between two calls, where `_note_end`
+Groups start and complete within `take`. With sampling ahead they also do so between two calls, where `_wake_and_refill`
 replaces a filtered-out group. Only `take` drops stale or surplus groups.
 """
 
@@ -38,7 +38,7 @@ from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter
 from megarl.rollout.journal.journal import AttemptJournal
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import StartedGroup
-from megarl.rollout.source import Source, mixture_of
+from megarl.rollout.source import Source, make_mixture
 from megarl.rollout.state import RLState, draw_of, flatten, problem_lookup
 from megarl.rollout.step.scoring import Forward, complete_logprobs, lacks_logprobs, with_logprobs
 from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow
@@ -118,22 +118,22 @@ class GroupBuffer:
         self.sampled: list[Trajectory] = []
         self._recipe = recipe
         self._sources = {source.name: source for source in sources}
-        self._mixture = mixture_of(sources, recipe.seed)
+        self._mixture = make_mixture(sources, recipe.seed)
         self._demand = StepDemand(self.policy, recipe, recipe.train.prompts_per_step, step=1, engine_version=1)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._engines: dict[int, list[AttemptEngine]] = {}
         self._cancelled: set[asyncio.Task[None]] = set()
-        self._wakes = asyncio.Event()
+        self._wake_event = asyncio.Event()
         self._counts: dict[str, float] = {}
         self._collected: list[Group] = []
         """Groups completed since a step last took groups, including the filtered-out ones."""
         self._num_surplus = 0
         self._num_started = 0
-        self._is_refilled = False
+        self._replaces_filtered_groups = False
         """Whether a filtered-out group is replaced at once: True between two `take` calls, until an attempt fails."""
         self._sampling: set[tuple[int, int]] = set()
         """(group, attempt) numbers of a synchronous step's attempts with more completions to request."""
-        self._sleep: asyncio.Future[None] | None = None
+        self._engines_sleep: asyncio.Future[None] | None = None
         self._sampled_at = self._late_seconds = 0.0
 
     def load(self, folder: Path) -> int:
@@ -162,7 +162,7 @@ class GroupBuffer:
         Raises MegarlError if too few groups pass the filter in `algorithm.max_attempts` batches of prompts. Raises
         AbandonedError if the run must stop, and the error of a failed attempt.
         """
-        self._is_refilled = False
+        self._replaces_filtered_groups = False
         engine_version = weight_version if engine_version is None else engine_version
         self._demand = StepDemand(self.policy, self._recipe, num_groups, weight_version, engine_version)
         self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
@@ -173,18 +173,18 @@ class GroupBuffer:
             groups = await self._finish_or_withdraw()
         else:
             self._drop_stale()
-            groups = await self._fill()
+            groups = await self._sample_groups_for_step()
         # If the step is undone, `forget_step` makes these groups wait again, so nothing is sampled twice.
         self.state.use(groups)
         if self.policy.stragglers == "abort":
             self._abort_all()
-        self._measure(groups)
-        self._is_refilled = self.policy.steps_ahead > 0
+        self._set_metrics(groups)
+        self._replaces_filtered_groups = self.policy.steps_ahead > 0
         return _renumber(groups)
 
     async def aclose(self) -> None:
         """Cancel all groups in flight. An environment that ignores its cancellation is abandoned after 5 seconds."""
-        self._is_refilled = False
+        self._replaces_filtered_groups = False
         self._cancel(list(self._tasks))
         if self._cancelled:
             await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
@@ -206,11 +206,11 @@ class GroupBuffer:
             completed, _ = await complete_logprobs(groups, [], self._recipe, forward)
         return completed
 
-    async def _fill(self) -> list[Group]:
+    async def _sample_groups_for_step(self) -> list[Group]:
         """Start groups until enough are complete for the step, and return these."""
         while True:
-            self._collect()
-            self._start_more(self._demand.num_live)
+            self._collect_complete_groups()
+            self._start_groups(self._demand.num_live)
             # Filtered-out groups leave their places empty, so start new groups before each check.
             if (groups := self._demand.choose_groups(self.state)) is not None:
                 return groups
@@ -226,7 +226,7 @@ class GroupBuffer:
     async def _finish_or_withdraw(self) -> list[Group]:
         """Return the groups of a synchronous step. On an error, cancel all groups and their requests."""
         try:
-            groups = await self._fill()
+            groups = await self._sample_groups_for_step()
             # An agent may end before a request of its own has left the engine.
             await self._wait_until_drained()
         except BaseException:
@@ -237,8 +237,8 @@ class GroupBuffer:
             raise
         finally:
             # Await this after an error too: the handler of the error must know whether the engines sleep.
-            if self._sleep is not None:
-                sleep, self._sleep = self._sleep, None
+            if self._engines_sleep is not None:
+                sleep, self._engines_sleep = self._engines_sleep, None
                 await sleep
         return groups
 
@@ -246,7 +246,7 @@ class GroupBuffer:
         for source in self._sources.values():
             await source.sampler.pool.wait_until_drained()
 
-    def _start_more(self, num_live: int) -> None:
+    def _start_groups(self, num_live: int) -> None:
         """Continue the unfinished groups of a checkpoint, then start new groups.
 
         A synchronous step starts one batch of `num_live` prompts. In other modes, groups start until `num_live` are in
@@ -255,20 +255,22 @@ class GroupBuffer:
         state = self.state
         for group in state.started.values():
             if group.draw not in self._tasks:
-                self._start(group, group.draw + 1)
+                self._start_attempts(group, group.draw + 1)
         if not self.policy.is_synchronous:
             while len(state.started) + len(state.waiting) < num_live and not self._has_drawn_enough:
                 state.drawn += 1
-                self._start_new(state.drawn - 1, state.drawn)
+                self._start_new_group(state.drawn - 1, state.drawn)
         elif not state.started and len(state.waiting) < self._demand.num_groups and not self._has_drawn_enough:
             # A batch is one draw, with one seed number. Its groups are numbered after the waiting groups.
             state.drawn += 1
             first_draw = self._num_surplus + self._num_started
             problem_counts: Counter[tuple[str, int]] = Counter()
             for draw in range(first_draw, first_draw + num_live):
-                self._start_new(draw, state.drawn, problem_counts)
+                self._start_new_group(draw, state.drawn, problem_counts)
 
-    def _start_new(self, draw: int, seed_number: int, problem_counts: Counter[tuple[str, int]] | None = None) -> None:
+    def _start_new_group(
+        self, draw: int, seed_number: int, problem_counts: Counter[tuple[str, int]] | None = None
+    ) -> None:
         """Draw a problem and start its group. `problem_counts` counts the batch's problems by source and index."""
         problem, positions = self._mixture.draw(self.state.positions)
         # All attempts of a group share one temperature, even if its schedule moves on during a long group.
@@ -277,10 +279,10 @@ class GroupBuffer:
         self.state.start(group, positions)
         self._num_started += 1
         problem_counts = Counter() if problem_counts is None else problem_counts
-        self._start(group, seed_number, repeat=problem_counts[problem.source, problem.index])
+        self._start_attempts(group, seed_number, repeat=problem_counts[problem.source, problem.index])
         problem_counts[problem.source, problem.index] += 1
 
-    def _start(self, group: StartedGroup, seed_number: int, *, repeat: int = 0) -> None:
+    def _start_attempts(self, group: StartedGroup, seed_number: int, *, repeat: int = 0) -> None:
         """Start the unfinished attempts of a group. `repeat` is how often the batch drew this problem before."""
         seed = f"{self._recipe.seed} {seed_number}"
         if self._recipe.mixture:
@@ -293,7 +295,7 @@ class GroupBuffer:
             self._sampling |= {(group.draw, number) for number in range(self._recipe.train.samples_per_prompt)}
         self._engines[group.draw] = []
         task = self._tasks[group.draw] = asyncio.create_task(self._sample(group, seed))
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._wake_and_refill)
 
     async def _sample(self, group: StartedGroup, seed: str) -> None:
         """Run all unfinished attempts of a group concurrently."""
@@ -311,14 +313,14 @@ class GroupBuffer:
         sampler = source.sampler
         sampling = replace(source.sampling(self._demand.step), temperature=group.temperature)
         task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
-        end_sampling = partial(self._end_sampling, group.draw, number)
+        note_last_completion = partial(self._note_last_completion, group.draw, number)
         calls = group.calls.setdefault(number, [])
         # An agent's answers are in the journal. A deterministic environment is repeated from its recorded calls.
         log = None
         if self._journal is not None and sampler.agent is not None:
             log = self._journal.begin(task.key, repr(sampling))
             if log.ended is not None:
-                end_sampling()
+                note_last_completion()
                 group.finish(replace(log.ended, group=group.draw))
                 return
             log.merge_into(calls)
@@ -326,12 +328,12 @@ class GroupBuffer:
         self._engines[group.draw].append(engine)
 
         # Agents and failed attempts never report their last completion. Their end counts as the end of their sampling.
-        trajectory = await sampler.attempt(task, engine, end_sampling)
-        end_sampling()
+        trajectory = await sampler.attempt(task, engine, note_last_completion)
+        note_last_completion()
         trajectory = replace(trajectory, restarts=trajectory.restarts + engine.is_restarted)
         group.finish(trajectory if log is None else await log.end(trajectory))
 
-    def _end_sampling(self, draw: int, number: int) -> None:
+    def _note_last_completion(self, draw: int, number: int) -> None:
         """Record the last completion of an attempt. After the batch's last completion the engines go to sleep."""
         if (draw, number) not in self._sampling:
             return
@@ -342,30 +344,30 @@ class GroupBuffer:
         # A filter may require another batch with the same weights, so keep the engines awake.
         if self.on_sampled is not None and self._recipe.algorithm.dynamic_sampling is None:
             # In a task of its own: a cancelled attempt must not cancel this call to all ranks.
-            self._sleep = asyncio.ensure_future(self.on_sampled())
-            self._sleep.add_done_callback(self._note_end)
+            self._engines_sleep = asyncio.ensure_future(self.on_sampled())
+            self._engines_sleep.add_done_callback(self._wake_and_refill)
 
-    def _note_end(self, task: asyncio.Future[None]) -> None:
+    def _wake_and_refill(self, task: asyncio.Future[None]) -> None:
         """Wake `take` after a sampling task ended, and replace a group filtered out during training."""
-        self._wakes.set()
+        self._wake_event.set()
         if task.cancelled() or task.exception() is not None:
-            self._is_refilled = False  # the next `take` raises it
-        if self._is_refilled:
-            self._collect()
+            self._replaces_filtered_groups = False  # the next `take` raises it
+        if self._replaces_filtered_groups:
+            self._collect_complete_groups()
             # This step's groups were taken already, but `num_live` still counts them.
-            self._start_more(self._demand.num_live - self._demand.num_groups)
+            self._start_groups(self._demand.num_live - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
         """Wait until a group completes or fails, at most 1 second, so that the caller can check for a stop."""
-        self._wakes = asyncio.Event()
+        self._wake_event = asyncio.Event()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wakes.wait(), BUDGET_SECONDS)
+            await asyncio.wait_for(self._wake_event.wait(), BUDGET_SECONDS)
 
-    def _collect(self) -> None:
+    def _collect_complete_groups(self) -> None:
         """Add complete groups to the waiting groups if they pass the filter. Raises the error of a failed attempt."""
         state, recipe = self.state, self._recipe
-        if self._sleep is not None and self._sleep.done():
-            self._sleep.result()
+        if self._engines_sleep is not None and self._engines_sleep.done():
+            self._engines_sleep.result()
         ended_draws = [draw for draw, task in self._tasks.items() if task.done()]
         for draw in ended_draws:
             try:
@@ -375,7 +377,9 @@ class GroupBuffer:
                 raise errors.exceptions[0] from None
         if self.policy.is_synchronous:
             # Collect a batch as a whole, in its order. The curriculum must not depend on the order in which groups end.
-            if len(ended_draws) < len(self._tasks) or (self._sleep is not None and not self._sleep.done()):
+            if len(ended_draws) < len(self._tasks) or (
+                self._engines_sleep is not None and not self._engines_sleep.done()
+            ):
                 return
             if ended_draws:
                 self._late_seconds += time.monotonic() - self._sampled_at
@@ -383,7 +387,7 @@ class GroupBuffer:
             finished_attempts = state.started[draw].finished
             group = [finished_attempts[number] for number in range(recipe.train.samples_per_prompt)]
             # Before the group is removed: if this raises during training, the next `take` must raise it again.
-            self._observe(group)
+            self._report_to_curriculum(group)
             del self._tasks[draw], self._engines[draw], state.started[draw]
             self._collected.append(group)
             if passes_filter(group, recipe.algorithm):
@@ -391,7 +395,7 @@ class GroupBuffer:
             else:
                 state.drop("filtered", [group[0].problem])
 
-    def _observe(self, group: Group) -> None:
+    def _report_to_curriculum(self, group: Group) -> None:
         """Report a complete group's share of right answers to the curriculum.
 
         Raises MegarlError if the recipe needs right-or-wrong verdicts and the group has none.
@@ -458,7 +462,7 @@ class GroupBuffer:
         if not task.cancelled():
             task.exception()  # retrieve it: asyncio would log an error that nobody awaits
 
-    def _measure(self, groups: Sequence[Group]) -> None:
+    def _set_metrics(self, groups: Sequence[Group]) -> None:
         """Set the metrics of the step that trains on `groups`. Restart the counts for the next step."""
         state, algorithm = self.state, self._recipe.algorithm
         collected, self._collected = self._collected, []

@@ -113,7 +113,7 @@ def num_sampled(parts: Sequence[Completion]) -> int:
     return sum(len(part.token_ids) for part in parts)
 
 
-def remainder(request: Request, parts: Sequence[Completion]) -> Request:
+def make_remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
     """Return a request for the remaining tokens of an interrupted completion. Its prompt includes the tokens so far.
 
     Its seed derives from the old seed and the number of tokens so far. With the old seed, the engine would repeat its

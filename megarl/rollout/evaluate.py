@@ -132,11 +132,11 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         measure_arguments = (settings.samples_per_prompt, settings.ks, read_answer)
         grouped = by_data_source(trajectories, recipe.reward.source_field)
         # Majority votes take a while. Count them in a thread, so that the event loop can answer calls.
-        set_measures = await asyncio.to_thread(measures_of, trajectories, *measure_arguments)
+        set_measures = await asyncio.to_thread(compute_measures, trajectories, *measure_arguments)
         # A single data source would only repeat the numbers of the set.
         data_source_parts = grouped.items() if len(grouped) > 1 else ()
         measures_by_part = {
-            key: await asyncio.to_thread(measures_of, part, *measure_arguments) for key, part in data_source_parts
+            key: await asyncio.to_thread(compute_measures, part, *measure_arguments) for key, part in data_source_parts
         }
         yield EvaluatedSet(
             name,
@@ -150,7 +150,7 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         )
 
 
-def measures_of(
+def compute_measures(
     trajectories: Sequence[Trajectory], samples_per_prompt: int, ks: Sequence[int], read_answer: ReadAnswer | None
 ) -> dict[str, Measure]:
     """Return measures over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive attempts.

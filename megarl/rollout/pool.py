@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.engine_requests import OnLoss, PendingRequest, Queue, Replica, num_sampled, remainder
+from megarl.rollout.engine_requests import OnLoss, PendingRequest, Queue, Replica, make_remaining_request, num_sampled
 from megarl.rollout.pool_meter import PoolMeter
 from megarl.rollout.stragglers import Pace, StragglerDetector
 from megarl.types import Completion, PeerLostError, Request
@@ -263,7 +263,7 @@ class EnginePool:
         """Abort a replica's running requests. Queue each one's remaining tokens at the front."""
         running = tuple(replica.running)
         try:
-            aborted = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
+            aborted = {part.request_id: part for part in await self._call_engine(replica, (), running, 0.0)}
         except PeerLostError as error:
             self._drop_replica(replica, error)
             if self._failure is not None:
@@ -308,7 +308,7 @@ class EnginePool:
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
             return
-        queue[name] = remainder(pending.request, pending.parts)
+        queue[name] = make_remaining_request(pending.request, pending.parts)
         queue.move_to_end(name, last=last)
 
     def _choose_queue(self, affinity: str | None) -> Queue:
@@ -385,29 +385,29 @@ class EnginePool:
         num_unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         # Each replica takes at most an even share, rounded up. Otherwise the first pump to run would drain the common
         # queue.
-        share = -(-num_unfinished // len(self._live))
+        max_share = -(-num_unfinished // len(self._live))
         num_admitted = min(len(replica.waiting), self._max_running - len(replica.running))
         new_requests = [replica.waiting.popitem(last=False)[1] for _ in range(num_admitted)]
-        num_free = min(self._max_running, share) - len(replica.running) - len(new_requests)
+        num_free = min(self._max_running, max_share) - len(replica.running) - len(new_requests)
         new_requests += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), num_free))]
         replica.running |= dict.fromkeys(request.request_id for request in new_requests)
         return tuple(new_requests)
 
-    async def _advance(self, replica: Replica, new: tuple[Request, ...]) -> None:
+    async def _advance(self, replica: Replica, new_requests: tuple[Request, ...]) -> None:
         """Send new and cancelled requests to a replica's engine, and handle the completions that it returns."""
-        self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
+        self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new_requests)
         # A request may have finished since its cancellation. The engine no longer knows its id.
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
-        began, load = time.monotonic(), len(replica.running)
-        completions = await self._ask(replica, new, aborts, self._budget_seconds)
-        seconds = time.monotonic() - began
+        started, num_running = time.monotonic(), len(replica.running)
+        completions = await self._call_engine(replica, new_requests, aborts, self._budget_seconds)
+        seconds = time.monotonic() - started
         # Assume that a request finishing in this call ran for half of the call.
         replica.pace.add(
             Pace(
                 num_tokens=self._count_parts(completions),
                 seconds=seconds,
-                request_seconds=seconds * (load - len(completions) / 2),
+                request_seconds=seconds * (num_running - len(completions) / 2),
             )
         )
         for completion in completions:
@@ -422,11 +422,11 @@ class EnginePool:
                 pending.parts.append(completion)
         self._notify_advance()
 
-    async def _ask(
-        self, replica: Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
+    async def _call_engine(
+        self, replica: Replica, new_requests: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
     ) -> list[Completion]:
         """Send new requests and aborts to a replica, let it sample, and return the finished completions."""
-        requests_and_aborts: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
+        requests_and_aborts: tuple[tuple[Request, ...], tuple[str, ...]] = (new_requests, aborts)
         # Only the replica's first rank has vLLM's scheduler. The other ranks follow it.
         per_rank = [requests_and_aborts, *[((), ())] * (len(replica.ranks) - 1)]
         completions, *_ = await self._ranks.ask(

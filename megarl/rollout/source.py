@@ -41,7 +41,7 @@ def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
     return total
 
 
-def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
+def make_mixture(sources: Sequence[Source], seed: int) -> Mixture:
     """Return the mixture from which prompts of these sources are drawn, by their weights."""
     streams = [
         SourceStream(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.rollout.accuracy import Answers, had_ended
+from megarl.rollout.accuracy import Answers, had_unjudged_answers
 from megarl.rollout.step.step_metrics import data_source_metrics, reward_metrics
 from megarl.types import Problem, Reward, Trajectory
 
@@ -50,6 +50,8 @@ def test_declared_verdicts_never_end() -> None:
 
 def test_a_resumed_run_knows_that_accuracy_has_ended() -> None:
     rows = [{"step": 1, "reward/accuracy": 0.5}, {"step": 2, "environment/mine/reward/unjudged": 1.0}]
-    assert had_ended(rows, "mine", ["easy"], is_mixture=True)
-    assert not had_ended(rows, "other", ["easy"], is_mixture=True) and not had_ended(rows, "mine", [], is_mixture=False)
-    assert had_ended([{"step": 1, "val/easy/unjudged": 0.1}], "mine", ["easy"], is_mixture=False)
+    assert had_unjudged_answers(rows, "mine", ["easy"], is_mixture=True)
+    assert not had_unjudged_answers(rows, "other", ["easy"], is_mixture=True) and not had_unjudged_answers(
+        rows, "mine", [], is_mixture=False
+    )
+    assert had_unjudged_answers([{"step": 1, "val/easy/unjudged": 0.1}], "mine", ["easy"], is_mixture=False)

@@ -14,7 +14,7 @@ from megarl.algorithms.estimates import Measure, wilson
 from megarl.config import Recipe
 from megarl.console.results import print_evaluation
 from megarl.rewards.scoring.reward_process import Failure
-from megarl.rollout.evaluate import EvaluatedSet, evaluate, failure_metrics, measures_of
+from megarl.rollout.evaluate import EvaluatedSet, compute_measures, evaluate, failure_metrics
 from megarl.rollout.source import Source
 from megarl.rollout.step.step_metrics import environment_metrics, rollout_metrics
 from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
@@ -84,7 +84,7 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
 def test_a_set_whose_answers_were_not_all_judged_has_rewards_only() -> None:
     unjudged = replace(trajectory(0.4), reward=Reward(0.4, True, None))
     found = [trajectory(1.0), unjudged, trajectory(1.0), trajectory(0.0)]
-    measures = measures_of(found, 2, (1, 2), None)
+    measures = compute_measures(found, 2, (1, 2), None)
     assert measures.keys() == {"reward/mean", "reward/boxed/mean"} and measures["reward/mean"].value == pytest.approx(
         (0.7 + 0.5) / 2
     )
@@ -104,13 +104,13 @@ def test_graded_rewards_have_a_mean_with_an_interval() -> None:
         attempt(-0.5, 0.25), attempt(1.0, None), attempt(0.25, 0.75), attempt(None, None), attempt(None, None),
         attempt(None, None),
     ]  # fmt: skip
-    measures = measures_of(attempts, 2, (1,), None)
+    measures = compute_measures(attempts, 2, (1,), None)
     assert {name: measure.value for name, measure in measures.items()} == {
         "reward/mean": 0.25,
         "reward/shape/mean": 0.5,
     }
     assert -0.5 <= measures["reward/shape/mean"].low <= 0.5 <= measures["reward/shape/mean"].high <= 1.0
-    assert measures_of(attempts[3:5], 2, (), None).keys() == {"accuracy"}
+    assert compute_measures(attempts[3:5], 2, (), None).keys() == {"accuracy"}
 
 
 def test_the_table_of_an_evaluation_cuts_no_name_at_80_columns(
@@ -181,8 +181,8 @@ def test_several_attempts_at_each_problem_are_measured_by_problem_and_by_data_so
 
 
 def test_what_states_no_answer_has_no_majority() -> None:
-    assert measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), None).keys() > {"accuracy", "pass_at_2"}
-    found = measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), lambda text, record: None)
+    assert compute_measures([trajectory(1.0), trajectory(0.0)], 2, (2,), None).keys() > {"accuracy", "pass_at_2"}
+    found = compute_measures([trajectory(1.0), trajectory(0.0)], 2, (2,), lambda text, record: None)
     assert found["majority_at_2"].value == 1.0  # the wrong one does not vote
 
 

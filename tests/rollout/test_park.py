@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.engine_requests import join_parts, remainder
+from megarl.rollout.engine_requests import join_parts, make_remaining_request
 from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, Request, RetainedSets, SamplingSettings
 from tests.rollout.engines import engines
@@ -219,8 +219,8 @@ def test_nothing_left_to_ask_for_is_length() -> None:
         Completion("r", np.array(ids), np.full(len(ids), -0.5, np.float32), "abort", np.full(len(ids), v, np.int32))
         for ids, v in (([5, 6], 1), ([7], 2))
     ]
-    assert remainder(asked, []) is asked
-    rest = remainder(asked, parts[:1])
+    assert make_remaining_request(asked, []) is asked
+    rest = make_remaining_request(asked, parts[:1])
     assert (rest.prompt_token_ids.tolist(), rest.sampling.max_new_tokens, rest.num_retained) == ([1, 2, 5, 6], 1, 2)
     assert rest.prompt_token_ids.dtype == np.int32 and rest.seed != asked.seed
     completion = join_parts(parts)

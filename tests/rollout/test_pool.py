@@ -288,7 +288,7 @@ async def test_ranks_behind_the_first_of_a_replica_get_no_requests() -> None:
 
     pool = EnginePool(Ranks(), ParallelConfig(tp=3, pp=1, dp=1, rollout_tp=3), max_running=4)
     new = (request("a", (5,), 8),)
-    assert await pool._ask(pool._replicas[0], new, ("b",), 1.0) == []
+    assert await pool._call_engine(pool._replicas[0], new, ("b",), 1.0) == []
     assert asked == [([0, 1, 2], [(new, ("b",)), ((), ()), ((), ())])]
 
 

@@ -168,7 +168,7 @@ def test_tokens_that_a_teacher_lacks_are_not_trained(tiny_model: Callable[..., P
     models: Any = {"teacher0": Scores(shape)}
     teachers = Teachers(recipe, models)
     teachers.assign(batch)
-    assert teachers.leave_out_unknown(batch) == {"distillation/unknown": pytest.approx(0.25)}
+    assert teachers.mask_unknown_tokens(batch) == {"distillation/unknown": pytest.approx(0.25)}
     assert batch.loss_mask.tolist() == [False, False, True, False, True, False, False, True]
     found = asyncio.run(teachers.score(batch))
     assert found.tolist() == [-10, -11, -50, 0, -52, -10, -11, -50]

@@ -313,7 +313,7 @@ class AttemptLog:
         if is_reopened:
             self.calls = [answer.call for answer in agent_try.answers.values() if answer.call is not None]
         elif earlier is not None:
-            self._repeat(earlier)
+            self._repeat_answers_of(earlier)
 
     @property
     def name(self) -> str:
@@ -324,7 +324,7 @@ class AttemptLog:
         """Sampled tokens of this try without an answer. A call restored from a checkpoint may continue some of them."""
         return self._try.aborted.total()
 
-    def _repeat(self, earlier: JournaledTry) -> None:
+    def _repeat_answers_of(self, earlier: JournaledTry) -> None:
         """Let this try repeat the answers of an `earlier` try with the same sampling parameters."""
         self._earlier = earlier
         self.calls = []
@@ -348,7 +348,7 @@ class AttemptLog:
             raise asyncio.CancelledError
         earlier, self.reopened = self._try, None
         self._try = self._journal.begin_try(earlier.attempt_name, earlier.settings)
-        self._repeat(earlier)
+        self._repeat_answers_of(earlier)
 
     def open_session(self, session: str, key: str, node: str, container: str) -> None:
         """Record how a later driver can reach the attempt's program. Written by the next flush, with the first

@@ -103,48 +103,12 @@ def compute_advantages(
     if algorithm.advantage == "pass_at_k":
         num_scored = np.bincount(batch.groups, weights=batch.is_scored)
         metrics["advantages/groups_below_k"] = float((num_scored < algorithm.pass_k).sum())
-    kl_penalties = torch.zeros(len(mask))
-    # Compute the KL penalty of each token.
-    # In distillation a preset's KL penalty has no effect, because the teacher replaces the reference model.
-    if recipe.has_kl_penalty and algorithm.kl_placement != "loss":
-        kl_penalties = _divergence(batch, algorithm)
-        if algorithm.k3_max is not None:
-            metrics["kl/capped"] = float((kl_penalties[mask] >= algorithm.k3_max).float().mean())
-        metrics["kl/reference"] = float(kl_penalties[mask].mean())
-        # Scale only now: the metrics report the plain KL, without its coefficient.
-        kl_penalties = kl_coefficient * kl_penalties
-    # Compute the advantages: by a critic's values, or by comparing the rewards of samples or turns.
+    kl_penalties, kl_metrics = _compute_kl_penalties(batch, recipe, kl_coefficient)
     if algorithm.advantage == "gae":
-        turn_rewards, turns = torch.from_numpy(batch.turn_rewards), torch.from_numpy(batch.turns)
-        # float32, like the critic's values. Estimators without a critic compare float64 rewards.
-        rewards = token_rewards(scores, turn_rewards, turns, cu_samples, mask).float()
-        if algorithm.kl_placement == "reward":
-            rewards = rewards - kl_penalties
-        predicted_values = torch.from_numpy(batch.per_token["values"])
-        advantages, returns = gae(
-            rewards, predicted_values, cu_samples, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda, mask=mask
-        )
-        batch.per_token["returns"] = returns.numpy()
-        metrics |= _value_metrics(predicted_values[mask], returns[mask])
+        advantages, estimator_metrics = _compute_critic_advantages(scores, kl_penalties, batch, algorithm)
     else:
-        if algorithm.kl_placement == "reward":
-            scores = scores - sequence_sums(kl_penalties, cu_samples, mask)
-        if algorithm.advantage == "rae":
-            baselines = {} if role_baselines is None else role_baselines
-            advantages = broadcast_to_tokens(role_advantages(scores, batch, recipe, baselines), cu_samples, len(mask))
-            metrics |= {f"advantages/baseline/{name}": value for name, value in baselines.items()}
-        elif algorithm.reward_order == "normalize_then_sum":
-            advantages = broadcast_to_tokens(_compute_function_advantages(batch, recipe), cu_samples, len(mask))
-        elif algorithm.turn_discount is None:
-            advantages = broadcast_to_tokens(
-                _compute_sample_advantages(scores, batch, algorithm), cu_samples, len(mask)
-            )
-        else:
-            advantages = _compute_turn_advantages(scores, batch, algorithm, algorithm.turn_discount)
-        if algorithm.state_weight:
-            advantages = advantages + weighted_state_advantages(
-                _compute_rewards_by_turn(scores, batch), batch, algorithm
-            )
+        advantages, estimator_metrics = _compare_rewards(scores, kl_penalties, batch, recipe, role_baselines)
+    metrics |= kl_metrics | estimator_metrics
     # Subtract the KL penalty, unless it is already part of the reward.
     # With gamma = lambda = 1, this is the sum of the KL over the following tokens.
     if algorithm.kl_placement == "return":
@@ -159,11 +123,72 @@ def compute_advantages(
     return metrics
 
 
+def _compute_kl_penalties(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> tuple[Tensor, dict[str, float]]:
+    """Return each token's KL penalty [tokens], and its metrics. It is 0 if the KL is in the loss, or unused."""
+    algorithm, mask = recipe.algorithm, torch.from_numpy(batch.loss_mask)
+    # In distillation a preset's KL penalty has no effect, because the teacher replaces the reference model.
+    if not recipe.has_kl_penalty or algorithm.kl_placement == "loss":
+        return torch.zeros(len(mask)), {}
+    divergences = _estimate_divergence(batch, algorithm)
+    metrics: dict[str, float] = {}
+    if algorithm.k3_max is not None:
+        metrics["kl/capped"] = float((divergences[mask] >= algorithm.k3_max).float().mean())
+    # The metrics report the plain KL, without its coefficient.
+    metrics["kl/reference"] = float(divergences[mask].mean())
+    return kl_coefficient * divergences, metrics
+
+
+def _compute_critic_advantages(
+    scores: Tensor, kl_penalties: Tensor, batch: RLBatch, algorithm: AlgorithmConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Return advantages [tokens] by a critic's values (GAE), and metrics. Sets the batch's `returns` [tokens]."""
+    cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
+    turn_rewards, turns = torch.from_numpy(batch.turn_rewards), torch.from_numpy(batch.turns)
+    # float32, like the critic's values. Estimators without a critic compare float64 rewards.
+    rewards = token_rewards(scores, turn_rewards, turns, cu_samples, mask).float()
+    if algorithm.kl_placement == "reward":
+        rewards = rewards - kl_penalties
+    predicted_values = torch.from_numpy(batch.per_token["values"])
+    advantages, returns = gae(
+        rewards, predicted_values, cu_samples, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda, mask=mask
+    )
+    batch.per_token["returns"] = returns.numpy()
+    return advantages, _value_metrics(predicted_values[mask], returns[mask])
+
+
+def _compare_rewards(
+    scores: Tensor,
+    kl_penalties: Tensor,
+    batch: RLBatch,
+    recipe: Recipe,
+    role_baselines: dict[str, float] | None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Return advantages [tokens] by comparing the rewards of samples or turns, without a critic, and metrics."""
+    algorithm = recipe.algorithm
+    cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
+    metrics: dict[str, float] = {}
+    if algorithm.kl_placement == "reward":
+        scores = scores - sequence_sums(kl_penalties, cu_samples, mask)
+    if algorithm.advantage == "rae":
+        baselines = {} if role_baselines is None else role_baselines
+        advantages = broadcast_to_tokens(role_advantages(scores, batch, recipe, baselines), cu_samples, len(mask))
+        metrics |= {f"advantages/baseline/{name}": value for name, value in baselines.items()}
+    elif algorithm.reward_order == "normalize_then_sum":
+        advantages = broadcast_to_tokens(_compute_function_advantages(batch, recipe), cu_samples, len(mask))
+    elif algorithm.turn_discount is None:
+        advantages = broadcast_to_tokens(_compute_sample_advantages(scores, batch, algorithm), cu_samples, len(mask))
+    else:
+        advantages = _compute_turn_advantages(scores, batch, algorithm, algorithm.turn_discount)
+    if algorithm.state_weight:
+        advantages = advantages + weighted_state_advantages(_compute_rewards_by_turn(scores, batch), batch, algorithm)
+    return advantages, metrics
+
+
 def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
     """Return the mean KL of policy and reference, in nats per token; None: advantages have no KL penalty."""
     if not recipe.has_kl_penalty or recipe.algorithm.kl_placement == "loss":
         return None
-    return float(_divergence(batch, recipe.algorithm)[torch.from_numpy(batch.loss_mask)].mean())
+    return float(_estimate_divergence(batch, recipe.algorithm)[torch.from_numpy(batch.loss_mask)].mean())
 
 
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
@@ -268,7 +293,7 @@ def _source_mask(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
     return torch.tensor([not recipe.mixture or environment == name for environment in batch.environments])
 
 
-def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
+def _estimate_divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
     """Return the estimated KL divergence of policy and reference, [tokens] in nats; zero on untrained tokens."""
     old_logprobs, reference_logprobs = (
         torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "reference_logprobs")

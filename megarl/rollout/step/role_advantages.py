@@ -19,21 +19,21 @@ def role_advantages(scores: Tensor, batch: RLBatch, recipe: Recipe, baselines: d
     role starts at 0. Samples count in the order of their numbers. Raises ConfigError for a sample without a role.
     """
     # `rae` updates a baseline after each sample, so the order matters.
-    scored = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])
-    names = [_name_baseline(recipe, batch, sample) for sample in scored]
-    baseline_names = list(dict.fromkeys(names))
-    roles = torch.tensor([baseline_names.index(name) for name in names], dtype=torch.int64)
+    scored_samples = sorted(np.flatnonzero(batch.is_scored).tolist(), key=lambda sample: batch.sample_ids[sample])
+    name_by_scored_sample = [_make_baseline_key(recipe, batch, sample) for sample in scored_samples]
+    baseline_names = list(dict.fromkeys(name_by_scored_sample))
+    roles = torch.tensor([baseline_names.index(name) for name in name_by_scored_sample], dtype=torch.int64)
     baselines_before = torch.tensor([baselines.get(name, 0.0) for name in baseline_names], dtype=scores.dtype)
     scored_advantages, baselines_after = rae(
-        scores[scored], roles, baselines_before, role_decay=recipe.algorithm.role_decay
+        scores[scored_samples], roles, baselines_before, role_decay=recipe.algorithm.role_decay
     )
     baselines.update(zip(baseline_names, baselines_after.tolist(), strict=True))
     advantages = torch.zeros_like(scores)
-    advantages[scored] = scored_advantages
+    advantages[scored_samples] = scored_advantages
     return advantages
 
 
-def _name_baseline(recipe: Recipe, batch: RLBatch, sample: int) -> str:
+def _make_baseline_key(recipe: Recipe, batch: RLBatch, sample: int) -> str:
     """Return the key of a sample's baseline: its role, in a mixture SOURCE.ROLE."""
     role = batch.roles[sample]
     if role is None:

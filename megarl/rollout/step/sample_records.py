@@ -66,10 +66,8 @@ async def token_records(
     samples = _find_extreme_samples(batch, count)
     if not len(samples):
         return []
-    segment_rows = batch.last_segments[samples]
-    selected_batch = batch.select(segment_rows)
+    selected_batch = batch.select(batch.last_segments[samples])
     old_logprobs = selected_batch.per_token.get("old_logprobs")
-    # Get the trainer's log-probs of the chosen samples' last segments.
     # NaN marks log-probs to be computed only by the update's own forward pass.
     is_known = not (old_logprobs is None or starts_from_rollout or np.isnan(old_logprobs).any())
     if old_logprobs is None or not is_known:
@@ -81,30 +79,43 @@ async def token_records(
         samples.tolist(), logprobs_by_segment, advantages_by_segment, strict=True
     ):
         trajectory = trajectories[sample]
-        segment = trajectory.segments[-1]
-        is_sampled = segment.weight_versions >= 0
-        first_sampled = int(is_sampled.argmax())
-        shown_tokens = np.arange(first_sampled, len(segment))
-        num_omitted = max(0, len(shown_tokens) - MOST_TOKENS)
-        if num_omitted:
-            shown_tokens = np.concatenate([shown_tokens[: MOST_TOKENS // 2], shown_tokens[-(MOST_TOKENS // 2) :]])
         # Log-probs computed here are by the current weights, so compare them only with tokens sampled by these weights.
-        is_comparable = is_known | (segment.weight_versions == weight_version)
-        columns = {
-            "text": selected_texts(tokenizer, segment.token_ids[first_sampled:], shown_tokens - first_sampled),
-            "advantage": _round_known(token_advantages, is_sampled, shown_tokens),
-            "rollout_logprob": _round_known(segment.rollout_logprobs, is_sampled, shown_tokens),
-            "trainer_logprob": _round_known(trainer_logprobs, is_sampled & is_comparable, shown_tokens),
-            "logprob_gap": _round_known(
-                trainer_logprobs - segment.rollout_logprobs, is_sampled & is_comparable, shown_tokens
-            ),
-            "weight_version": _round_known(segment.weight_versions, is_sampled, shown_tokens),
-            "turn": _round_known(segment.turns, is_sampled, shown_tokens),
-        }
-        # `columns` already contain the completion's text.
-        record = {name: value for name, value in trajectory.record().items() if name not in ("completion", "turns")}
-        records.append({**record, "segments": len(trajectory.segments), "cut": num_omitted, "columns": columns})
+        is_comparable = is_known | (trajectory.segments[-1].weight_versions == weight_version)
+        records.append(_make_token_record(trajectory, trainer_logprobs, token_advantages, is_comparable, tokenizer))
     return records
+
+
+def _make_token_record(
+    trajectory: Trajectory,
+    trainer_logprobs: NDArray[np.float32],
+    token_advantages: NDArray[np.float32],
+    is_comparable: NDArray[np.bool_],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """Return a trajectory's record with `columns` of its last segment. Arrays: [tokens of this segment].
+
+    `is_comparable` marks the tokens sampled by the weights of `trainer_logprobs`.
+    """
+    segment = trajectory.segments[-1]
+    is_sampled = segment.weight_versions >= 0
+    first_sampled = int(is_sampled.argmax())
+    shown_tokens = np.arange(first_sampled, len(segment))
+    num_omitted = max(0, len(shown_tokens) - MOST_TOKENS)
+    if num_omitted:
+        shown_tokens = np.concatenate([shown_tokens[: MOST_TOKENS // 2], shown_tokens[-(MOST_TOKENS // 2) :]])
+    logprob_gaps = trainer_logprobs - segment.rollout_logprobs
+    columns = {
+        "text": selected_texts(tokenizer, segment.token_ids[first_sampled:], shown_tokens - first_sampled),
+        "advantage": _round_known(token_advantages, is_sampled, shown_tokens),
+        "rollout_logprob": _round_known(segment.rollout_logprobs, is_sampled, shown_tokens),
+        "trainer_logprob": _round_known(trainer_logprobs, is_sampled & is_comparable, shown_tokens),
+        "logprob_gap": _round_known(logprob_gaps, is_sampled & is_comparable, shown_tokens),
+        "weight_version": _round_known(segment.weight_versions, is_sampled, shown_tokens),
+        "turn": _round_known(segment.turns, is_sampled, shown_tokens),
+    }
+    # `columns` already contain the completion's text.
+    record = {name: value for name, value in trajectory.record().items() if name not in ("completion", "turns")}
+    return {**record, "segments": len(trajectory.segments), "cut": num_omitted, "columns": columns}
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:

@@ -162,7 +162,7 @@ class StepRecord:
         file's name if the record is missing or damaged.
         """
         folder = record_folder(records, step)
-        with _damage_named(folder):
+        with _raise_damage_as_data_error(folder):
             values = loads((folder / RECORD).read_bytes(), None)
             arrays = load_file(folder / ARRAYS)
             record = cls(
@@ -223,7 +223,7 @@ def recorded_steps(records: Path) -> set[int]:
 
 
 @contextmanager
-def _damage_named(folder: Path) -> Iterator[None]:
+def _raise_damage_as_data_error(folder: Path) -> Iterator[None]:
     """Context that raises errors of reading a record as DataError with the record's folder."""
     if not (folder / RECORD).is_file():
         raise DataError(
@@ -275,13 +275,13 @@ def digests_of(arrays: Mapping[str, NDArray[Any]], borders: NDArray[np.int64]) -
     """Return a CRC-32 number of each sample's part of each array, int64 [samples]."""
     num_samples = len(borders) - 1
 
-    def parts(array: NDArray[Any]) -> list[NDArray[Any]]:
+    def split_by_sample(array: NDArray[Any]) -> list[NDArray[Any]]:
         if len(array) == num_samples:
             return [array[number : number + 1] for number in range(num_samples)]
         return np.split(array, borders[1:-1])
 
     return {
-        name: np.array([zlib.crc32(np.ascontiguousarray(part).tobytes()) for part in parts(array)], np.int64)
+        name: np.array([zlib.crc32(np.ascontiguousarray(part).tobytes()) for part in split_by_sample(array)], np.int64)
         for name, array in arrays.items()
     }
 
@@ -341,7 +341,7 @@ def _select_names_to_compare(
     if tolerance:
         # Other parallel sizes may use another optimizer, with other names.
         names &= recorded.keys() & replayed.keys()
-    ordered = sorted(names, key=_place_in_step)
+    ordered = sorted(names, key=_make_sort_key)
     first_moments = [name for name in ordered if any(part in name for part in _FIRST_MOMENTS)]
     return first_moments, [name for name in ordered if name not in set(first_moments)]
 
@@ -372,36 +372,50 @@ def _find_array_differences(recorded: StepRecord, replayed: StepRecord, toleranc
             yield Difference(name, "", _MISSING if name in recorded.digests else _ADDED)
             continue
         # Compare the values if both records have them, else the CRC-32 of each sample's part.
-        has_values = name in recorded.arrays and name in replayed.arrays
-        if has_values:
-            recorded_values, replayed_values = recorded.arrays[name], replayed.arrays[name]
-            differing_indices = (~_is_close(recorded_values, replayed_values, tolerance)).nonzero()[0]
-            if not len(differing_indices):
-                continue
-            is_per_sample = len(recorded_values) == len(recorded.borders) - 1
-            samples = (
-                differing_indices
-                if is_per_sample
-                else np.searchsorted(recorded.borders, differing_indices, side="right") - 1
-            )
-            location, first_index = f"of sample {samples[0]}", differing_indices[0]
-            if not is_per_sample:
-                location += f", token {first_index - recorded.borders[samples[0]]}"
-            description = f"{recorded_values[first_index]:.9g} recorded, {replayed_values[first_index]:.9g} now"
+        if name in recorded.arrays and name in replayed.arrays:
+            difference = _compare_values(name, recorded, replayed, tolerance)
         elif tolerance == 0 or name == "token_ids":
-            samples = (recorded.digests[name] != replayed.digests[name]).nonzero()[0]
-            if not len(samples):
-                continue
-            location, description = f"of sample {samples[0]}", "another CRC-32"
+            difference = _compare_digests(name, recorded, replayed)
         else:
             continue
-        differing_samples = np.unique(samples)
-        yield Difference(
-            name,
-            location,
-            f"{description}; {len(differing_samples)} of {len(recorded.borders) - 1} samples differ",
-            differing_samples,
-        )
+        if difference is not None:
+            yield difference
+
+
+def _compare_values(name: str, recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Difference | None:
+    """Compare the values of one array, of samples or of tokens. None: they are equal within the tolerance."""
+    recorded_values, replayed_values = recorded.arrays[name], replayed.arrays[name]
+    differing_indices = (~_is_close(recorded_values, replayed_values, tolerance)).nonzero()[0]
+    if not len(differing_indices):
+        return None
+    first_index = differing_indices[0]
+    is_per_sample = len(recorded_values) == len(recorded.borders) - 1
+    if is_per_sample:
+        samples = differing_indices
+        location = f"of sample {samples[0]}"
+    else:
+        samples = np.searchsorted(recorded.borders, differing_indices, side="right") - 1
+        location = f"of sample {samples[0]}, token {first_index - recorded.borders[samples[0]]}"
+    description = f"{recorded_values[first_index]:.9g} recorded, {replayed_values[first_index]:.9g} now"
+    return _make_array_difference(name, location, description, samples, recorded)
+
+
+def _compare_digests(name: str, recorded: StepRecord, replayed: StepRecord) -> Difference | None:
+    """Compare the CRC-32 of each sample's part of one array. None: all are equal."""
+    samples = (recorded.digests[name] != replayed.digests[name]).nonzero()[0]
+    if not len(samples):
+        return None
+    return _make_array_difference(name, f"of sample {samples[0]}", "another CRC-32", samples, recorded)
+
+
+def _make_array_difference(
+    name: str, location: str, description: str, samples: NDArray[np.int64], recorded: StepRecord
+) -> Difference:
+    """Return the difference of an array. `samples` may contain a sample several times."""
+    differing_samples = np.unique(samples)
+    num_samples = len(recorded.borders) - 1
+    text = f"{description}; {len(differing_samples)} of {num_samples} samples differ"
+    return Difference(name, location, text, differing_samples)
 
 
 def _is_close(before: NDArray[Any], now: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
@@ -440,12 +454,12 @@ def _find_state_differences(
         yield Difference(name, "", f"relative distance about {distance:.2g}", distance=distance)
 
 
-def _place_in_step(name: str) -> tuple[int, list[str | int]]:
+def _make_sort_key(name: str) -> tuple[int, list[str | int]]:
     """Return a sort key of a state tensor: first moments, second moments, main weights, weights; each by layer."""
-    ordered_name_parts = (*_FIRST_MOMENTS, ".exp_avg_sq.", ".param.", ".fp32_param.")
+    name_parts_in_order = (*_FIRST_MOMENTS, ".exp_avg_sq.", ".param.", ".fp32_param.")
     position = next(
-        (position for position, name_part in enumerate(ordered_name_parts) if name_part in name),
-        len(ordered_name_parts),
+        (position for position, name_part in enumerate(name_parts_in_order) if name_part in name),
+        len(name_parts_in_order),
     )
     words = re.split(r"(\d+)", name)
     return position, [int(word) if word.isdigit() else word for word in words]

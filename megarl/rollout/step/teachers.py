@@ -71,7 +71,7 @@ class Teachers:
     def __init__(
         self, recipe: Recipe, models: Mapping[str, RankModel], prompts: Mapping[str, TeacherPrompts] = _NO_PROMPTS
     ) -> None:
-        self._of_source, self._prompts = recipe.teacher_of_source, prompts
+        self._teacher_by_source, self._prompts = recipe.teacher_of_source, prompts
         self._max_tokens = recipe.teacher_tokens
         self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teacher_models]
         self._openings: list[Opening] = []
@@ -79,7 +79,7 @@ class Teachers:
 
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: the number of the teacher, and of the sequence in the step."""
-        teacher_numbers = np.array([self._of_source[name] for name in batch.environments], np.int64)
+        teacher_numbers = np.array([self._teacher_by_source[name] for name in batch.environments], np.int64)
         sequence_numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
         batch.target_keys = np.column_stack([teacher_numbers[batch.samples], sequence_numbers])
@@ -118,7 +118,7 @@ class Teachers:
             "distillation/teacher_prompt_tokens": float(np.mean(prompt_lengths)) if prompt_lengths else 0.0,
         }
 
-    def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
+    def mask_unknown_tokens(self, batch: RLBatch) -> dict[str, float]:
         """Exclude tokens missing in their teacher's vocabulary, such as padding ids, from the loss.
 
         Returns the metric `distillation/unknown`, the share of excluded tokens.
@@ -174,7 +174,7 @@ def _num_tokens(model: RankModel) -> int:
 
 
 def _replace_unknown_tokens(batch: TokenBatch, model: RankModel) -> TokenBatch:
-    # The teacher has no embedding for these ids. `leave_out_unknown` masked them, so their log-probs are not used.
+    # The teacher has no embedding for these ids. `mask_unknown_tokens` masked them, so their log-probs are not used.
     batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
     return batch
 
