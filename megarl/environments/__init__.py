@@ -180,8 +180,8 @@ def find_environment(name: str) -> Callable[..., Environment]:
         )
     if inspect.iscoroutinefunction(getattr(target, "run", None)):
         return cast(Callable[..., Environment], target)  # An `Agent` lacks the methods of an environment.
-    if wrong := [method for method in METHODS if not inspect.isfunction(getattr(target, method, None))]:
-        raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
+    if missing_methods := [method for method in METHODS if not inspect.isfunction(getattr(target, method, None))]:
+        raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(missing_methods)}")
     return cast(Callable[..., Environment], target)
 
 

@@ -63,7 +63,7 @@ def evaluate(expression: str) -> Number:
     """
     tree = arithmetic_tree(expression)
     try:
-        return _value(tree, 0)
+        return _evaluate_node(tree, 0)
     except ZeroDivisionError:
         raise ToolError("division by zero") from None
     except (ValueError, TypeError, OverflowError) as error:
@@ -89,23 +89,23 @@ def as_text(value: Number) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-def _value(node: ast.expr, depth: int) -> Number:
+def _evaluate_node(node: ast.expr, depth: int) -> Number:
     if depth > MAX_DEPTH:
         raise ToolError("the expression is nested too deeply")
     # `type`, not `isinstance`: True and False are instances of int.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value: Any = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        value = _UNARY[type(node.op)](_value(node.operand, depth + 1))
+        value = _UNARY[type(node.op)](_evaluate_node(node.operand, depth + 1))
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        value = _binary(node, _value(node.left, depth + 1), _value(node.right, depth + 1))
+        value = _apply_operator(node, _evaluate_node(node.left, depth + 1), _evaluate_node(node.right, depth + 1))
     elif isinstance(node, ast.Name) and node.id in _CONSTANTS:
         value = _CONSTANTS[node.id]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         function = _FUNCTIONS.get(node.func.id)
         if function is None:
             raise ToolError(f"there is no function {node.func.id}; functions: {', '.join(_FUNCTIONS)}")
-        value = function(*(_value(argument, depth + 1) for argument in node.args))
+        value = function(*(_evaluate_node(argument, depth + 1) for argument in node.args))
     else:
         raise ToolError("only numbers, + - * / // % **, brackets and functions are allowed")
     # Check every intermediate value: with a huge one the next operation could be slow.
@@ -116,7 +116,7 @@ def _value(node: ast.expr, depth: int) -> Number:
     return value
 
 
-def _binary(node: ast.BinOp, left: Number, right: Number) -> Any:
+def _apply_operator(node: ast.BinOp, left: Number, right: Number) -> Any:
     if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
         # Check before computing: 9**9**9 has hundreds of millions of digits.
         if right > 0 and (left.bit_length() - 1) * right > MAX_BITS:

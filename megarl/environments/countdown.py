@@ -56,7 +56,7 @@ class Countdown:
         return Start((*problem.messages[:-1], {"role": "user", "content": question}))
 
     async def step(self, turn: Turn) -> Step:
-        fault = fault_of(turn.text, self.numbers, self.target)
+        fault = describe_fault(turn.text, self.numbers, self.target)
         if fault is None:
             return Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
         if turn.number + 1 >= self.max_guesses:
@@ -85,9 +85,9 @@ def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]
             return numbers, int(value)
 
 
-def fault_of(text: str, numbers: list[int], target: int) -> str | None:
+def describe_fault(text: str, numbers: list[int], target: int) -> str | None:
     """Return why the guess in a text misses the target; None: the guess is right."""
-    expression = guess_in(text)
+    expression = find_guess(text)
     if expression is None:
         return "there is no expression"
     try:
@@ -95,9 +95,9 @@ def fault_of(text: str, numbers: list[int], target: int) -> str | None:
     except ToolError as error:
         return str(error)
     # The expression may use each given number only as often as it is given.
-    used = Counter(int(number) for number in re.findall(r"[0-9]+", expression))
-    if spare := used - Counter(numbers):
-        return f"{next(iter(spare))} is used too often"
+    used_numbers = Counter(int(number) for number in re.findall(r"[0-9]+", expression))
+    if overused_numbers := used_numbers - Counter(numbers):
+        return f"{next(iter(overused_numbers))} is used too often"
     if value != target:
         return f"that makes {value}, not {target}"
     return None
@@ -108,29 +108,29 @@ def exact_value(expression: str) -> Fraction:
     text.
     """
     try:
-        return _value(arithmetic_tree(expression), 0)
+        return _evaluate_node(arithmetic_tree(expression), 0)
     except ZeroDivisionError:
         raise ToolError("division by zero") from None
 
 
-def _value(node: ast.expr, depth: int) -> Fraction:
+def _evaluate_node(node: ast.expr, depth: int) -> Fraction:
     if depth > MAX_DEPTH:
         raise ToolError("the expression is nested too deeply")
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
-        return _SIGNS[type(node.op)](_value(node.operand, depth + 1))
+        return _SIGNS[type(node.op)](_evaluate_node(node.operand, depth + 1))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.left, depth + 1), _value(node.right, depth + 1))
+        return _OPERATIONS[type(node.op)](_evaluate_node(node.left, depth + 1), _evaluate_node(node.right, depth + 1))
     raise ToolError("only whole numbers and + - * / are allowed")
 
 
-def guess_in(text: str) -> str | None:
+def find_guess(text: str) -> str | None:
     """Return a text's last expression, without tags, \boxed{} and any text after `=`; None: there is none."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         boxed = re.search(r"\\boxed\{(.*)\}", line)
-        before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)
-        runs = re.findall(r"[0-9(-][0-9\s+\-*/%().]*", before)
+        text_before_equals = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)
+        runs = re.findall(r"[0-9(-][0-9\s+\-*/%().]*", text_before_equals)
         expressions = [run.strip(" .") for run in runs if re.search("[0-9]", run)]
         if expressions:
             return expressions[-1]

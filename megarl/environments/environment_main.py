@@ -37,14 +37,14 @@ class _Player:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"value": self._value(request), "is_last": self._is_unfit()}
+            return {"value": self._call_environment(request), "is_last": self._is_unfit()}
         except EnvironmentUnavailableError as error:
             return {"unavailable": _text(error)}
         except BaseException as error:  # SystemExit and timeouts of some libraries are not Exceptions.
             # After a MemoryError the process may be in any state: it runs no further attempt.
             return {"error": f"{type(error).__name__}: {_text(error)}", "is_last": isinstance(error, MemoryError)}
 
-    def _value(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    def _call_environment(self, request: dict[str, Any]) -> dict[str, Any] | None:
         if request["do"] == "reset":
             self._environment = self._make()
             fields = request["problem"]

@@ -108,8 +108,8 @@ class SeatedEnvironment:
         answer = await self._place.request(message)
         if answer.get("is_last"):
             self._place.kill()
-        if how := answer.get("ended") or answer.get("violation"):
-            raise EnvironmentProcessError(f"the environment's process {how}")
+        if end_text := answer.get("ended") or answer.get("violation"):
+            raise EnvironmentProcessError(f"the environment's process {end_text}")
         if "lost" in answer:
             raise EnvironmentUnavailableError(f"the environment's process {answer['lost']}")
         if "unavailable" in answer:

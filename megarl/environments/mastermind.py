@@ -46,7 +46,7 @@ class Mastermind:
     async def step(self, turn: Turn) -> Step:
         words = re.findall(rf"\b[{self.letters}]{{{self.length}}}\b", turn.text)
         guess = words[-1] if words else ""
-        right, elsewhere = marks(guess, self.secret)
+        right, elsewhere = count_marks(guess, self.secret)
         if guess == self.secret:
             return Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
         if turn.number + 1 >= self.max_guesses:
@@ -59,7 +59,7 @@ class Mastermind:
         pass
 
 
-def marks(guess: str, secret: str) -> tuple[int, int]:
+def count_marks(guess: str, secret: str) -> tuple[int, int]:
     """Return (letters of a guess in place, further letters that occur elsewhere in the secret word)."""
     right = sum(letter == secret_letter for letter, secret_letter in zip(guess, secret, strict=False))
     return right, (Counter(guess) & Counter(secret)).total() - right

@@ -88,16 +88,16 @@ class OpenEnv:
         self._has_place = True
         async with asyncio.timeout(_START_SECONDS):
             await self._server.start()
-        self._field = self._action or (None if self._has_tools else await self._server.text_field())
+        self._field = self._action or (None if self._has_tools else await self._server.find_text_field())
         answer = await self._connect({"type": "reset", "data": {**self._reset, "seed": problem.index}})
         question = {"role": "user", "content": self._read_observation(answer)}
         messages = (*problem.messages[:-1], question)
         if not self._has_tools:
             return Start(messages)
-        listed = (await self._send_action({"type": "list_tools"}))["observation"].get("tools")
-        if not isinstance(listed, list):
+        tool_entries = (await self._send_action({"type": "list_tools"}))["observation"].get("tools")
+        if not isinstance(tool_entries, list):
             raise ServerError("tools = true: the OpenEnv server lists no tools; set tools to false")
-        return Start(messages, tuple(_schema(tool) for tool in listed))
+        return Start(messages, tuple(_schema(tool) for tool in tool_entries))
 
     async def step(self, turn: Turn) -> Step:
         if self._has_tools:
@@ -105,7 +105,7 @@ class OpenEnv:
         answer = await self._send_action({**self._action_fields, str(self._field): turn.text})
         is_done = bool(answer.get("done"))
         messages = () if is_done else ({"role": "user", "content": self._read_observation(answer)},)
-        return Step(messages, _reward(answer), is_done)
+        return Step(messages, _read_reward(answer), is_done)
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -141,11 +141,11 @@ class OpenEnv:
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments or {})}
                 answer = await self._send_action(action)
                 is_done = bool(answer.get("done"))
-                if (reward := _reward(answer)) is not None:
+                if (reward := _read_reward(answer)) is not None:
                     rewards.append(reward)
                 observation = answer["observation"]
                 error = observation.get("error")
-                reply = f"error: {_result_text(error)}" if error else _result_text(observation.get("result"))
+                reply = f"error: {_read_result(error)}" if error else _read_result(observation.get("result"))
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply})
         return Step(tuple(messages), sum(rewards) if rewards else None, is_done)
 
@@ -155,16 +155,16 @@ class OpenEnv:
             while True:
                 self._connection = await self._server.connect()
                 try:
-                    return await self._answer(reset)
+                    return await self._request_observation(reset)
                 except _FullError:
                     await self._connection.close()
                     await asyncio.sleep(_CAPACITY_SECONDS)
 
     async def _send_action(self, action: Mapping[str, Any]) -> dict[str, Any]:
         async with asyncio.timeout(self._seconds):
-            return await self._answer({"type": "step", "data": action})
+            return await self._request_observation({"type": "step", "data": action})
 
-    async def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request_observation(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message and return the server's observation. Raises ServerError and UnreachableError."""
         assert self._connection is not None
         try:
@@ -188,7 +188,7 @@ class OpenEnv:
         if self._observation is not None:
             if self._observation not in observation:
                 raise ServerError(f"the observation has no field {self._observation!r}, only {', '.join(observation)}")
-            return _result_text(observation[self._observation])
+            return _read_result(observation[self._observation])
         parts = {name: value for name, value in observation.items() if name not in _HIDDEN_FIELDS}
         texts = [value for value in parts.values() if isinstance(value, str)]
         return texts[0] if len(texts) == 1 else json.dumps(parts, ensure_ascii=False)
@@ -198,20 +198,20 @@ class _FullError(Exception):
     """Raised if the server has no free session."""
 
 
-def _result_text(value: Any) -> str:
+def _read_result(value: Any) -> str:
     """Return a tool's result as text. MCP tools wrap the text in `data`, or in parts of `content`."""
     if isinstance(value, Mapping):
         if isinstance(value.get("message"), str):
             return value["message"]
         if "data" in value:
-            return _result_text(value["data"])
+            return _read_result(value["data"])
         content = value.get("content")
         if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
             return "\n".join(str(part["text"]) for part in content)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _reward(answer: Mapping[str, Any]) -> float | None:
+def _read_reward(answer: Mapping[str, Any]) -> float | None:
     reward = answer.get("reward")
     if reward is None:
         return None
@@ -272,7 +272,7 @@ class _Server:
         except aiohttp.ClientError as error:
             raise UnreachableError(f"{self._url}: the OpenEnv server opened no session: {error}") from None
 
-    async def text_field(self) -> str:
+    async def find_text_field(self) -> str:
         """Return the name of the action's text field: the only one that the server's schema requires.
 
         Raises ServerError if no field or several fields qualify.
@@ -287,18 +287,18 @@ class _Server:
                 action = (await answer.json())["action"]
         except (aiohttp.ClientError, KeyError, ValueError) as error:
             raise UnreachableError(f"{self._url}/schema: cannot be read: {error}") from None
-        needed = action.get("required", ())
-        texts = [name for name, part in action.get("properties", {}).items() if part.get("type") == "string"]
+        required_fields = action.get("required", ())
+        text_fields = [name for name, part in action.get("properties", {}).items() if part.get("type") == "string"]
         # Optional fields count only if no text field is required.
-        texts = [name for name in texts if name in needed] or texts
-        if len(texts) != 1:
+        text_fields = [name for name in text_fields if name in required_fields] or text_fields
+        if len(text_fields) != 1:
             raise ServerError(
                 "rollout.environment_kwargs.action: not set, and the server's schema does not determine it; set it to "
                 "the action's field for the policy's text (text fields of the schema: "
-                f"{', '.join(texts) or 'none'})"
+                f"{', '.join(text_fields) or 'none'})"
             )
-        self._text_field = texts[0]
-        return texts[0]
+        self._text_field = text_fields[0]
+        return text_fields[0]
 
     async def close(self) -> None:
         if self._client is not None:

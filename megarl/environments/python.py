@@ -51,7 +51,7 @@ class Python(ToolEnvironment):
         Raises EnvironmentUnavailableError if the sandbox does not start, because the policy is not at fault.
         """
         try:
-            return _sandbox(json.dumps(asdict(self._settings)))
+            return _start_shared_sandbox(json.dumps(asdict(self._settings)))
         except (SandboxError, ConfigError) as error:
             raise EnvironmentUnavailableError(f"the sandbox does not start: {error}") from None
 
@@ -67,12 +67,12 @@ class Python(ToolEnvironment):
             raise EnvironmentUnavailableError(f"the sandbox failed: {error}") from None
         if ran.outcome == "ok":
             return ran.stdout or "(it printed nothing)"
-        why = {
+        reason = {
             "error": "the program failed",
             "timeout": f"the program took more than {self._time_of(ran)}",
             "output": f"the program printed more than {self._settings.output_kib} KiB",
         }[ran.outcome]
-        raise ToolError("\n".join(filter(None, (why, ran.stdout.rstrip(), ran.stderr.rstrip()))))
+        raise ToolError("\n".join(filter(None, (reason, ran.stdout.rstrip(), ran.stderr.rstrip()))))
 
     def _time_of(self, ran: Ran) -> str:
         """Return the exceeded time limit as text for the policy: seconds of CPU time or wall-clock time."""
@@ -82,11 +82,11 @@ class Python(ToolEnvironment):
 
 
 @lru_cache(maxsize=4)
-def _sandbox(settings: str) -> AnySandbox:
+def _start_shared_sandbox(settings: str) -> AnySandbox:
     """Return this process's running sandbox with these settings. All attempts share it until the process ends."""
     # `settings` is JSON, a hashable key for the cache. JSON turned tuples into lists.
     fields = json.loads(settings)
-    lists = {name: tuple(fields[name]) for name in ("require", "packages")}
-    sandbox = open_sandbox(SandboxSettings(**{**fields, **lists}))
+    tuple_fields = {name: tuple(fields[name]) for name in ("require", "packages")}
+    sandbox = open_sandbox(SandboxSettings(**{**fields, **tuple_fields}))
     sandbox.start()
     return sandbox

@@ -34,7 +34,7 @@ class Search(ToolEnvironment):
         if num_results < 1:
             raise ValueError(f"num_results = {num_results}: must be at least 1")
         self.num_results = num_results
-        self.index = _index_of_file(str(Path(corpus).resolve()))
+        self.index = _build_index(str(Path(corpus).resolve()))
 
     @tool
     async def search(self, query: str) -> str:
@@ -45,7 +45,7 @@ class Search(ToolEnvironment):
         documents = self.index.best(query, self.num_results)
         if not documents:
             return "nothing found"
-        return "\n\n".join(f"[{place}] {self.index.texts[number]}" for place, number in enumerate(documents, start=1))
+        return "\n\n".join(f"[{rank}] {self.index.texts[number]}" for rank, number in enumerate(documents, start=1))
 
 
 class Index:
@@ -73,8 +73,8 @@ class Index:
         matches = np.flatnonzero(scores)
         if len(matches) > count:
             # bm25s.retrieve returns ties in any order. Keep all documents tied with the last one, then sort them.
-            least = np.partition(scores[matches], -count)[-count]
-            matches = np.flatnonzero(scores >= least)
+            lowest_score = np.partition(scores[matches], -count)[-count]
+            matches = np.flatnonzero(scores >= lowest_score)
         order = np.argsort(-scores[matches], kind="stable")[:count]
         return matches[order].tolist()
 
@@ -84,7 +84,7 @@ def terms(text: str) -> list[str]:
 
 
 @lru_cache(maxsize=8)
-def _index_of_file(path: str) -> Index:
+def _build_index(path: str) -> Index:
     try:
         lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:

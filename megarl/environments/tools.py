@@ -89,16 +89,18 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
     """
     description, parameter_texts = _split_docstring(inspect.getdoc(function) or "")
     if parameters is None:
-        kinds = _parameter_types(function)
-        for name, kind in kinds.items():
+        type_adapters = _parameter_types(function)
+        for name, adapter in type_adapters.items():
             try:
-                kind.json_schema()
+                adapter.json_schema()
             except PydanticUserError as error:
                 raise _unknown_type(function, name, error) from None
         # Made in one call: a $ref is relative to the root, and classes of one name need different names there.
-        schemas, shared = TypeAdapter.json_schemas([(name, "validation", kind) for name, kind in kinds.items()])
-        properties = {name: dict(schemas[name, "validation"]) for name in kinds}
-        definitions = shared.get("$defs", {})
+        schemas, shared_schema = TypeAdapter.json_schemas(
+            [(name, "validation", adapter) for name, adapter in type_adapters.items()]
+        )
+        properties = {name: dict(schemas[name, "validation"]) for name in type_adapters}
+        definitions = shared_schema.get("$defs", {})
         for name in properties.keys() & parameter_texts.keys():
             properties[name]["description"] = parameter_texts[name]
         named_parameters = inspect.signature(function).parameters
@@ -109,8 +111,8 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
             "required": required,
             "additionalProperties": False,
         } | ({"$defs": definitions} if definitions else {})
-    named = {"name": function.__name__, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": named}
+    function_schema = {"name": function.__name__, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function_schema}
 
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -169,10 +171,13 @@ class ToolEnvironment:
         self.tool_seconds = tool_seconds
         # Blocking tools may change the environment's state, so calls of an attempt must not overlap.
         self._one_at_a_time = asyncio.Lock()
-        marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), TOOL_SCHEMA)]
-        self.tools: tuple[Mapping[str, Any], ...] = tuple(getattr(getattr(self, name), TOOL_SCHEMA) for name in marked)
+        method_names = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), TOOL_SCHEMA)]
+        self.tools: tuple[Mapping[str, Any], ...] = tuple(
+            getattr(getattr(self, name), TOOL_SCHEMA) for name in method_names
+        )
         self._functions: dict[str, Callable[..., Any]] = {
-            schema["function"]["name"]: getattr(self, name) for name, schema in zip(marked, self.tools, strict=True)
+            schema["function"]["name"]: getattr(self, name)
+            for name, schema in zip(method_names, self.tools, strict=True)
         }
 
     async def reset(self, problem: Problem, seed: int) -> Start:
@@ -185,9 +190,11 @@ class ToolEnvironment:
         metrics |= {"tools/invalid": 0.0, "tools/shortened": 0.0}
         if not turn.calls:
             return Step(done=True, metrics=metrics)
-        invalid = [call for call in turn.calls if call.error is not None]
+        invalid_calls = [call for call in turn.calls if call.error is not None]
         is_cut = turn.finish_reason == "length" and turn.calls[-1].error is not None
-        metrics["tools/invalid"] = float(len(invalid) - is_cut)  # The length limit broke the last call, not the policy.
+        metrics["tools/invalid"] = float(
+            len(invalid_calls) - is_cut
+        )  # The length limit broke the last call, not the policy.
         messages = await asyncio.gather(*(self._reply(call, metrics) for call in turn.calls))
         return Step(tuple(messages), metrics=metrics)
 

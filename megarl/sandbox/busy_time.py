@@ -26,9 +26,11 @@ class BusyTime:
         """Return the busy seconds so far; 0: the kernel does not report them."""
         now = time.monotonic()
         seconds_by_process = {pid: _busy_seconds(pid) for pid in descendants(self._spawner)}
-        ended = self._seconds_by_process.keys() - seconds_by_process.keys()
-        if ended:
-            self._seconds_of_ended += sum(self._seconds_by_process[pid] for pid in ended) + now - self._read_at
+        ended_processes = self._seconds_by_process.keys() - seconds_by_process.keys()
+        if ended_processes:
+            self._seconds_of_ended += (
+                sum(self._seconds_by_process[pid] for pid in ended_processes) + now - self._read_at
+            )
         self._seconds_by_process = seconds_by_process
         self._read_at = now
         return sum(seconds_by_process.values()) + self._seconds_of_ended
@@ -36,11 +38,11 @@ class BusyTime:
 
 def _busy_seconds(pid: int) -> float:
     """Return a process's seconds with a CPU or waiting for one. Of its threads only the longest wait counts."""
-    computed, waited = 0, 0
+    computed_nanoseconds, longest_wait_nanoseconds = 0, 0
     # A process may end during the read. The next reading counts it as ended.
     with contextlib.suppress(OSError, ValueError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            numbers = (thread / "schedstat").read_text().split()
-            computed += int(numbers[0])
-            waited = max(waited, int(numbers[1]))
-    return (computed + waited) / 1e9
+            schedstat_fields = (thread / "schedstat").read_text().split()
+            computed_nanoseconds += int(schedstat_fields[0])
+            longest_wait_nanoseconds = max(longest_wait_nanoseconds, int(schedstat_fields[1]))
+    return (computed_nanoseconds + longest_wait_nanoseconds) / 1e9

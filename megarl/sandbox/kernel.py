@@ -28,6 +28,8 @@ CLONE_NEWPID, CLONE_NEWNET, CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
+# statvfs and mount have different bits for relatime: 4096 is MS_BIND, and MS_RELATIME is 1 << 21.
+_MOUNT_FLAG_OF_STATVFS = {os.ST_NOATIME: 1024, os.ST_NODIRATIME: 2048, os.ST_RELATIME: 1 << 21}
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
 # With SIGCHLD as termination signal `wait` works for a cloned child as for a forked one.
 _SIGCHLD = 17
@@ -124,10 +126,10 @@ def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
             raise
         if recursive:
             raise KernelError(errno.ENOSYS, f"{target} cannot be made read-only: Linux 5.12 or newer can") from None
-        # A remount replaces all flags, so repeat the present ones. statvfs and mount have different bits for relatime.
-        present_flags = os.statvfs(target).f_flag & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
-        relatime = {1024: 1024, 2048: 2048, 4096: 1 << 21}
-        present_flags = (present_flags & 15) | sum(flag for bit, flag in relatime.items() if present_flags & bit)
+        # A remount replaces all flags, so repeat the present ones.
+        statvfs_flags = os.statvfs(target).f_flag
+        present_flags = statvfs_flags & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        present_flags |= sum(flag for bit, flag in _MOUNT_FLAG_OF_STATVFS.items() if statvfs_flags & bit)
         mount("", target, "", MS_BIND | MS_REMOUNT | flags | present_flags)
 
 

@@ -62,14 +62,14 @@ def restrict(
 
 def _allow(rules: int, path: str, access: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         # A missing path needs no rule, because everything without a rule is denied.
         return
     except OSError as error:
         raise KernelError(error.errno or 0, f"{path}: {error.strerror}") from None
     try:
-        rule = ctypes.create_string_buffer(struct.pack("<Qi", access, place), 12)
+        rule = ctypes.create_string_buffer(struct.pack("<Qi", access, descriptor), 12)
         syscall("landlock_add_rule", rules, _PATH_BENEATH, rule, 0)
     finally:
-        os.close(place)
+        os.close(descriptor)

@@ -148,24 +148,24 @@ def _build_root(trees: Sequence[str]) -> None:
 
 
 def _build_folder(path: str) -> None:
-    place = _place(path)
-    os.makedirs(place, exist_ok=True)
-    mount(path, place, "", MS_BIND | MS_REC)
-    restrict_mount(place, MS_RDONLY | MS_NOSUID | MS_NODEV, recursive=True)
+    mount_point = _make_mount_point(path)
+    os.makedirs(mount_point, exist_ok=True)
+    mount(path, mount_point, "", MS_BIND | MS_REC)
+    restrict_mount(mount_point, MS_RDONLY | MS_NOSUID | MS_NODEV, recursive=True)
 
 
 def _build_file(path: str) -> None:
     """Mount a single file into the new root, unless its folder is already mounted."""
-    place = _place(path)
-    if os.path.exists(place):
+    mount_point = _make_mount_point(path)
+    if os.path.exists(mount_point):
         return
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o644))
-    mount(path, place, "", MS_BIND)
-    restrict_mount(place, MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.makedirs(os.path.dirname(mount_point), exist_ok=True)
+    os.close(os.open(mount_point, os.O_WRONLY | os.O_CREAT, 0o644))
+    mount(path, mount_point, "", MS_BIND)
+    restrict_mount(mount_point, MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
-def _place(path: str) -> str:
+def _make_mount_point(path: str) -> str:
     """Return the mount point of a folder in the new root. A folder below /tmp also gets a link."""
     if not path.startswith(f"{_TMP}/"):
         return _BUILT_AT + path

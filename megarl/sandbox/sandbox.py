@@ -176,15 +176,15 @@ class Sandbox:
             return
         self._close()
         # If namespaces fail, the spawner is useless. Start another one without them.
-        tried = [layer for layer in LAYERS if layer not in self._without]
+        layers_to_try = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
         while True:
-            layers, new_faults = self._start(tried)
+            layers, new_faults = self._start(layers_to_try)
             faults |= new_faults
             if layers or "namespaces" not in new_faults:
                 break
             self._close()
-            tried.remove("namespaces")
+            layers_to_try.remove("namespaces")
         self._layers = Layers(frozenset(layers), faults)
         try:
             self._layers.require_minimum()
@@ -306,7 +306,7 @@ class _Run:
         self._content = {pipe: bytearray() for pipe in pipes}
         self._began_at: float | None = None
         self._is_late = self._is_too_long = False
-        self._ended: dict[str, float] = {}
+        self._exit_report: dict[str, float] = {}
 
     def watch(self) -> None:
         """Read the output until the run has ended and its pipes are empty.
@@ -320,11 +320,11 @@ class _Run:
         is_killed = False
         # Until the program begins, the limit is the machine's start time, not the program's.
         deadline = time.monotonic() + _START_SECONDS
-        while num_open or not self._ended:
+        while num_open or not self._exit_report:
             for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
                 if descriptor == self._connection.fileno():
-                    self._ended = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES) or b"null")
-                    if not self._ended:
+                    self._exit_report = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES) or b"null")
+                    if not self._exit_report:
                         raise ConnectionError(
                             "the sandbox's spawner closed the connection before it sent the result of a run"
                         )
@@ -335,19 +335,19 @@ class _Run:
                     num_open -= 1
             if self._began_at is None and self._content[self._status] == READY:
                 self._began_at = time.monotonic()
-                if not self._ended:
+                if not self._exit_report:
                     # The first reading registers the run's process. If the process ends later, its busy time since then
                     # still counts.
                     self._busy_time.read()
                     deadline = self._began_at + self._wall_seconds
-            if time.monotonic() >= deadline and (num_open or not self._ended):
-                if self._ended:
+            if time.monotonic() >= deadline and (num_open or not self._exit_report):
+                if self._exit_report:
                     raise SandboxError("a sandboxed program has ended, but a process that it started is still running")
                 if is_killed:
                     raise SandboxError("a sandboxed program is still running after it was killed")
                 deadline = self._extend_deadline()
                 self._is_late = time.monotonic() >= deadline
-            if (self._is_late or self._is_too_long) and not is_killed and not self._ended:
+            if (self._is_late or self._is_too_long) and not is_killed and not self._exit_report:
                 is_killed = True
                 deadline = time.monotonic() + _KILL_SECONDS
                 self._connection.send(b"kill")
@@ -389,8 +389,8 @@ class _Run:
         status = bytes(self._content[self._status])
         if status != READY:
             raise SandboxError(status.decode(errors="replace") or "a run ended before its program began")
-        cpu_seconds = self._ended["cpu_seconds"]
-        exit_code = int(self._ended["exit_code"])
+        cpu_seconds = self._exit_report["cpu_seconds"]
+        exit_code = int(self._exit_report["exit_code"])
         outcome: Outcome = "ok" if exit_code == 0 else "error"
         # The CPU limit sends SIGXCPU, then SIGKILL if the program ignored it.
         is_killed = exit_code == 128 + signal.SIGXCPU or (exit_code == 128 + signal.SIGKILL and cpu_seconds > 1)
@@ -414,9 +414,9 @@ class _Run:
 def _make_sealed_file(content: bytes) -> int:
     """Return the descriptor of an unchangeable file in memory with this content, positioned at its start."""
     file = os.memfd_create("megarl-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(file, rest) :]
+    unwritten = memoryview(content)
+    while unwritten:
+        unwritten = unwritten[os.write(file, unwritten) :]
     os.lseek(file, 0, os.SEEK_SET)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALED)
     return file
@@ -441,7 +441,7 @@ def _find_packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
     folders.
     """
     folders: list[str] = []
-    places: list[str] = []
+    parent_folders: list[str] = []
     # Only plain names, because `find_spec` of a dotted name would import the parent package here.
     for name in names:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -453,10 +453,10 @@ def _find_packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
             file = Path(spec.origin or "")
             if file.is_file():  # Otherwise it is built into the interpreter.
                 folders.append(str(file))
-                places.append(str(file.parent))
+                parent_folders.append(str(file.parent))
             continue
         folder = Path(spec.submodule_search_locations[0])
         # Wheels put shared libraries into a folder NAME.libs next to the package.
-        folders += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
-        places.append(str(folder.parent))
-    return folders, sorted(set(places))
+        folders += [str(path) for path in (folder, folder.with_name(f"{name}.libs")) if path.is_dir()]
+        parent_folders.append(str(folder.parent))
+    return folders, sorted(set(parent_folders))

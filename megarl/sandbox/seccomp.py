@@ -80,30 +80,33 @@ def program(name: str, *, is_alone: bool) -> bytes:
 
     `is_alone`: the sandboxed program sees only its own processes and files.
     """
-    column = 1 if name == "x86_64" else 2
-    listed = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]
-    numbers = [int(entry[column]) for entry in listed if entry[column] != "-"]
+    number_column = 1 if name == "x86_64" else 2
+    entries = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]
+    numbers = [int(entry[number_column]) for entry in entries if entry[number_column] != "-"]
     at_condition = _AT_CONDITION[name]
     # Another architecture (for example 32-bit calls) has other call numbers, so it ends the process.
-    steps: list[_Instruction] = [
+    instructions: list[_Instruction] = [
         (_LOAD, 0, 0, _MACHINE),
         (_EQUAL, 1, 0, _ARCHITECTURE[name]),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
     ]
     # A filter cannot read clone3's flags. After ENOSYS, glibc falls back to clone, whose flags it can read.
-    steps += _if_number(at_condition["clone3"], [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)])
-    steps += _if_number(at_condition["clone"], _only_if([(_ANY_BIT, 0, CLONE_THREAD)]))
+    instructions += _if_number(at_condition["clone3"], [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)])
+    instructions += _if_number(at_condition["clone"], _only_if([(_ANY_BIT, 0, CLONE_THREAD)]))
     # Allow prlimit64 only for process 0, the caller itself.
-    steps += _if_number(at_condition["prlimit64"], _only_if([(_EQUAL, 0, 0)]))
-    steps += _if_number(at_condition["socketpair"], _only_if([(_EQUAL, 0, _AF_UNIX)]))
-    steps += _if_number(at_condition["ioctl"], _only_if([(_EQUAL, 1, value) for value in _HARMLESS_IOCTLS]))
-    steps += _if_number(at_condition["fcntl"], _FCNTL)
-    steps += _if_number(at_condition["sendto"], _SENDTO)
+    instructions += _if_number(at_condition["prlimit64"], _only_if([(_EQUAL, 0, 0)]))
+    instructions += _if_number(at_condition["socketpair"], _only_if([(_EQUAL, 0, _AF_UNIX)]))
+    instructions += _if_number(at_condition["ioctl"], _only_if([(_EQUAL, 1, value) for value in _HARMLESS_IOCTLS]))
+    instructions += _if_number(at_condition["fcntl"], _FCNTL)
+    instructions += _if_number(at_condition["sendto"], _SENDTO)
     for number in numbers:
-        steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    steps.append((_RETURN, 0, 0, _REFUSE | errno.EPERM))
-    return b"".join(struct.pack("<HBBI", code, yes, no, constant) for code, yes, no, constant in steps)
+        instructions += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    instructions.append((_RETURN, 0, 0, _REFUSE | errno.EPERM))
+    return b"".join(
+        struct.pack("<HBBI", code, jump_if_true, jump_if_false, constant)
+        for code, jump_if_true, jump_if_false, constant in instructions
+    )
 
 
 def _if_number(number: int, then: list[_Instruction]) -> list[_Instruction]:
@@ -115,10 +118,10 @@ def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
 
     A test is (code, argument number, constant). It reads the low 32 bits of the argument.
     """
-    steps: list[_Instruction] = []
+    instructions: list[_Instruction] = []
     for code, argument, constant in tests:
-        steps += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (code, 0, 1, constant), (_RETURN, 0, 0, _ALLOW)]
-    return [*steps, (_RETURN, 0, 0, _REFUSE | errno.EPERM)]
+        instructions += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (code, 0, 1, constant), (_RETURN, 0, 0, _ALLOW)]
+    return [*instructions, (_RETURN, 0, 0, _REFUSE | errno.EPERM)]
 
 
 _FCNTL: list[_Instruction] = [

@@ -54,7 +54,7 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
         if not text:
             os._exit(0)
         if len(descriptors) == _DESCRIPTORS:
-            connection.send(json.dumps(_serve(connection, confinement, limits_of(text), descriptors)).encode())
+            connection.send(json.dumps(_run_and_report(connection, confinement, limits_of(text), descriptors)).encode())
         # An empty list of descriptors is a request to kill a run that has ended meanwhile.
 
 
@@ -85,7 +85,7 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for layer, probe in (("landlock", _probe_landlock), ("seccomp", _probe_seccomp)):
         if layer in start["layers"]:
-            fault = _fault_in_child(probe)
+            fault = _try_in_child(probe)
             if fault is None:
                 layers.add(layer)
             else:
@@ -124,7 +124,7 @@ def _probe_seccomp() -> None:
     seccomp.apply(is_alone=False)
 
 
-def _fault_in_child(probe: Callable[[], None]) -> str | None:
+def _try_in_child(probe: Callable[[], None]) -> str | None:
     """Try an irreversible step in a separate process. Returns why it fails; None: it succeeds."""
     read_end, write_end = os.pipe()
 
@@ -145,7 +145,9 @@ def _fault_in_child(probe: Callable[[], None]) -> str | None:
     return fault or (None if code == 0 else f"a process that tried it ended with {code}")
 
 
-def _serve(connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]) -> dict[str, Any]:
+def _run_and_report(
+    connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]
+) -> dict[str, Any]:
     """Run a program to its end, or until the driver requests a kill. Returns exit code, CPU time and memory."""
     try:
         if "namespaces" in confinement.layers:
@@ -159,13 +161,13 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
         for descriptor in descriptors:
             os.close(descriptor)
     # Unlike `wait`, a pidfd can be polled together with the connection.
-    ended = os.pidfd_open(child)
+    child_end = os.pidfd_open(child)
     poll = select.poll()
-    poll.register(ended, select.POLLIN)
+    poll.register(child_end, select.POLLIN)
     poll.register(connection, select.POLLIN)
     while True:
         ready = {descriptor for descriptor, _ in poll.poll()}
-        if ended in ready:
+        if child_end in ready:
             break
         # Any message here is a kill request. An empty one means that the other side has closed.
         message = connection.recv(MAX_MESSAGE_BYTES)
@@ -173,7 +175,7 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
         if not message:
             os._exit(0)
         poll.unregister(connection)
-    os.close(ended)
+    os.close(child_end)
     _, status, usage = os.wait4(child, 0)
     return {
         "exit_code": _exit_code(status),
@@ -209,10 +211,10 @@ def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) 
         with os.fdopen(program, "rb") as file:
             source = file.read()
         # Move them above 2, so that dup2 overwrites none that is still needed.
-        moved = [_move_above_stderr(descriptor) for descriptor in (stdin, stdout, stderr, status)]
-        for number, descriptor in enumerate(moved[:3]):
+        moved_descriptors = [_move_above_stderr(descriptor) for descriptor in (stdin, stdout, stderr, status)]
+        for number, descriptor in enumerate(moved_descriptors[:3]):
             os.dup2(descriptor, number)
-        status = os.dup2(moved[3], 3, inheritable=False)
+        status = os.dup2(moved_descriptors[3], 3, inheritable=False)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         confine(confinement, limits)
         os.write(status, READY)
@@ -231,10 +233,10 @@ def main() -> NoReturn:
     """Run the spawner process. Command-line arguments: the connection's descriptor, and `start` as JSON."""
     control, start = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[:] = [""]
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(2):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
+        os.dup2(null_device, descriptor)
+    os.close(null_device)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel then kills programs before the training.
         file.write("1000")

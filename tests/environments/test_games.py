@@ -10,9 +10,9 @@ from fractions import Fraction
 import pytest
 
 from megarl.environments import Environment, Step, Turn
-from megarl.environments.countdown import Countdown, draw, fault_of, guess_in
+from megarl.environments.countdown import Countdown, describe_fault, draw, find_guess
 from megarl.environments.guess_number import GuessNumber
-from megarl.environments.mastermind import Mastermind, marks
+from megarl.environments.mastermind import Mastermind, count_marks
 from megarl.types import Problem
 
 
@@ -45,7 +45,7 @@ def test_countdown_is_drawn_from_the_problem_and_has_a_solution() -> None:
             for one in "+-*/"
             for expression in (f"{a}{one}{b}", *(f"({a}{one}{b}){two}{c}" for two in "+-*/"))
         }
-        assert any(fault_of(expression, numbers, target) is None for expression in expressions), (numbers, target)
+        assert any(describe_fault(expression, numbers, target) is None for expression in expressions), (numbers, target)
         assert target not in numbers
 
 
@@ -58,20 +58,20 @@ async def test_countdown_judges_guesses() -> None:
     assert steps[1] == Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
     _, steps = await play(Countdown(), at, ["4 * 4"])
     assert (steps[0].reward, steps[0].done, steps[0].answer_correct) == (0.0, True, False)
-    assert fault_of("<answer>3 + 4 * 5</answer>", [3, 4, 5], 23) is None
-    assert fault_of("\\boxed{(3+4*5)}", [3, 4, 5], 23) is None
-    assert fault_of("4 * 5 + 3 * 1", [3, 4, 5], 23) == "1 is used too often"
-    assert fault_of("23", [3, 4, 5], 23) == "23 is used too often"
-    assert "allowed" in str(fault_of("3**4", [3, 4], 81))
-    assert "division" in str(fault_of("3/(4-4)", [3, 4, 4], 1))
-    assert guess_in("no numbers") is None
+    assert describe_fault("<answer>3 + 4 * 5</answer>", [3, 4, 5], 23) is None
+    assert describe_fault("\\boxed{(3+4*5)}", [3, 4, 5], 23) is None
+    assert describe_fault("4 * 5 + 3 * 1", [3, 4, 5], 23) == "1 is used too often"
+    assert describe_fault("23", [3, 4, 5], 23) == "23 is used too often"
+    assert "allowed" in str(describe_fault("3**4", [3, 4], 81))
+    assert "division" in str(describe_fault("3/(4-4)", [3, 4, 4], 1))
+    assert find_guess("no numbers") is None
 
 
 def test_countdown_computes_without_rounding() -> None:
-    assert fault_of("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24) is None
-    assert fault_of("3 / 7 * 49 / 21", [3, 7, 21, 49], 1) is None
-    assert fault_of("1 / 3", [1, 3], 1) == "that makes 1/3, not 1"
-    assert fault_of("3 \u00d7 4 \u00f7 6", [3, 4, 6], 2) is None
+    assert describe_fault("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24) is None
+    assert describe_fault("3 / 7 * 49 / 21", [3, 7, 21, 49], 1) is None
+    assert describe_fault("1 / 3", [1, 3], 1) == "that makes 1/3, not 1"
+    assert describe_fault("3 \u00d7 4 \u00f7 6", [3, 4, 6], 2) is None
     generator = random.Random(0)
     for _ in range(500):
         numbers = [generator.randint(1, 20) for _ in range(4)]
@@ -85,8 +85,8 @@ def test_countdown_computes_without_rounding() -> None:
         except ZeroDivisionError:
             continue
         if value.denominator == 1:
-            assert fault_of(expression, numbers, int(value)) is None, expression
-            assert fault_of(expression, numbers, int(value) + 1) is not None, expression
+            assert describe_fault(expression, numbers, int(value)) is None, expression
+            assert describe_fault(expression, numbers, int(value) + 1) is not None, expression
 
 
 async def test_the_number_is_found_by_halving() -> None:
@@ -129,7 +129,7 @@ async def test_a_state_of_the_number_game_is_what_the_hints_leave() -> None:
     ],
 )
 def test_marks(guess: str, secret: str, found: tuple[int, int]) -> None:
-    assert marks(guess, secret) == found
+    assert count_marks(guess, secret) == found
 
 
 async def test_mastermind_ends_with_the_word_or_the_last_guess() -> None:

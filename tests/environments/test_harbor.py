@@ -478,7 +478,7 @@ async def test_a_damaged_file_of_a_killed_trial_stops_no_later_trial(
         for name, content in {"empty": b"", "cut": facts[:-4], "killed": facts.replace(b"living", b"dead")}.items():
             (tmp_path / LIVE / name).write_bytes(content)
         live_trial.note("living", None)
-        errors = await trials.library.sweep()
+        errors = await trials.library.stop_leftovers()
         assert trials.stopped == ["dead"] and os.listdir(tmp_path / LIVE) == ["lives"]
     assert len(errors) == 2
     for name in ("cut", "empty"):

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.environments import EnvironmentUnavailableError, Turn, environment_maker, num_processes, with_sandbox
 from megarl.environments.environment_pool import process_settings
-from megarl.environments.python import Python, _sandbox
+from megarl.environments.python import Python, _start_shared_sandbox
 from megarl.processes.process_tree import descendants
 from megarl.processes.server_process import ServerProcess
 from megarl.sandbox.sandbox import Sandbox
@@ -31,8 +31,8 @@ def environment() -> Iterator[Python]:
     made = environment_maker("python", SETTINGS)()
     assert isinstance(made, Python)
     yield made
-    _sandbox(json.dumps(asdict(made._settings))).close()
-    _sandbox.cache_clear()
+    _start_shared_sandbox(json.dumps(asdict(made._settings))).close()
+    _start_shared_sandbox.cache_clear()
 
 
 def turn_of(*programs: str) -> Turn:
@@ -57,8 +57,8 @@ async def test_a_program_that_waits_took_too_long_by_the_clock() -> None:
     try:
         step = await waits.step(turn_of("import time\ntime.sleep(3600)"))
     finally:
-        _sandbox(json.dumps(asdict(waits._settings))).close()
-        _sandbox.cache_clear()
+        _start_shared_sandbox(json.dumps(asdict(waits._settings))).close()
+        _start_shared_sandbox.cache_clear()
     [message] = step.messages
     assert re.fullmatch(r"error: the program took more than [\d.]+ seconds by the clock", message["content"])
 
@@ -67,7 +67,7 @@ async def test_a_sandbox_that_fails_is_no_reply_to_the_policy(
     environment: Python, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await environment.reset(PROBLEM, 0)
-    sandbox = _sandbox(json.dumps(asdict(environment._settings)))
+    sandbox = _start_shared_sandbox(json.dumps(asdict(environment._settings)))
     assert isinstance(sandbox, Sandbox) and sandbox._process is not None
     os.kill(sandbox._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched, pytest.raises(EnvironmentUnavailableError, match="has not begun"):

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.environments import find_environment, is_agent
 from megarl.environments.libraries.library_process import ChildError, ForeignError, check_installed
-from megarl.environments.libraries.library_tasks import task_of
+from megarl.environments.libraries.library_tasks import choose_task
 from megarl.environments.shared import close_shared
 from megarl.environments.verifiers import Verifiers
 from megarl.types import ConfigError
@@ -151,10 +151,10 @@ def test_what_cannot_be_loaded_is_refused(toy: None) -> None:
 
 
 def test_no_task_is_for_training_and_for_validation() -> None:
-    train = {task_of(index, "train", 50, 0.2) for index in range(1000)}
-    validation = {task_of(10**9 + index, "validation", 50, 0.2) for index in range(1000)}
+    train = {choose_task(index, "train", 50, 0.2) for index in range(1000)}
+    validation = {choose_task(10**9 + index, "validation", 50, 0.2) for index in range(1000)}
     assert train == set(range(40)) and validation == set(range(40, 50))
-    assert {task_of(index, None, 50, 0.2) for index in range(1000)} == set(range(50))
+    assert {choose_task(index, None, 50, 0.2) for index in range(1000)} == set(range(50))
 
 
 def test_agents_are_told_from_environments() -> None:

@@ -21,7 +21,7 @@ from megarl.config import AlgorithmConfig
 from megarl.config.recipe import load
 from megarl.data.chat import load_tokenizer, template_text
 from megarl.data.reader import read_records
-from megarl.environments.search import _index_of_file
+from megarl.environments.search import _build_index
 from megarl.families.shape import read_model_shape
 from megarl.files.folder_lock import HOME, owner_is_gone
 from megarl.files.model_folder import (
@@ -168,8 +168,8 @@ def _data() -> Iterator[Format]:
     yield Format("data set (Arrow)", reader, arrow, read)
 
     def search(path: Path) -> Any:
-        _index_of_file.cache_clear()
-        return _index_of_file(str(path)).best("paris", 2)
+        _build_index.cache_clear()
+        return _build_index(str(path)).best("paris", 2)
 
     documents = '{"text": "Paris is a city.", "title": "Paris"}\n{"text": "Rome is one too."}\n'
     yield Format(

@@ -129,33 +129,33 @@ def answer_in_forks(connection, answer, frames, process_tree, end_seconds):
     A fork that must end gets SIGTERM, and is killed `end_seconds` later.
     """
     # Through this pipe SIGCHLD wakes `select`, so ended forks are noticed at once.
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
+    wake_read_end, wake_write_end = os.pipe()
+    os.set_blocking(wake_write_end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wake_write_end, warn_on_full_buffer=False)
 
     def answer_in_fork(request):
         # The fork must not wake the parent's loop.
         signal.set_wakeup_fd(-1)
         frames.answer_request(connection, request, answer)
 
-    running, ends = {}, {}
+    request_by_pid, deadline_by_pid = {}, {}
 
-    def end(pid):
-        if pid not in ends:
-            ends[pid] = time.monotonic() + end_seconds
+    def begin_to_end(pid):
+        if pid not in deadline_by_pid:
+            deadline_by_pid[pid] = time.monotonic() + end_seconds
             if end_seconds:
                 process_tree.send_signal(pid, signal.SIGTERM)
 
-    def wait(descriptors):
-        seconds = max(0.0, min(ends.values()) - time.monotonic()) if ends else None
-        ready, _, _ = select.select([*descriptors, woken], [], [], seconds)
-        for pid in [pid for pid, deadline in ends.items() if deadline <= time.monotonic()]:
+    def wait_for_events(descriptors):
+        seconds = max(0.0, min(deadline_by_pid.values()) - time.monotonic()) if deadline_by_pid else None
+        ready, _, _ = select.select([*descriptors, wake_read_end], [], [], seconds)
+        for pid in [pid for pid, deadline in deadline_by_pid.items() if deadline <= time.monotonic()]:
             process_tree.kill_tree(pid)
-            del ends[pid]
-        if woken in ready:
-            os.read(woken, 512)
-            for number, status in reap_forks(running, ends, process_tree.kill_tree):
+            del deadline_by_pid[pid]
+        if wake_read_end in ready:
+            os.read(wake_read_end, 512)
+            for number, status in reap_forks(request_by_pid, deadline_by_pid, process_tree.kill_tree):
                 error = f"ended with {os.waitstatus_to_exitcode(status)}"
                 # After the end of the driver, its other forks still stop what they have started.
                 with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ def answer_in_forks(connection, answer, frames, process_tree, end_seconds):
         return ready
 
     while True:
-        if connection not in wait([connection]):
+        if connection not in wait_for_events([connection]):
             continue
         try:
             request = frames.receive(connection, None)
@@ -171,22 +171,22 @@ def answer_in_forks(connection, answer, frames, process_tree, end_seconds):
             break
         if "cancel" not in request:
             try:
-                running[process_tree.fork_child(functools.partial(answer_in_fork, request))] = request["id"]
+                request_by_pid[process_tree.fork_child(functools.partial(answer_in_fork, request))] = request["id"]
             except OSError as error:
                 frames.send(connection, {"id": request["id"], "error": f"no process can be forked: {error}"})
             continue
-        for pid in [pid for pid, number in running.items() if number == request["cancel"]]:
-            end(pid)
-    for pid in running:
-        end(pid)
-    while running:
-        wait([])
+        for pid in [pid for pid, number in request_by_pid.items() if number == request["cancel"]]:
+            begin_to_end(pid)
+    for pid in request_by_pid:
+        begin_to_end(pid)
+    while request_by_pid:
+        wait_for_events([])
 
 
-def reap_forks(running, ends, kill_tree):
+def reap_forks(request_by_pid, deadline_by_pid, kill_tree):
     """Collect ended forks, and kill their descendants. Yields the request number and exit status of failed forks.
 
-    `running` and `ends` have the living forks. Ended forks are removed from both.
+    `request_by_pid` and `deadline_by_pid` have the living forks. Ended forks are removed from both.
     """
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -194,8 +194,8 @@ def reap_forks(running, ends, kill_tree):
             if pid == 0:
                 return
             kill_tree(pid)
-            ends.pop(pid, None)
-            number = running.pop(pid, None)
+            deadline_by_pid.pop(pid, None)
+            number = request_by_pid.pop(pid, None)
             if number is not None and status != 0:
                 yield number, status
 

@@ -20,7 +20,7 @@ from megarl.environments.libraries.library_process import (
     LibraryChild,
     LibraryProcess,
     check_installed,
-    child_settings,
+    make_child_settings,
 )
 from megarl.environments.shared import get_shared, run_alone
 from megarl.files.strict_json import finite_number
@@ -141,7 +141,7 @@ def _text(value: Mapping[str, Any]) -> str:
 
 class _EpisodeChild(LibraryChild):
     def __init__(self, python: str, library: str, memory_gib: float | None) -> None:
-        super().__init__(child_settings(library, {}, python=python, memory_gib=memory_gib))
+        super().__init__(make_child_settings(library, {}, python=python, memory_gib=memory_gib))
         self._turns = asyncio.Lock()
         self.closed_sessions: list[str] = []
         """Ended episodes, which the process closes with the next request."""

@@ -149,7 +149,7 @@ class Library:
             # A launcher may signal all processes of a job. The parent ends this trial by SIGTERM.
             for number in self.process_tree.ENDING_SIGNALS:
                 loop.add_signal_handler(number, cancel_once if number == signal.SIGTERM else lambda: None)
-            notes = await self.sweep()
+            notes = await self.stop_leftovers()
             with self.live_trial(request["trial_name"]) as live_trial:
                 rewards, errors = await self.make_trial(config, live_trial)
             return {"rewards": rewards, "notes": [*notes, *errors]}
@@ -165,7 +165,7 @@ class Library:
         create = self.environments.create_environment_from_config
         stops = set()
 
-        def create_noted(*arguments, **options):
+        def create_and_note(*arguments, **options):
             environment = create(*arguments, **options)
             session = options["session_id"]
             live_trial.note(session, self.describe_environment(options))
@@ -175,16 +175,16 @@ class Library:
                 await stop(delete)
                 live_trial.note(session, None)
 
-            async def stop_noted(delete):
+            async def stop_in_own_task(delete):
                 stopping = asyncio.create_task(stop_and_note(delete))
                 stops.add(stopping)
                 await asyncio.shield(stopping)
 
-            environment.stop = stop_noted
+            environment.stop = stop_in_own_task
             return environment
 
         # This process makes one trial only.
-        self.environments.create_environment_from_config = create_noted
+        self.environments.create_environment_from_config = create_and_note
         try:
             result = await (await self.trial_class.create(config)).run()
         finally:
@@ -218,25 +218,25 @@ class Library:
         """Keep a locked file while a trial runs. Yields a LiveTrial.
 
         The file stays, without a lock, if the trial is killed or one of its environments does not stop. The next trial
-        stops these environments (`sweep`).
+        stops these environments (`stop_leftovers`).
         """
         folder = pathlib.Path(self.settings["trials_dir"], LIVE)
         folder.mkdir(parents=True, exist_ok=True)
-        begun = folder / f".{trial_name}"
-        with begun.open("w") as file:
+        hidden_path = folder / f".{trial_name}"
+        with hidden_path.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
-                begun.unlink()
+                hidden_path.unlink()
                 raise RuntimeError(
                     f"trials = {folder.parent}: its disk has no file locks ({error.strerror}); choose a folder on "
                     "another disk"
                 ) from error
-            facts = {"machine": os.uname().nodename, "environment": self.settings["environment"]}
-            file.write(json.dumps(facts) + "\n")
+            trial_facts = {"machine": os.uname().nodename, "environment": self.settings["environment"]}
+            file.write(json.dumps(trial_facts) + "\n")
             file.flush()
-            # Lock the file before the rename shows it to `sweep`.
-            path = begun.rename(folder / trial_name)
+            # Lock the file before the rename shows it to `stop_leftovers`.
+            path = hidden_path.rename(folder / trial_name)
             live_trial = LiveTrial(file)
             try:
                 yield live_trial
@@ -244,7 +244,7 @@ class Library:
                 if all(values is None for values in live_trial.environments.values()):
                     path.unlink()
 
-    async def sweep(self):
+    async def stop_leftovers(self):
         """Stop the environments that ended trials have left on this machine. Returns the errors."""
         errors = []
         for path in pathlib.Path(self.settings["trials_dir"], LIVE).glob("[!.]*"):
@@ -315,7 +315,7 @@ class Library:
             return stop
         errors = []
 
-        async def run_compose_noted(command, *arguments, **options):
+        async def run_compose_and_note_error(command, *arguments, **options):
             try:
                 return await run_compose(command, *arguments, **options)
             except asyncio.CancelledError:
@@ -335,7 +335,7 @@ class Library:
             if errors:
                 raise errors[0]
 
-        environment._run_docker_compose_command = run_compose_noted
+        environment._run_docker_compose_command = run_compose_and_note_error
         return stop_or_raise
 
     async def end_children(self):

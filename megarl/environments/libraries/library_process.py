@@ -38,7 +38,7 @@ class ForeignError(Exception):
     """Raised for an exception of the library in its child process."""
 
 
-def child_settings(
+def make_child_settings(
     library: str,
     settings: Mapping[str, Any],
     *,
@@ -151,7 +151,7 @@ class LibraryProcess:
         self._num_requests = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         """Awaited answers by request number."""
-        self._reading = asyncio.create_task(self._read_answers(reader))
+        self._reading_task = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
     async def start(cls, settings: ServerSettings) -> LibraryProcess:
@@ -184,7 +184,7 @@ class LibraryProcess:
         try:
             self._write({"id": number, **message})
             async with asyncio.timeout(seconds):
-                return _value(await answer)
+                return _read_value(await answer)
         except TimeoutError:
             raise TimeoutError(f"the environment did not answer within {seconds or 0:g} s") from None
         except FrameError as error:
@@ -209,13 +209,13 @@ class LibraryProcess:
             self._writer.write_eof()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._end_seconds):
-                    await asyncio.shield(self._reading)
+                    await asyncio.shield(self._reading_task)
         self.has_ended = True
         await asyncio.to_thread(self._server.close)
-        await self._reading
+        await self._reading_task
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        if self._reading.done() or self._is_closing:
+        if self._reading_task.done() or self._is_closing:
             raise ChildError("the child process of the environment ended")
         try:
             self._writer.write(encode(dict(message)))
@@ -258,7 +258,7 @@ async def _receive(reader: asyncio.StreamReader, max_bytes: int) -> dict[str, An
     return decode(await reader.readexactly(size))
 
 
-def _value(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _read_value(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value in an answer. Raises ForeignError for an error of the library, FrameError without a value."""
     if "error" in answer:
         raise ForeignError(str(answer["error"]))

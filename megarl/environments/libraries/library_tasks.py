@@ -13,7 +13,7 @@ from megarl.environments.libraries.library_process import (
     LibraryChild,
     LibraryProcess,
     check_installed,
-    child_settings,
+    make_child_settings,
 )
 from megarl.environments.shared import get_shared, run_alone
 from megarl.types import ConfigError
@@ -44,13 +44,15 @@ class LibraryTasks:
     async def process(self) -> LibraryProcess:
         """Return the process that has loaded the tasks, started at the first call. Raises ChildError."""
         key = self._library, self._python, json.dumps(self._settings)
-        settings = child_settings(self._library, self._settings, python=self._python, end_seconds=self._end_seconds)
+        settings = make_child_settings(
+            self._library, self._settings, python=self._python, end_seconds=self._end_seconds
+        )
         child = get_shared(key, lambda: LibraryChild(settings))
         return await child.process()
 
     def number_for(self, problem: Mapping[str, Any], process: LibraryProcess) -> int:
         """Return the number of a problem's task. Raises ChildError for an invalid number of tasks."""
-        return task_of(problem["index"], problem["record"].get("split"), _count_tasks(process), self._heldout)
+        return choose_task(problem["index"], problem["record"].get("split"), _count_tasks(process), self._heldout)
 
     def check(self, source: str) -> Mapping[str, Any]:
         """Load the tasks of `source` before a run, and return the introduction of their process.
@@ -75,7 +77,7 @@ def _count_tasks(process: LibraryProcess) -> int:
     return num_tasks
 
 
-def task_of(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
+def choose_task(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
     """Return the number of a problem's task. The last tasks, a share of `heldout`, are for validation."""
     num_heldout = max(1, math.floor(num_tasks * heldout))
     if split is None:

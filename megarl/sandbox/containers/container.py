@@ -99,7 +99,7 @@ class Container:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: SupervisedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._reading_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         began = time.monotonic()
@@ -115,7 +115,7 @@ class Container:
         except OSError as error:
             raise ContainerError(f"OSError: {error.strerror or error}") from error
         try:
-            await self._meet(connection)
+            await self._read_greeting(connection)
         except (EOFError, OSError, FrameError) as error:
             ended = None if self._process is None else await self._process.stop()
             reason = "its keeper ended" if ended is None else ended.stderr_tail() or ended
@@ -127,22 +127,22 @@ class Container:
         ended.
         """
         try:
-            await self._meet(connect_to(self.settings.name))
+            await self._read_greeting(connect_to(self.settings.name))
             self.renew()
         except (EOFError, OSError, FrameError) as error:
             raise ContainerError("ContainerLost: the container has ended") from error
 
-    async def _meet(self, connection: socket.socket) -> None:
+    async def _read_greeting(self, connection: socket.socket) -> None:
         reader, self._writer = await asyncio.open_connection(sock=connection)
-        first = await _read_frame(reader)
-        if "refused" in first:
+        greeting = await _read_frame(reader)
+        if "refused" in greeting:
             if self._process is not None:
                 await self._process.stop()
-            raise ContainerError(f"ContainerError: it does not start: {first['refused']}")
-        self.url, self.running, self.seconds_running = first["url"], first["running"], first["seconds"]
+            raise ContainerError(f"ContainerError: it does not start: {greeting['refused']}")
+        self.url, self.running, self.seconds_running = greeting["url"], greeting["running"], greeting["seconds"]
         if self.settings.outlives_host and self._supervisor is None:
-            self._supervisor = os.pidfd_open(first["supervisor"])
-        self._reading = asyncio.create_task(self._read(reader))
+            self._supervisor = os.pidfd_open(greeting["supervisor"])
+        self._reading_task = asyncio.create_task(self._pass_on_answers(reader))
 
     async def execute(
         self,
@@ -196,8 +196,8 @@ class Container:
             return
         if self._writer is not None:
             self._writer.close()
-        if self._reading is not None:
-            await self._reading
+        if self._reading_task is not None:
+            await self._reading_task
         if self._supervisor is not None:
             os.close(self._supervisor)
             self._supervisor = None
@@ -216,8 +216,8 @@ class Container:
             await self._process.stop()
         if self._writer is not None:
             self._writer.close()
-        if self._reading is not None:
-            await self._reading
+        if self._reading_task is not None:
+            await self._reading_task
 
     async def _stop_outliving(self) -> None:
         """Ask the keeper to end, and wait for its supervisor. Kill the supervisor if it does not end in time."""
@@ -237,9 +237,9 @@ class Container:
         remove_socket(self.settings.name)
 
     async def _request(self, do: str, **fields: Any) -> dict[str, Any]:
-        assert self._reading is not None, "requests come after the start"
+        assert self._reading_task is not None, "requests come after the start"
         # Without the reading task, a new request would never be answered.
-        if self._reading.done():
+        if self._reading_task.done():
             raise ContainerError("ContainerLost: the container has ended")
         number = next(self._numbers)
         future = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -258,7 +258,7 @@ class Container:
         if not self._writer.is_closing():
             self._writer.write(encode(message))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _pass_on_answers(self, reader: asyncio.StreamReader) -> None:
         """Pass answers to their requests until the connection ends. Then fail the unanswered requests."""
         try:
             while True:

@@ -41,13 +41,13 @@ class ContainerHost:
 
     async def _start(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         container = Container(_read_settings(settings))
-        await self._hold(container, container.start())
+        await self._start_and_store(container, container.start())
         return {"url": container.url, "seconds": container.seconds_to_start}
 
     async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Take over a container started by an earlier host. The answer's `seconds_running` is 0 if no program runs."""
         container = Container(_read_settings(settings))
-        await self._hold(container, container.adopt())
+        await self._start_and_store(container, container.adopt())
         return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
 
     async def _end_earlier(self, name: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class ContainerHost:
         await container.stop()
         return {}
 
-    async def _hold(self, container: Container, starting: Coroutine[Any, Any, None]) -> None:
+    async def _start_and_store(self, container: Container, starting: Coroutine[Any, Any, None]) -> None:
         """Start a container and store it. A stop request meanwhile cancels the start."""
         task = asyncio.current_task()
         assert task is not None, "requests are carried out in tasks"
@@ -84,19 +84,19 @@ class ContainerHost:
     async def _join(self, name: str, label: str) -> dict[str, Any]:
         return await self._await_end(name, self._find(name).join(label))
 
-    async def _await_end(self, name: str, ending: Coroutine[Any, Any, Executed]) -> dict[str, Any]:
-        running = asyncio.create_task(ending)
-        self._running[name] = running
+    async def _await_end(self, name: str, program_end: Coroutine[Any, Any, Executed]) -> dict[str, Any]:
+        program_task = asyncio.create_task(program_end)
+        self._running[name] = program_task
         try:
             # `wait` does not raise the task's cancellation, so it differs from a cancellation of this request.
-            await asyncio.wait({running})
+            await asyncio.wait({program_task})
         finally:
-            running.cancel()
+            program_task.cancel()
             del self._running[name]
         # `_cancel` cancelled the program; the host continues.
-        if running.cancelled():
+        if program_task.cancelled():
             raise ContainerError("Cancelled: the program was ended")
-        return asdict(running.result())
+        return asdict(program_task.result())
 
     async def _cancel(self, name: str) -> dict[str, Any]:
         if (running := self._running.get(name)) is not None:

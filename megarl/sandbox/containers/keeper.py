@@ -25,8 +25,8 @@ from megarl.sandbox.containers.root_folder import (
     NETWORK_NAMESPACE,
     RELAY_PORT,
     RootFolder,
+    complete_root_folder,
     drop_rights,
-    finish_root,
     map_users,
     open_loopback,
     root_as,
@@ -51,13 +51,15 @@ def main() -> NoReturn:
         # If memory runs out, the kernel then kills programs before the training.
         file.write("1000")
     try:
-        _HOLD[settings["kind"]](settings, connection, listener)
+        _KEEPERS_BY_KIND[settings["kind"]](settings, connection, listener)
     except OSError as error:
         send(connection, {"refused": error.strerror or str(error)})
     os._exit(0)
 
 
-def _hold_programs(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
+def _keep_machine_container(
+    settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
+) -> None:
     url, address = _url(settings["address"]), tuple(settings["address"])
     if listener is not None:
         # Without a driver, the relay lets connections wait.
@@ -67,7 +69,9 @@ def _hold_programs(settings: dict[str, Any], connection: socket.socket, listener
     _serve(settings, connection, listener, MachinePlace(), url, os.getppid())
 
 
-def _hold_command_line(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
+def _keep_command_line_container(
+    settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
+) -> None:
     place = CommandLinePlace(settings)
     try:
         url = _url(settings["address"])
@@ -79,7 +83,9 @@ def _hold_command_line(settings: dict[str, Any], connection: socket.socket, list
         place.close()
 
 
-def _hold_apptainer(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
+def _keep_apptainer_container(
+    settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
+) -> None:
     is_alone, supervisor = settings["network"] == "endpoint", os.getppid()
     url = f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"])
 
@@ -115,16 +121,18 @@ def _serve(
     url: str,
     supervisor: int,
 ) -> None:
-    facts = {"url": url, "supervisor": supervisor}
+    greeting_fields = {"url": url, "supervisor": supervisor}
     limits = Limits(**settings["limits"])
-    RequestLoop(connection, place, limits, settings["lease_seconds"], facts=facts, listener=listener).run()
+    RequestLoop(connection, place, limits, settings["lease_seconds"], facts=greeting_fields, listener=listener).run()
 
 
 def _patience(settings: dict[str, Any]) -> float:
     return settings["lease_seconds"] if settings["outlives_host"] else 0.0
 
 
-def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None) -> None:
+def _keep_namespace_container(
+    settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
+) -> None:
     """Create a container's namespaces, and relay its connections until its first process ends."""
     parent, is_root = os.getppid(), os.geteuid() == 0
     root = RootFolder(
@@ -158,7 +166,7 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
             os.close(proc)
             if not is_root:
                 root.build()
-            finish_root()
+            complete_root_folder()
             if (cpus := settings["limits"]["cpus"]) is not None:
                 _use_cpus(math.ceil(cpus))
             # A socket stays in the network where it was opened, whichever process accepts on it.
@@ -197,12 +205,12 @@ def _hold_namespaces(settings: dict[str, Any], connection: socket.socket, listen
     os._exit(0)
 
 
-_HOLD = {
-    "process": _hold_programs,
-    "sandbox": _hold_namespaces,
-    "podman": _hold_command_line,
-    "docker": _hold_command_line,
-    "apptainer": _hold_apptainer,
+_KEEPERS_BY_KIND = {
+    "process": _keep_machine_container,
+    "sandbox": _keep_namespace_container,
+    "podman": _keep_command_line_container,
+    "docker": _keep_command_line_container,
+    "apptainer": _keep_apptainer_container,
 }
 """Functions that hold a container, by the value of `rollout.agent.sandbox`."""
 

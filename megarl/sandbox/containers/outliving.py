@@ -39,16 +39,16 @@ def launch_outliving(
 
     Returns the supervisor and a connection to the keeper. Raises OSError.
     """
-    folder = _folder()
+    folder = _make_socket_folder()
     _remove_ended(folder)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.fspath(folder / _file_name(name)))
         listener.listen()
-        number = listener.fileno()
+        listener_descriptor = listener.fileno()
         settings = {
-            "command": [*command, str(number)],
+            "command": [*command, str(listener_descriptor)],
             "control": None,
-            "connection": number,
+            "connection": listener_descriptor,
             "log_file": None,
             "end_seconds": 0.0,
         }
@@ -60,7 +60,7 @@ def launch_outliving(
                 environment=environment,
                 stdout=DEVNULL,
                 stderr=DEVNULL,
-                descriptors=[number],
+                descriptors=[listener_descriptor],
             )
         except BaseException:
             connection.close()
@@ -72,7 +72,7 @@ def connect_to(name: str) -> socket.socket:
     """Connect to a container of this machine by its name. Raises OSError if it does not exist."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(os.fspath(_folder() / _file_name(name)))
+        connection.connect(os.fspath(_make_socket_folder() / _file_name(name)))
     except BaseException:
         connection.close()
         raise
@@ -81,7 +81,7 @@ def connect_to(name: str) -> socket.socket:
 
 def remove_socket(name: str) -> None:
     with suppress(OSError):
-        (_folder() / _file_name(name)).unlink(missing_ok=True)
+        (_make_socket_folder() / _file_name(name)).unlink(missing_ok=True)
 
 
 def socket_folder() -> Path:
@@ -89,14 +89,14 @@ def socket_folder() -> Path:
     return Path(_FOLDER.format(user=os.geteuid()))
 
 
-def _folder() -> Path:
+def _make_socket_folder() -> Path:
     """Return the socket folder, private to this user. Raises OSError."""
     folder = socket_folder()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    facts = folder.lstat()
+    folder_status = folder.lstat()
     # Another user may have created the folder first, and could then reach the containers.
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+    if not stat.S_ISDIR(folder_status.st_mode) or folder_status.st_uid != os.geteuid() or folder_status.st_mode & 0o077:
         raise PermissionError(f"{folder} belongs to another user, or others can read it; remove it")
     return folder
 

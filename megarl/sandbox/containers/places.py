@@ -101,10 +101,10 @@ class NamespacePlace:
 
 def _clear(folder: str) -> None:
     """Remove a folder. If a program replaced a parent folder by a link or a file, remove that too."""
-    place = ""
+    path = ""
     for name in folder.strip("/").split("/"):
-        place += f"/{name}"
-        if os.path.islink(place) or (os.path.exists(place) and not os.path.isdir(place)):
-            os.unlink(place)
+        path += f"/{name}"
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isdir(path)):
+            os.unlink(path)
     if os.path.isdir(folder):
         shutil.rmtree(folder)

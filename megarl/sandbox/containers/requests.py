@@ -108,7 +108,7 @@ class RequestLoop:
         self._place, self._limits, self._facts, self._listener = place, limits, facts, listener
         self._lease_seconds = lease_seconds
         self._lease_ends = time.monotonic() + lease_seconds
-        self._label, self._began, self._answered_id = "", 0.0, 0
+        self._label, self._program_started, self._answered_id = "", 0.0, 0
         """Label, start time and request number of the running program."""
         self._results: dict[str, dict[str, Any]] = {}
         """Results of ended programs by label, for a later host if the earlier one ended first."""
@@ -124,14 +124,14 @@ class RequestLoop:
                 request = request or self._next_request(None)
                 # A program may end before the host's request to cancel it arrives.
                 if request is not None and request["do"] != "cancel":
-                    self._answer(request)
+                    self._execute_and_answer(request)
         except LeaseEndedError:
             return
         finally:
             # Do this whatever ends the loop, even an error of this module.
             self._place.kill_all()
 
-    def _answer(self, request: Mapping[str, Any]) -> None:
+    def _execute_and_answer(self, request: Mapping[str, Any]) -> None:
         self._answered_id = request["id"]
         try:
             match request["do"]:
@@ -157,7 +157,7 @@ class RequestLoop:
     def _greet(self) -> None:
         """Send the first message to a host. `running` is the label of the running program; empty: there is none."""
         # An earlier program has ended, so it no longer has a time limit.
-        seconds = time.monotonic() - self._began if self._label else 0.0
+        seconds = time.monotonic() - self._program_started if self._label else 0.0
         self._send({"ready": True, **self._facts, "running": self._label, "seconds": seconds})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ class RequestLoop:
         # Without a user namespace, the kernel would also count the user's other processes, for example the training's.
         max_tasks = self._limits.processes if self._place.has_own_users else None
         program = _Program(command, environment, folder, base64.b64decode(request["stdin"]), max_tasks)
-        self._label, self._began = request["label"], time.monotonic()
+        self._label, self._program_started = request["label"], time.monotonic()
         try:
             outcome = self._watch(program)
         finally:
@@ -230,12 +230,12 @@ class RequestLoop:
                 # A later host continues after the end of an earlier program.
                 self._deferred = None if request["do"] == "cancel" else request
                 return "Cancelled: the host ended the program"
-            if excess := self._exceeded_limit(program):
+            if excess := self._describe_exceeded_limit(program):
                 return excess
         # A program that cannot fork may end between two checks. Its children in the background still count.
-        return self._exceeded_limit(program)
+        return self._describe_exceeded_limit(program)
 
-    def _exceeded_limit(self, program: _Program) -> str:
+    def _describe_exceeded_limit(self, program: _Program) -> str:
         """Return the limit that a program exceeds; empty: none."""
         limits = self._limits
         if limits.output_bytes is not None and program.num_printed > limits.output_bytes:
@@ -267,20 +267,20 @@ class _Program:
         self.tails: dict[int, OutputTail] = {}
         self._closed: set[int] = set()
         """Outputs that the program has closed, by descriptor."""
-        ends: list[int] = []
+        output_ends: list[int] = []
         for _ in range(2):
             read_end, write_end = os.pipe2(os.O_CLOEXEC)
             self.tails[read_end] = OutputTail()
-            ends.append(write_end)
-        self._refusal, refuse = os.pipe2(os.O_CLOEXEC)
+            output_ends.append(write_end)
+        self._refusal, refusal_end = os.pipe2(os.O_CLOEXEC)
         # A file, not a pipe: reading it never waits, and no thread must write it meanwhile.
-        source = os.memfd_create("stdin", os.MFD_CLOEXEC)
-        with os.fdopen(os.dup(source), "wb") as file:
+        stdin_file = os.memfd_create("stdin", os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(stdin_file), "wb") as file:
             file.write(stdin)
-        os.lseek(source, 0, os.SEEK_SET)
+        os.lseek(stdin_file, 0, os.SEEK_SET)
 
-        def become() -> None:
-            os.dup2(source, 0)
+        def run_in_child() -> None:
+            os.dup2(stdin_file, 0)
             # execvp searches the PATH of this process.
             os.environ.clear()
             os.environ.update(environment)
@@ -289,12 +289,12 @@ class _Program:
                     os.chdir(folder)
                 _limit_process(max_tasks)
             except OSError as error:
-                os.write(refuse, (error.strerror or str(error)).encode())
+                os.write(refusal_end, (error.strerror or str(error)).encode())
                 os._exit(127)
-            become_program(command, ends[0], ends[1], refuse)
+            become_program(command, output_ends[0], output_ends[1], refusal_end)
 
-        self._child = fork_child(become)
-        for descriptor in (*ends, refuse, source):
+        self._child = fork_child(run_in_child)
+        for descriptor in (*output_ends, refusal_end, stdin_file):
             os.close(descriptor)
         self._pidfd = os.pidfd_open(self._child)
 

@@ -117,15 +117,15 @@ def _show_system(root: str, python: Sequence[str]) -> None:
 
 def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int | None = None) -> None:
     """Mount a file or folder of the machine read-only under the same path below `root`."""
-    place = root + path
+    mount_point = root + path
     if os.path.isdir(path):
-        os.makedirs(place, exist_ok=True)
+        os.makedirs(mount_point, exist_ok=True)
     else:
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o644))
-    _bind(path, place, users)
+        os.makedirs(os.path.dirname(mount_point), exist_ok=True)
+        os.close(os.open(mount_point, os.O_WRONLY | os.O_CREAT, 0o644))
+    _bind(path, mount_point, users)
     # A bind mount ignores these flags (mount(2)), so a second call sets them.
-    restrict_mount(place, MS_RDONLY | flags, recursive=True)
+    restrict_mount(mount_point, MS_RDONLY | flags, recursive=True)
 
 
 def _make_writable(folder: str) -> None:
@@ -156,21 +156,21 @@ def map_users(proc: int, *, user: int, group: int) -> None:
 
 def root_as(user: int, proc: int) -> int:
     """Return the descriptor of a user namespace with `user` as root. Needs root's rights. Raises OSError."""
-    ready, go = os.pipe2(os.O_CLOEXEC)
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
     # The child keeps the namespace alive until the pipe is closed. By then it is open here.
-    child = fork_child(lambda: os.read(ready, 1), lambda: clone(CLONE_NEWUSER))
+    child = fork_child(lambda: os.read(read_end, 1), lambda: clone(CLONE_NEWUSER))
     try:
         write_process_file(proc, f"{child}/uid_map", f"0 {user} 1")
         write_process_file(proc, f"{child}/gid_map", f"0 {user} 1")
         return os.open(f"{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     finally:
-        os.close(ready)
-        os.close(go)
+        os.close(read_end)
+        os.close(write_end)
         kill_tree(child)
         os.waitpid(child, 0)
 
 
-def finish_root() -> None:
+def complete_root_folder() -> None:
     """Complete a container's root file system: host name, /proc, terminals, shared memory, links in /dev.
 
     The first process of the container's namespaces calls it. Raises OSError.
