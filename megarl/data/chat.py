@@ -77,14 +77,14 @@ def load_tokenizer(
     check_folder_of_files(Path(folder))
     _refuse_many_values(Path(folder))
     digest = digest_of_folder(Path(folder))
-    rules = Path(folder) / TOKENIZER[0]
-    definition = read_object(rules) if rules.is_file() else {}
-    refuse_growth(definition, rules)
-    refuse_endless_rules(definition, rules)
-    config = Path(folder) / "config.json"
+    tokenizer_file = Path(folder) / TOKENIZER[0]
+    definition = read_object(tokenizer_file) if tokenizer_file.is_file() else {}
+    refuse_growth(definition, tokenizer_file)
+    refuse_endless_rules(definition, tokenizer_file)
+    config_file = Path(folder) / "config.json"
     # transformers and vLLM 0.30 choose their classes by model_type.
-    if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
-        raise DataError(f"{config}: model_type is missing; copy the model folder again")
+    if config_file.is_file() and not isinstance(read_object(config_file).get("model_type"), str):
+        raise DataError(f"{config_file}: model_type is missing; copy the model folder again")
     try:
         # Must be explicit: without it, transformers 5.23 asks on a terminal whether to run the folder's code.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -96,10 +96,10 @@ def load_tokenizer(
         raise DataError(
             f"{folder}: the tokenizer does not load ({error}); copy the tokenizer's files into this folder again"
         ) from error
-    refuse_endless_encoding(tokenizer, definition, rules if definition else Path(folder), digest=digest)
+    refuse_endless_encoding(tokenizer, definition, tokenizer_file if definition else Path(folder), digest=digest)
     if template is not None:
-        begin = _text_start(tokenizer) if template == PLAIN else ""
-        tokenizer.chat_template = begin + _template_of(template)
+        start_tokens = _write_start_tokens(tokenizer) if template == PLAIN else ""
+        tokenizer.chat_template = start_tokens + _template_of(template)
     if not tokenizer.chat_template:
         raise DataError(
             f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder, or set "
@@ -140,7 +140,7 @@ def _template_of(name: str) -> str:
         raise ConfigError(f"model.chat_template = {name}: cannot be read ({error})") from None
 
 
-def _text_start(tokenizer: Tokenizer) -> str:
+def _write_start_tokens(tokenizer: Tokenizer) -> str:
     """Return the text of the tokens that the tokenizer puts before each text, such as BOS. Empty: none.
 
     The chat template PLAIN begins with it, so that prompts begin as texts did in pretraining.
@@ -220,12 +220,12 @@ def render(
     Special tokens inside messages or schemas are enclosed in `MARKS`. Raises ValueError if the template fails on the
     conversation, for example on the order of its roles.
     """
-    special = special_tokens(tokenizer)
-    fitting = fit_call_arguments(tokenizer, messages)
+    special_pattern = special_tokens(tokenizer)
+    fitted_messages = fit_call_arguments(tokenizer, messages)
     try:
         text = tokenizer.apply_chat_template(
-            [_add_marks(message, special) for message in with_reasoning_key(tokenizer, fitting)],
-            tools=[_add_marks(tool, special) for tool in tools] or None,
+            [_add_marks(message, special_pattern) for message in with_reasoning_key(tokenizer, fitted_messages)],
+            tools=[_add_marks(tool, special_pattern) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
             # Return text, not ids: `encode` must see the marks before any special token is recognised.
             tokenize=False,
@@ -242,15 +242,15 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     Raises ValueError if a message contains a special token that the tokenizer cannot encode as text. Raises DataError
     if the tokenizer's rules fail on the text.
     """
-    with _panics_named(tokenizer):
+    with _raise_panics_as_data_errors(tokenizer):
         # No message contains a special token, so the tokenizer's own encoding is right.
         if not any(mark in text for mark in MARKS):
             return tokenizer.encode(text, add_special_tokens=False)
-        return _literal_encoder(tokenizer).encode(text)
+        return _make_literal_encoder(tokenizer).encode(text)
 
 
 @contextmanager
-def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
+def _raise_panics_as_data_errors(tokenizer: Tokenizer) -> Iterator[None]:
     """Raise DataError for a panic of the tokenizers library. A panic is not an Exception.
 
     An example is a regular expression that backtracks too long.
@@ -278,7 +278,7 @@ def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     """
     num_characters = PREFIX_CHARACTERS * max_tokens
     while num_characters < len(text):
-        with _panics_named(tokenizer):
+        with _raise_panics_as_data_errors(tokenizer):
             token_count = len(tokenizer.encode(text[:num_characters], add_special_tokens=False))
         if token_count > max_tokens + BORDER_TOKENS:
             return True
@@ -353,7 +353,7 @@ def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 @lru_cache(maxsize=8)
-def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
+def _make_literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
     from tokenizers import Tokenizer as Backend
 
     special = special_tokens(tokenizer)

@@ -203,13 +203,15 @@ def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, 
     """Return a field by role, by its usual name. If as many texts as roles remain, assign them in order."""
     guesses: dict[str, str] = {}
     for role in roles:
-        free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()]
-        if free:
-            guesses[role] = free[0]
+        unassigned_names = [
+            name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()
+        ]
+        if unassigned_names:
+            guesses[role] = unassigned_names[0]
     open_roles = [role for role in roles if role not in guesses]
-    texts = [name for name, value in record.items() if isinstance(value, str) and name not in guesses.values()]
+    text_names = [name for name, value in record.items() if isinstance(value, str) and name not in guesses.values()]
     # With another number of texts any choice would be arbitrary, so the remedy shows placeholders.
-    names = texts if len(texts) == len(open_roles) else [_UNKNOWN] * len(open_roles)
+    names = text_names if len(text_names) == len(open_roles) else [_UNKNOWN] * len(open_roles)
     guesses |= zip(open_roles, names, strict=True)
     return {role: guesses[role] for role in roles}
 

@@ -55,7 +55,7 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
     the same keys.
     """
     standard = [
-        _standard_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)
+        _standardize_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)
     ]
     _refuse_unknown_call_ids(standard, field)
     _refuse_split_turns(messages, standard, field)
@@ -84,17 +84,17 @@ def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) 
     Nothing is checked if calls have no ids, or are in another field.
     """
     # By their texts in Python, because ids may be of any kind. A dict keeps their order.
-    ids: dict[str, Any] = {}
+    call_ids: dict[str, Any] = {}
     for number, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
             if not call.get("id"):
                 return
-            ids[repr(call["id"])] = call["id"]
-        named = message.get("tool_call_id")
-        if named is not None and ids and repr(named) not in ids:
+            call_ids[repr(call["id"])] = call["id"]
+        answered_id = message.get("tool_call_id")
+        if answered_id is not None and call_ids and repr(answered_id) not in call_ids:
             raise ValueError(
-                f"{field}[{number}] has tool_call_id {shown(named)}, which is the id of no call before it ("
-                f"{', '.join(map(shown, list(ids.values())[-5:]))}); give the id of its call, or leave out all ids"
+                f"{field}[{number}] has tool_call_id {shown(answered_id)}, which is the id of no call before it ("
+                f"{', '.join(map(shown, list(call_ids.values())[-5:]))}); give the id of its call, or leave out all ids"
             )
 
 
@@ -163,11 +163,11 @@ def _is_plain(value: Any, is_first: bool) -> bool:
     return role == "assistant" or (role == "user" and bool(value["content"].strip())) or (role == "system" and is_first)
 
 
-def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, Any]:
+def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping[str, Any]:
     if _is_plain(value, is_first):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"{place} is {shown(value)}; give an object with 'role' and 'content'")
+        raise ValueError(f"{field_path} is {shown(value)}; give an object with 'role' and 'content'")
     # ShareGPT writes `from` and `value` for role and content.
     message = {name: item for name, item in value.items() if name in ("content", "value") or not _is_unsaid(name, item)}
     if "role" not in message and "from" in message:
@@ -175,8 +175,8 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
         if "value" in message:
             if not is_empty(message.get("content")) and message["content"] != message["value"]:
                 raise ValueError(
-                    f"{place} has content {shown(message['content'])} and another value {shown(message['value'])}; "
-                    "remove one of them"
+                    f"{field_path} has content {shown(message['content'])} and another value "
+                    f"{shown(message['value'])}; remove one of them"
                 )
             message["content"] = message.pop("value")
     if is_empty(message.get("value")):
@@ -184,42 +184,46 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
     # Other names of roles, and messages that are only tool calls.
     role = message.get("role")
     if role == _CALLS:
-        _unify_calls(message, place)
+        _unify_calls(message, field_path)
     if isinstance(role, str):
         role = message["role"] = _ROLES_ELSEWHERE.get(role, role)
     if role not in ROLES:
-        raise ValueError(f"{place} has role {shown(role)}; use one of {', '.join(ROLES)}")
+        raise ValueError(f"{field_path} has role {shown(role)}; use one of {', '.join(ROLES)}")
     if role == "system" and not is_first:
-        raise ValueError(f"{place} is a system message; only the first message may be one")
+        raise ValueError(f"{field_path} is a system message; only the first message may be one")
     # Calls, contents, reasoning and weight in one form each. An unknown key is an error, not dropped.
     try:
         message = {**with_standard_calls(message)}
     except ValueError as error:
-        raise ValueError(f"{place} {error}") from error
-    _refuse_unread_keys(message, _KEYS[role], place, f"the role {role}")
+        raise ValueError(f"{field_path} {error}") from error
+    _refuse_unread_keys(message, _KEYS[role], field_path, f"the role {role}")
     if isinstance(message.get("content"), list) and message["content"]:
-        message["content"] = _joined_text(message["content"], place)
-    _check_content(message, place)
-    _refuse_unread_call_keys(message, place)
-    _unify_reasoning(message, place)
-    _unify_weight(message, place)
+        message["content"] = _join_text_parts(message["content"], field_path)
+    _check_content(message, field_path)
+    _refuse_unread_call_keys(message, field_path)
+    _unify_reasoning(message, field_path)
+    _unify_weight(message, field_path)
     return message
 
 
-def _unify_calls(message: dict[str, Any], place: str) -> None:
+def _unify_calls(message: dict[str, Any], field_path: str) -> None:
     """Move a message's content, one call or a list of calls as JSON, to `tool_calls`, and thoughts before it."""
     content = message.get("content")
     text = content.strip() if isinstance(content, str) else json.dumps(content)
     if text.startswith("<think>") and "</think>" in text:
         thoughts, _, text = text.removeprefix("<think>").partition("</think>")
         if message.setdefault(REASONING, thoughts) != thoughts:
-            raise ValueError(f"{place} has thoughts in {REASONING} and other ones before the call; keep one of them")
+            raise ValueError(
+                f"{field_path} has thoughts in {REASONING} and other ones before the call; keep one of them"
+            )
     try:
         calls = parse(text.encode(), MEDIUM)
     except ValueError as error:
-        raise ValueError(f"{place} of role {_CALLS} has {shown(content)}: {error}; give a call as JSON") from error
+        raise ValueError(f"{field_path} of role {_CALLS} has {shown(content)}: {error}; give a call as JSON") from error
     if calls in ([], {}, None) or "tool_calls" in message:
-        raise ValueError(f"{place} of role {_CALLS} has {shown(content)}; give one call or a list of calls as JSON")
+        raise ValueError(
+            f"{field_path} of role {_CALLS} has {shown(content)}; give one call or a list of calls as JSON"
+        )
     message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
@@ -231,68 +235,68 @@ def _is_unsaid(name: str, value: Any) -> bool:
     return is_empty(value) or (name != "tool_calls" and not isinstance(value, str) and says_nothing(value))
 
 
-def _refuse_unread_keys(values: Mapping[str, Any], read_keys: frozenset[str], place: str, of: str) -> None:
+def _refuse_unread_keys(values: Mapping[str, Any], read_keys: frozenset[str], field_path: str, of: str) -> None:
     for name in values:
         if name not in read_keys and not _is_unsaid(name, values[name]):
             remedy = _REMEDIES.get(name, "remove the key")
             keys = ", ".join(sorted(read_keys))
             raise ValueError(
-                f"{place} has the key {shown(name)} = {shown(values[name])}, which is not read; {remedy}. Keys of "
+                f"{field_path} has the key {shown(name)} = {shown(values[name])}, which is not read; {remedy}. Keys of "
                 f"{of}: {keys}"
             )
 
 
-def _joined_text(parts: Sequence[Any], place: str) -> str:
+def _join_text_parts(parts: Sequence[Any], field_path: str) -> str:
     """Return the text of content parts. Raises ValueError for a part that is not text."""
     texts: list[str] = []
     for number, part in enumerate(parts):
         if not isinstance(part, Mapping):
-            raise ValueError(f"{place} has content {shown(parts)}; give a string")
+            raise ValueError(f"{field_path} has content {shown(parts)}; give a string")
         kind = part.get("type") or "text"
         text = part.get("text")
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             raise ValueError(
-                f"{place} has a content part of type {shown(kind)}: {shown(part)}; megarl trains on text alone, so "
-                "remove the part or the record"
+                f"{field_path} has a content part of type {shown(kind)}: {shown(part)}; megarl trains on text alone, "
+                "so remove the part or the record"
             )
-        _refuse_unread_keys(part, frozenset({"type", "text"}), f"{place}.content[{number}]", "a text part")
+        _refuse_unread_keys(part, frozenset({"type", "text"}), f"{field_path}.content[{number}]", "a text part")
         texts.append(text)
     return "".join(texts)
 
 
-def _check_content(message: Mapping[str, Any], place: str) -> None:
+def _check_content(message: Mapping[str, Any], field_path: str) -> None:
     content = message.get("content")
     if content is None and "tool_calls" in message:
         return
     if not isinstance(content, str):
         with_calls = ", or null with tool_calls" if "tool_calls" in message else ""
-        raise ValueError(f"{place} has content {shown(content)}; give a string{with_calls}")
+        raise ValueError(f"{field_path} has content {shown(content)}; give a string{with_calls}")
     if message["role"] == "user" and not content.strip():
-        raise ValueError(f"{place} is a user's message without text; give the prompt, or remove the line")
+        raise ValueError(f"{field_path} is a user's message without text; give the prompt, or remove the line")
 
 
-def _refuse_unread_call_keys(message: Mapping[str, Any], place: str) -> None:
+def _refuse_unread_call_keys(message: Mapping[str, Any], field_path: str) -> None:
     for number, call in enumerate(message.get("tool_calls", ())):
-        call_place = f"{place}.tool_calls[{number}]"
+        call_place = f"{field_path}.tool_calls[{number}]"
         _refuse_unread_keys(call, _CALL_KEYS, call_place, "a tool call")
         if (kind := call.get("type") or "function") != "function":
             raise ValueError(f"{call_place} has type {shown(kind)}; only calls of type function are read")
         _refuse_unread_keys(call["function"], _FUNCTION_KEYS, f"{call_place}.function", "a call's function")
 
 
-def _unify_reasoning(message: dict[str, Any], place: str) -> None:
+def _unify_reasoning(message: dict[str, Any], field_path: str) -> None:
     """Write a message's reasoning under the key `reasoning_content`. Raises ValueError for two different texts."""
     values = {name: message.pop(name) for name in REASONING_KEYS if name in message}
     for name, text in values.items():
         if not isinstance(text, str):
-            raise ValueError(f"{place} has {name} {shown(text)}; give a string")
+            raise ValueError(f"{field_path} has {name} {shown(text)}; give a string")
         if text != next(iter(values.values())):
-            raise ValueError(f"{place} has different texts in {' and '.join(values)}; keep one of them")
+            raise ValueError(f"{field_path} has different texts in {' and '.join(values)}; keep one of them")
     if values:
         message[REASONING] = next(iter(values.values()))
 
 
-def _unify_weight(message: dict[str, Any], place: str) -> None:
+def _unify_weight(message: dict[str, Any], field_path: str) -> None:
     """Unify the keys that say whether a message is trained: `weight` is 0 if not, and absent if it is.
 
     Raises ValueError for weights other than 0 and 1, for contradictory keys, and for a trained message of another role
@@ -302,13 +306,14 @@ def _unify_weight(message: dict[str, Any], place: str) -> None:
     for name, value in values.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(
-                f"{place} has {name} {shown(value)}; give 1 or true for a message to train, 0 or false for another one"
+                f"{field_path} has {name} {shown(value)}; give 1 or true for a message to train, 0 or false for "
+                "another one"
             )
         if value != next(iter(values.values())):
-            raise ValueError(f"{place}: {' and '.join(values)} disagree; keep one of them")
+            raise ValueError(f"{field_path}: {' and '.join(values)} disagree; keep one of them")
         if value and message["role"] != "assistant":
             raise ValueError(
-                f"{place} has {name} {shown(value)}; only the assistant's messages are trained, so remove the key"
+                f"{field_path} has {name} {shown(value)}; only the assistant's messages are trained, so remove the key"
             )
     if values and message["role"] == "assistant" and not next(iter(values.values())):
         message[WEIGHT] = 0

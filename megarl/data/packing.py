@@ -92,11 +92,11 @@ def balance_sets(
     max_tokens: int,
     num_ranks: int,
     rows_multiple: int,
-    described: str,
+    description: str,
 ) -> BalancedRows:
     """Group sets of sequences into rows of microbatches with similar costs.
 
-    `tokens` and `costs` are [sets]. `described` names the sequences in an error. Raises ValueError if `rows_multiple`
+    `tokens` and `costs` are [sets]. `description` names the sequences in an error. Raises ValueError if `rows_multiple`
     is above 1 and there are fewer sets than microbatches.
     """
     # Tight filling gives the fewest bins. Their number, rounded up, is that of all microbatches.
@@ -108,7 +108,7 @@ def balance_sets(
     num_bins = -(-max(1, len(tight_bins)) // bins_step) * bins_step
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
-            f"{described} cannot fill {num_bins} microbatches: each of {num_ranks} "
+            f"{description} cannot fill {num_bins} microbatches: each of {num_ranks} "
             f"ranks needs a multiple of {rows_multiple}; use more sequences per minibatch"
         )
     best_rows = BalancedRows([], np.inf)
@@ -117,7 +117,7 @@ def balance_sets(
         best_rows = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
     # The left side is the time of all ranks, the right side their work; the rest is waiting.
     if best_rows.makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
-        bins = _fill_alike(longest_first, tokens.tolist(), max_tokens, num_bins)
+        bins = _fill_to_common_level(longest_first, tokens.tolist(), max_tokens, num_bins)
         alternative_rows = _balance_rows(bins, tokens, costs, max_tokens, num_ranks)
         best_rows = min(best_rows, alternative_rows, key=lambda candidate: candidate.makespan)
     return best_rows
@@ -149,7 +149,7 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
     return bins
 
 
-def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
+def _fill_to_common_level(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
     """Fill bins up to a common level, about the lowest level at which `num_bins` bins suffice (MULTIFIT).
 
     So all bins have free space for later exchanges.
@@ -199,21 +199,21 @@ def _balance_rows(
             bin.append(fullest_bin.pop())
     bins = sorted(bins, key=lambda bin: -costs[bin].sum())
     # Add one empty item per bin after the sequences: exchanging a sequence for it moves the sequence.
-    bin_of = np.arange(-len(tokens), len(bins))
+    bin_by_item = np.arange(-len(tokens), len(bins))
     for index, bin in enumerate(bins):
-        bin_of[bin] = index
+        bin_by_item[bin] = index
     tokens, costs = (np.append(values, np.zeros(len(bins), values.dtype)) for values in (tokens, costs))
-    loads = np.bincount(bin_of, costs, len(bins)).astype(np.float64).reshape(-1, num_ranks)
-    free_tokens = max_tokens - np.bincount(bin_of, tokens, len(bins)).astype(np.int64)
+    loads = np.bincount(bin_by_item, costs, len(bins)).astype(np.float64).reshape(-1, num_ranks)
+    free_tokens = max_tokens - np.bincount(bin_by_item, tokens, len(bins)).astype(np.int64)
     is_settled = np.zeros(len(loads), dtype=bool)
     for _ in range(MOST_EXCHANGES):
         row = int(np.where(is_settled, -1.0, loads.max(axis=1) - loads.mean(axis=1)).argmax())
         # The worst row is within 0.1 % of its mean, so all rows are balanced.
         if is_settled[row] or loads[row].max() - loads[row].mean() < 1e-3 * loads[row].max():
             break
-        is_settled[row] = not _exchange_one(row, bin_of, tokens, costs, loads, free_tokens)
+        is_settled[row] = not _exchange_one(row, bin_by_item, tokens, costs, loads, free_tokens)
     bins = [[] for _ in bins]
-    for item, bin in enumerate(bin_of[: len(tokens) - len(bins)].tolist()):
+    for item, bin in enumerate(bin_by_item[: len(tokens) - len(bins)].tolist()):
         bins[bin].append(item)
     rows = [bins[start : start + num_ranks] for start in range(0, len(bins), num_ranks)]
     return BalancedRows(rows, float(loads.max(axis=1).sum()))
@@ -221,7 +221,7 @@ def _balance_rows(
 
 def _exchange_one(
     row: int,
-    bin_of: NDArray[np.int64],
+    bin_by_item: NDArray[np.int64],
     tokens: NDArray[np.int64],
     costs: NDArray[np.float64],
     loads: NDArray[np.float64],
@@ -236,18 +236,18 @@ def _exchange_one(
     costliest_bin = row * num_ranks + int(loads[row].argmax())
     max_load, mean_load = loads[row].max(), loads[row].mean()
     # Candidates: items of the costliest bin, and of the rows with the most slack (time below their maximum).
-    items = np.flatnonzero(bin_of[:-num_bins] == costliest_bin)
+    candidate_items = np.flatnonzero(bin_by_item[:-num_bins] == costliest_bin)
     slack = loads.max(axis=1, keepdims=True) - loads
     is_partner_row = np.zeros(len(loads), dtype=bool)
     is_partner_row[np.argsort(-slack.max(axis=1))[:MOST_PARTNERS]] = True
     is_partner_row[row] = True
-    partner_items = np.flatnonzero(np.repeat(is_partner_row, num_ranks)[bin_of])
+    partner_items = np.flatnonzero(np.repeat(is_partner_row, num_ranks)[bin_by_item])
     # A bin with a single sequence must get one back, or it would be empty: so the empty items are excluded.
-    if len(items) < 2:
-        partner_items = partner_items[partner_items < len(bin_of) - num_bins]
-    partner_bins = bin_of[partner_items]
-    moved_cost = costs[items, None] - costs[partner_items]
-    moved_tokens = tokens[items, None] - tokens[partner_items]
+    if len(candidate_items) < 2:
+        partner_items = partner_items[partner_items < len(bin_by_item) - num_bins]
+    partner_bins = bin_by_item[partner_items]
+    moved_cost = costs[candidate_items, None] - costs[partner_items]
+    moved_tokens = tokens[candidate_items, None] - tokens[partner_items]
     # An exchange must relieve the costliest bin by 0.02 %: smaller ones cost time and gain nothing.
     is_useful = (
         (moved_cost > 2e-4 * max_load)
@@ -265,16 +265,16 @@ def _exchange_one(
     if not loads_after.size or not loads_after.min() < (1 - 2e-4) * max_load:
         return False
     # Make the best exchange.
-    given_index, taken_index = divmod(int(loads_after.argmin()), len(partner_items))
+    item_index, partner_index = divmod(int(loads_after.argmin()), len(partner_items))
     partner_bin, cost_change, token_change = (
-        int(partner_bins[taken_index]),
-        moved_cost[given_index, taken_index],
-        moved_tokens[given_index, taken_index],
+        int(partner_bins[partner_index]),
+        moved_cost[item_index, partner_index],
+        moved_tokens[item_index, partner_index],
     )
     for bin, sign in ((costliest_bin, -1), (partner_bin, 1)):
         loads.flat[bin] += sign * cost_change
         free_tokens[bin] -= sign * token_change
-    bin_of[items[given_index]] = partner_bin
-    if partner_items[taken_index] < len(bin_of) - num_bins:
-        bin_of[partner_items[taken_index]] = costliest_bin
+    bin_by_item[candidate_items[item_index]] = partner_bin
+    if partner_items[partner_index] < len(bin_by_item) - num_bins:
+        bin_by_item[partner_items[partner_index]] = costliest_bin
     return True

@@ -62,11 +62,11 @@ def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) 
     """
     sequences = [keys[start:end] for start, end in pairwise(cu_seqlens)]
     # Big-endian bytes of numbers, which are not negative, compare like the numbers themselves.
-    texts = [sequence.astype(">u8").tobytes() for sequence in sequences]
-    order = sorted(range(len(texts)), key=texts.__getitem__)
+    sort_keys = [sequence.astype(">u8").tobytes() for sequence in sequences]
+    order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
-    for place in range(1, len(order)):
-        shared[place] = common_prefix(sequences[order[place - 1]], sequences[order[place]])
+    for rank in range(1, len(order)):
+        shared[rank] = common_prefix(sequences[order[rank - 1]], sequences[order[rank]])
     return np.array(order, np.int64), shared
 
 

@@ -40,12 +40,12 @@ def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
     messages: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
         prefix = f"mixture.{source.name}: " if recipe.mixture else ""
-        messages += [f"{prefix}{text}" for text in _faults_of_source(source.recipe, is_start=is_start)]
+        messages += [f"{prefix}{text}" for text in _find_source_faults(source.recipe, is_start=is_start)]
     if messages:
         raise ConfigError(error_page(f"rewards of recipe {recipe.name}", messages))
 
 
-def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
+def _find_source_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     # Imported only if needed: the HTTP client takes longer to import than all other checks together.
     from megarl.rewards.scoring.http_rewards import make_server_client
 
@@ -60,7 +60,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     data_set = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
     if num_made(path_of(data_set)) is not None:
         return  # An environment makes the data, so there is no record to test with.
-    record_faults = list(_faults_of_records(recipe, _make_checks(recipe, served)))
+    record_faults = list(_find_record_faults(recipe, _make_checks(recipe, served)))
     yield from record_faults
     # A faulty record would make the trial below fail for a reason already reported.
     if record_faults:
@@ -80,7 +80,7 @@ Check = Callable[[Record], None]
 """Check of one record. Raises ValueError if a reward function cannot score it."""
 
 
-def _faults_of_records(recipe: Recipe, checks: Mapping[str, Check]) -> Iterator[str]:
+def _find_record_faults(recipe: Recipe, checks: Mapping[str, Check]) -> Iterator[str]:
     """Yield an error for each reward function that cannot score a record; it names the first such record.
 
     `checks` has a check of records for each reward function, by name.
@@ -147,7 +147,7 @@ async def _check_and_score(
     """Return errors if a record lacks a field that the function has as parameter, else the sample's score."""
     fields = await pool.record_fields()
     # Without fields, skip reading the records again.
-    record_faults = list(_faults_of_records(recipe, {function.name: _make_field_check(fields)})) if fields else []
+    record_faults = list(_find_record_faults(recipe, {function.name: _make_field_check(fields)})) if fields else []
     return record_faults, None if record_faults else await pool.score(sample)
 
 

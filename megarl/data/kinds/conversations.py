@@ -100,7 +100,7 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
         record.require("prompt", "response")
     _refuse_bad_answer(record)
     prompt = record.prompt(system_prompt)
-    messages = (*prompt, *_response(record, prompt))
+    messages = (*prompt, *_read_response(record, prompt))
     record.refuse_other_prompts(messages, answers=True)
     record.refuse_reasoning_field(messages)
     record.refuse_unlisted_calls(messages)
@@ -118,7 +118,7 @@ def _refuse_bad_answer(record: Record) -> None:
             )
 
 
-def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+def _read_response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """Return the messages that a record's response adds to its prompt. Empty: the prompt is the whole conversation."""
     if record.value(record.format.response) is None:
         # These names say that the field is a whole conversation. Without an assistant turn it fails later, naming its
@@ -179,8 +179,8 @@ def train_on_assistant(
         if message["role"] != "assistant":
             continue
         prompt = render(tokenizer, messages[:number], generation_prompt=True, tools=tools)
-        rendered = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
-        turn = _without_trailing_space(tokenizer, rendered)
+        text_up_to_turn = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
+        turn = _without_trailing_space(tokenizer, text_up_to_turn)
         if not turn.startswith(prompt):
             raise ValueError(
                 f"the chat template writes messages[{number}] otherwise than it begins the turn in sampling, so what "
@@ -194,10 +194,10 @@ def train_on_assistant(
         sequences[-1].extend(tokenizer, prompt, is_trained=False)
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
         sequences[-1].extend(tokenizer, turn, is_trained=is_trained[number])
-    trained = tuple(sequence.to_training() for sequence in sequences if any(sequence.mask))
-    if not trained:
+    trained_sequences = tuple(sequence.to_training() for sequence in sequences if any(sequence.mask))
+    if not trained_sequences:
         raise ValueError("the assistant's messages have no tokens, so nothing is trained; remove the record")
-    return trained
+    return trained_sequences
 
 
 def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int) -> None:

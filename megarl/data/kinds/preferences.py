@@ -73,7 +73,7 @@ class Judged(TokenisedKind):
     is_judged: ClassVar[bool] = True
 
     def make(self, index: int, record: Record) -> Answers:
-        messages, label = _judged_conversation(record, self.system_prompt)
+        messages, label = _read_judged_conversation(record, self.system_prompt)
         first = len(messages) - 1
         conversation = make_conversation(record, self.tokenizer, messages, max_tokens=self.max_tokens, first=first)
         sequence = _only_sequence(record, conversation)
@@ -81,7 +81,7 @@ class Judged(TokenisedKind):
         return (replace(sequence, desirable=desirable),)
 
     def parts(self, record: Record) -> list[Any]:
-        messages, _ = _judged_conversation(record, self.system_prompt)
+        messages, _ = _read_judged_conversation(record, self.system_prompt)
         check_is_trained(record, messages, first=len(messages) - 1)
         return list(messages)
 
@@ -95,7 +95,7 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
             f"'margin' is {shown(record.fields['margin'])}, which no loss reads; remove the field, or set it to 0"
         )
     chosen, rejected = (
-        _conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
+        _read_conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
     )
     record.refuse_other_prompts((*chosen, *rejected), answers=True)
     if _prompt_field(record) and not have_same_texts(_system(chosen), _system(rejected)):
@@ -150,7 +150,7 @@ def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | Non
     return pair[0], pair[1]
 
 
-def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
+def _read_judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
     """Return the conversation of a labelled answer, and its label. Raises DataError."""
     record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
@@ -159,7 +159,7 @@ def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mes
         raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
     field = record.field(record.format.response)
     record.refuse_other_responses(field)
-    messages = _conversation(record, field, system_prompt)
+    messages = _read_conversation(record, field, system_prompt)
     record.refuse_other_prompts(messages, answers=True)
     record.refuse_reasoning_field(messages)
     # A bad answer may be bad for its call.
@@ -200,7 +200,7 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
     return TokenBatch(token_ids, ~is_token, cu_seqlens, batch.samples)
 
 
-def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
+def _read_conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return the whole conversation ending with the answer in `field`.
 
     The field has the whole conversation, or only the answer, or a repetition of the prompt and the answer.

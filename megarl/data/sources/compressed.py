@@ -30,7 +30,7 @@ def stem_of(path: Path) -> str:
 
 def first_bytes(path: Path, size: int) -> bytes:
     """Return the first bytes of a file, decompressed. Raises DataError for a damaged compressed file."""
-    with _open_decompressed(path) as file, _damage_named(path):
+    with _open_decompressed(path) as file, _raise_damage_as_data_error(path):
         return file.read(size)
 
 
@@ -46,7 +46,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
     number = 0
     with _open_decompressed(path) as file:
         while True:
-            with _damage_named(path, number):
+            with _raise_damage_as_data_error(path, number):
                 line = file.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
@@ -80,7 +80,7 @@ def _open_decompressed(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _damage_named(path: Path, num_lines: int = 0) -> Iterator[None]:
+def _raise_damage_as_data_error(path: Path, num_lines: int = 0) -> Iterator[None]:
     """Raise DataError in place of the errors of the libraries that decompress a file."""
     try:
         yield

@@ -66,7 +66,7 @@ def data_files(source: str | Path) -> list[Path]:
     are missing, or if a folder has several splits, configurations or kinds of files and the source names none.
     """
     split, place = _partition_source(str(source))
-    path = _existing_place(place)
+    path = _find_existing_path(place)
     if path.is_file():
         if split is not None:
             raise DataError(f"{source}: {path} is one file, so it has no splits; remove {split}@")
@@ -74,37 +74,43 @@ def data_files(source: str | Path) -> list[Path]:
     # The folders of tasks hold files of any kind, which are not data.
     if split is None and (tasks := task_files(path)):
         return tasks
-    inside = [
+    files_in_folder = [
         file
         for file in sorted(path.rglob("*"))
         if extension_of(file) in READERS and file.name not in _DESCRIPTIONS and file.is_file()
     ]
     # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
-    inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    inside = [file for file in inside if not (file.suffix == ".arrow" and file.name.startswith(_GENERATED_FILES))]
+    files_in_folder = [
+        file for file in files_in_folder if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
+    files_in_folder = [
+        file for file in files_in_folder if not (file.suffix == ".arrow" and file.name.startswith(_GENERATED_FILES))
+    ]
     # A compressed file next to its decompressed copy holds the same rows.
-    plain = {file for file in inside if file.suffix.lower() not in COMPRESSIONS}
-    inside = [file for file in inside if file in plain or file.with_suffix("") not in plain]
-    files = _files_of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
+    uncompressed_files = {file for file in files_in_folder if file.suffix.lower() not in COMPRESSIONS}
+    files_in_folder = [
+        file for file in files_in_folder if file in uncompressed_files or file.with_suffix("") not in uncompressed_files
+    ]
+    files = _files_of_split(source, {file: file.relative_to(path) for file in files_in_folder}, split, place)
     _refuse_several_configurations(source, files, place, is_hub_data_set=not Path(place).exists())
     _check_shards(source, files)
-    inside = list(files)
-    if not inside:
+    files_in_folder = list(files)
+    if not files_in_folder:
         raise DataError(
             f"{source}: the folder {path} holds no data files; add files ending with one of {', '.join(READERS)}"
         )
-    endings = sorted({extension_of(file) for file in inside})
+    endings = sorted({extension_of(file) for file in files_in_folder})
     if len(endings) > 1:
         raise DataError(
             f"{source}: the folder {path} has data files of several kinds, {', '.join(endings)}; give a folder with "
             "one kind"
         )
-    return inside
+    return files_in_folder
 
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Yield the rows of a file. Unknown extensions are read as JSON lines. Raises DataError."""
-    yield from READERS.get(extension_of(path), _json_lines)(path)
+    yield from READERS.get(extension_of(path), _read_json_lines)(path)
 
 
 def _partition_source(source: str) -> tuple[str | None, str]:
@@ -150,7 +156,7 @@ def _on_hub(place: str) -> HubDataSet | None:
     return HubDataSet(name, (inside, f"{inside}/*") if inside else None)
 
 
-def _existing_place(place: str) -> Path:
+def _find_existing_path(place: str) -> Path:
     """Return the file or folder of a data source's path or Hub name. Raises DataError if there is none."""
     path = Path(place)
     if path.exists():
@@ -193,7 +199,7 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
     matches = {file: inside for file, inside in files.items() if split in _split_words_in_path(inside)}
     if not matches:
         available = f"it has {', '.join(split_names)}" if split_names else "it has none that is named"
-        raise DataError(f"{source}: {_existing_place(place)} has no split {split!r}; {available}")
+        raise DataError(f"{source}: {_find_existing_path(place)} has no split {split!r}; {available}")
     sets = sorted(
         {next(name for name in _name_parts(inside) if split in _split_words(name)) for inside in matches.values()}
     )
@@ -278,7 +284,7 @@ def _split_words(name: str) -> set[str]:
     return {parts[0], parts[-1]}.intersection(SPLITS)
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _read_json_lines(path: Path) -> Iterator[Row]:
     refuse_other_text(path)
     for line, raw in enumerate(lines_of(path), start=1):
         if raw.strip():
@@ -289,12 +295,12 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 yield Row(line, "line", DataError(f"{path}, line {line}: {text}"))
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSON list, or of JSON lines in a file named `.json`."""
     # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
     is_list = first_bytes(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_list:
-        yield from _json_lines(path)
+        yield from _read_json_lines(path)
         return
     if extension_of(path) != ".json":
         # A list is in memory as a whole, and a few compressed bytes may expand to gigabytes.
@@ -308,7 +314,7 @@ def _json(path: Path) -> Iterator[Row]:
         yield Row(number, "record", value)
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _read_csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file under its header. All values are text, and an empty cell is a missing field."""
     # Prompts exceed the default limit. The limit is global to the Python process, so it is never lowered.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
@@ -345,10 +351,10 @@ def _parquet(path: Path) -> Iterator[Row]:
     # Without these settings pyarrow reads whole columns of a row group ahead into memory.
     settings = {"buffer_size": _ARROW_BUFFER_BYTES, "pre_buffer": False}
     with _arrow_faults(path), parquet.ParquetFile(path, **settings) as file:
-        yield from _batch_rows(path, file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
+        yield from _read_batches(path, file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
 
 
-def _arrow(path: Path) -> Iterator[Row]:
+def _read_arrow(path: Path) -> Iterator[Row]:
     """Yield the rows of an Arrow file, in the file format or in the stream format (written by `datasets`)."""
     ipc = _arrow_module("ipc", path)
     with _arrow_faults(path), _WholeReads(io.FileIO(path)) as file:
@@ -358,10 +364,10 @@ def _arrow(path: Path) -> Iterator[Row]:
         if is_file:
             with ipc.open_file(file) as reader:
                 batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-                yield from _batch_rows(path, batches)
+                yield from _read_batches(path, batches)
         else:
             with ipc.open_stream(file) as reader:
-                yield from _batch_rows(path, reader)
+                yield from _read_batches(path, reader)
 
 
 class _WholeReads(io.BufferedReader):
@@ -375,7 +381,7 @@ class _WholeReads(io.BufferedReader):
         return super().read(bytes_left if size is None or size < 0 else min(size, bytes_left))
 
 
-def _batch_rows(path: Path, batches: Any) -> Iterator[Row]:
+def _read_batches(path: Path, batches: Any) -> Iterator[Row]:
     number = 0
     columns: tuple[str, ...] | None = None
     for batch in batches:
@@ -449,15 +455,15 @@ def _task(path: Path) -> Iterator[Row]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
-    ".jsonl.zst": _json_lines,
-    ".json": _json,
-    ".json.gz": _json,
-    ".json.zst": _json,
-    ".csv": _csv,
+    ".jsonl": _read_json_lines,
+    ".jsonl.gz": _read_json_lines,
+    ".jsonl.zst": _read_json_lines,
+    ".json": _read_json,
+    ".json.gz": _read_json,
+    ".json.zst": _read_json,
+    ".csv": _read_csv,
     ".parquet": _parquet,
-    ".arrow": _arrow,
+    ".arrow": _read_arrow,
     ".toml": _task,
 }
 """Functions reading a file's rows, keyed by file extension."""

@@ -62,21 +62,21 @@ def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _describe_fault(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    answer_indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     try:
-        prompts = {place: render(tokenizer, messages[:place], generation_prompt=True) for place in answers}
+        prompts = {index: render(tokenizer, messages[:index], generation_prompt=True) for index in answer_indices}
         rendered_answers = {
-            place: render(tokenizer, messages[: place + 1], generation_prompt=False) for place in answers
+            index: render(tokenizer, messages[: index + 1], generation_prompt=False) for index in answer_indices
         }
     except ValueError:
         return REFUSES
     # A template that only appends repeats each prompt at an answer's start, and each answer in later prompts.
-    begins_with_prompt = all(rendered_answers[place].startswith(prompts[place]) for place in answers)
+    begins_with_prompt = all(rendered_answers[index].startswith(prompts[index]) for index in answer_indices)
     keeps_history = all(
-        prompts[later].startswith(rendered_answers[place].rstrip())
-        for place in answers
-        for later in answers
-        if later > place
+        prompts[later].startswith(rendered_answers[index].rstrip())
+        for index in answer_indices
+        for later in answer_indices
+        if later > index
     )
     faults = [
         *([] if begins_with_prompt else ["rewrites the answer"]),

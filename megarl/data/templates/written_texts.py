@@ -111,7 +111,7 @@ class _WrittenText:
 
     def __init__(self, rendered: str) -> None:
         self._rendered = rendered
-        self._place = 0
+        self._search_start = 0
         """End of the last match."""
 
     def contains(self, text: str) -> bool:
@@ -120,11 +120,11 @@ class _WrittenText:
         The search begins at the end of the last match, then at the start.
         """
         text = text.strip()
-        place = self._rendered.find(text, self._place)
-        if place < 0:
-            place = self._rendered.find(text)
-        if place >= 0:
-            self._place = place + len(text)
+        position = self._rendered.find(text, self._search_start)
+        if position < 0:
+            position = self._rendered.find(text)
+        if position >= 0:
+            self._search_start = position + len(text)
             return True
         forms = text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
         return any(_without_space(form) in self._without_space for form in forms)

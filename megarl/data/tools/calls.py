@@ -61,11 +61,11 @@ def parse(
         body, reasoning = _split_reasoning(body, *(_MISTRAL_THINK if name == "mistral" else _THINK), in_reasoning)
     else:
         body, reasoning = harmony_reasoning(body)
-    remainder, written = PARSERS[name](body, tools)
-    ids = (f"call{_digits(turn, 3)}{_digits(place, 2)}" for place in range(len(written)))
-    calls = tuple(_check_arguments(call_id, call, tools) for call_id, call in zip(ids, written, strict=True))
+    remainder, written_calls = PARSERS[name](body, tools)
+    ids = (f"call{_digits(turn, 3)}{_digits(index, 2)}" for index in range(len(written_calls)))
+    calls = tuple(_check_arguments(call_id, call, tools) for call_id, call in zip(ids, written_calls, strict=True))
     # White space around calls and reasoning belongs to the format; in a plain answer it belongs to the model.
-    return ParsedTurn(remainder.strip() if written or reasoning is not None else remainder, reasoning, calls)
+    return ParsedTurn(remainder.strip() if written_calls or reasoning is not None else remainder, reasoning, calls)
 
 
 def _digits(number: int, count: int) -> str:

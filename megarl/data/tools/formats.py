@@ -278,14 +278,14 @@ def _split_top_level(text: str) -> list[str]:
 
 def _parse_python_call(text: str) -> WrittenCall:
     """Return the tool call in a Python expression. The text is parsed, never evaluated."""
-    written = text.strip()
-    named = re.match(r"([A-Za-z_][\w.]*)\(", written)
-    name = named.group(1) if named else ""
+    expression = text.strip()
+    name_match = re.match(r"([A-Za-z_][\w.]*)\(", expression)
+    name = name_match.group(1) if name_match else ""
     try:
-        call = ast.parse(written, mode="eval").body
+        call = ast.parse(expression, mode="eval").body
     # `ast.parse` raises MemoryError for text nested too deeply.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        problem = "it is not a call" if written.endswith(")") else "it is cut off"
+        problem = "it is not a call" if expression.endswith(")") else "it is cut off"
         return WrittenCall(name, error=f"the call cannot be read: {problem}")
     if not isinstance(call, ast.Call) or not name:
         return WrittenCall(name, error="the call cannot be read: it is not a call")
@@ -370,11 +370,11 @@ def _parse_deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
     remainder = remainder.replace("<｜tool▁calls▁begin｜>", "").replace("<｜tool▁calls▁end｜>", "")
     calls = []
     for body, _ in bodies:
-        head, _, tail = body.partition("<｜tool▁sep｜>")
-        if head.strip() == "function" and not tail.lstrip().startswith("{"):
-            head, _, tail = tail.partition("\n")
-            tail = tail.strip().removeprefix("```json").removesuffix("```")
-        calls.append(_call_from_json_text(head.strip(), tail))
+        name_text, _, arguments_text = body.partition("<｜tool▁sep｜>")
+        if name_text.strip() == "function" and not arguments_text.lstrip().startswith("{"):
+            name_text, _, arguments_text = arguments_text.partition("\n")
+            arguments_text = arguments_text.strip().removeprefix("```json").removesuffix("```")
+        calls.append(_call_from_json_text(name_text.strip(), arguments_text))
     return remainder, calls
 
 

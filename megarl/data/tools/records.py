@@ -40,20 +40,20 @@ def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"has tool_calls {shown(calls)}; only messages of the role assistant may call tools")
     if not isinstance(calls, list):
         raise ValueError(f"has tool_calls {shown(calls)}; give a list of calls: {_CALLS_FORM}")
-    return {**message, "tool_calls": [_standard_call(call, place) for place, call in enumerate(calls)]}
+    return {**message, "tool_calls": [_standardize_call(call, place) for place, call in enumerate(calls)]}
 
 
-def _standard_call(call: Any, number: int) -> Mapping[str, Any]:
-    place_text = f"has tool_calls[{number}]"
+def _standardize_call(call: Any, number: int) -> Mapping[str, Any]:
+    location = f"has tool_calls[{number}]"
     is_flat = isinstance(call, Mapping) and "function" not in call and "arguments" in call
     function = call if is_flat else call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(f"{place_text} {shown(call)}; give a list of calls: {_CALLS_FORM}")
+        raise ValueError(f"{location} {shown(call)}; give a list of calls: {_CALLS_FORM}")
     try:
         arguments = _read_arguments(function.get("arguments"))
     except ValueError as error:
         raise ValueError(
-            f"{place_text} with arguments {shown(function.get('arguments'))}: {error}; give an object, {{}} for a call "
+            f"{location} with arguments {shown(function.get('arguments'))}: {error}; give an object, {{}} for a call "
             "without arguments"
         ) from error
     if is_flat:
