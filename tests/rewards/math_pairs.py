@@ -5,6 +5,11 @@
 from __future__ import annotations
 
 RIGHT: dict[str, tuple[str, ...]] = {
+    # prefixes of units
+    "5 MW": ("5 megawatts", "5", r"5\text{ MW}", "5000 kW", "0.005 GW"),
+    "5 mPa": ("5 millipascals", "0.005 Pa", r"5\,\mathrm{mPa}"),
+    "5 MB": ("5 megabytes", "5"),
+    "2 kilometers": ("2 KM", "2000 m"),
     # functions by cases, and systems
     r"\begin{cases} 1 & x>0 \\ 2 & x\le 0\end{cases}": (
         r"\begin{cases} 2 & x\le 0\\ 1 & x>0 \end{cases}",
@@ -203,6 +208,14 @@ RIGHT: dict[str, tuple[str, ...]] = {
 """Predictions that are right, by gold answer."""
 
 WRONG: dict[str, tuple[str, ...]] = {
+    "5 MW": ("5 mW", r"5\,\mathrm{mW}", "5 GW", "5 MJ"),
+    "5 mPa": ("5 MPa", "5 GPa"),
+    "5 MHz": ("5 mHz", "5 kHz"),
+    "5 meV": ("5 MeV",),
+    "5 mV": ("5 MV",),
+    "5 Mb": ("5 MB", "5 megabytes"),
+    "5 MBps": ("5 Mbps",),
+    "5 mg": ("5 Mg",),
     r"\begin{cases} 1 & x>0 \\ 2 & x\le 0\end{cases}": (
         r"\begin{cases} 1 & x\le 0 \\ 2 & x>0\end{cases}",
         r"\begin{cases} 2 & \text{otherwise}\\ 1 & x\ge 0\end{cases}",

@@ -279,6 +279,26 @@ _UNITS: dict[str, tuple[Fraction, dict[str, int]]] = {
     )
     for name in names.split()
 }
+_PREFIXES = {"m": ("milli", Fraction(1, 1000)), "M": ("mega", Fraction(10**6)), "G": ("giga", Fraction(10**9))}
+# The case of a prefix matters: mW is no MW. Other units are read in any case.
+_UNITS |= {
+    name: (factor * _UNITS[symbol][0], _UNITS[symbol][1])
+    for symbol, word in {"W": "watt", "J": "joule", "Pa": "pascal", "Hz": "hertz", "g": "gram", "m": "metre"}.items()
+    for prefix, (prefix_word, factor) in _PREFIXES.items()
+    for name in (prefix + symbol, prefix_word + word)
+    if name not in _UNITS and prefix + symbol not in ("Gg", "Gm")
+} | {
+    name: (Fraction(1), dimensions)
+    for names, dimensions in (
+        ("kB KB kilobyte", {"kilobyte": 1}), ("MB megabyte", {"megabyte": 1}), ("GB gigabyte", {"gigabyte": 1}),
+        ("kb kbit kilobit", {"kilobit": 1}), ("Mb Mbit megabit", {"megabit": 1}), ("Gb Gbit gigabit", {"gigabit": 1}),
+        ("kBps", {"kilobyte": 1, "second": -1}), ("MBps", {"megabyte": 1, "second": -1}),
+        ("kbps", {"kilobit": 1, "second": -1}), ("Mbps", {"megabit": 1, "second": -1}),
+        ("mV millivolt", {"millivolt": 1}), ("MV megavolt", {"megavolt": 1}),
+        ("meV", {"millielectronvolt": 1}), ("MeV", {"megaelectronvolt": 1}),
+    )
+    for name in names.split()
+}  # fmt: skip
 
 
 def unit_named(name: str) -> Unit:
