@@ -229,8 +229,8 @@ else
                 "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
                 --wheel-dir "$built" "transformer-engine-torch==$engine"; then
                 echo "launch/setup.sh: Transformer Engine $engine's extension was not built (above). Each compiler takes" \
-                    "1 GiB of memory: MAX_JOBS=N limits how many run at once. Mend that and run this again. Or go without" \
-                    "it: $venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13, then" \
+                    "up to 2 GiB of memory: MAX_JOBS=N limits how many run at once. Mend that and run this again. Or go" \
+                    "without it: $venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13, then" \
                     "TRANSFORMER_ENGINE=cached launch/setup.sh${1:+ $1}" >&2
                 exit 1
             fi
