@@ -28,6 +28,15 @@ and its own layers do not support that.
 
 def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
     """Yield errors of parallel sizes that do not divide the model. `is_sampled`: check the engines too."""
+    yield from _find_tp_faults(recipe, shape, is_sampled=is_sampled)
+    yield from _find_pipeline_faults(recipe, shape)
+    yield from _find_expert_faults(recipe, shape)
+    tp = recipe.rollout.tp
+    if is_sampled and 0 < shape.num_experts < tp:
+        yield f"rollout.tp = {tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
+
+
+def _find_tp_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     engine_vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
@@ -35,12 +44,16 @@ def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = Tr
     if is_sampled:
         tp_of_field["rollout.tp"] = rollout.tp, has_whole_experts(recipe), engine_vocabulary
     for field, (tp, whole_experts, padded_vocabulary) in tp_of_field.items():
-        if misfits := _tp_misfits(shape, tp, whole_experts, vocabulary=padded_vocabulary):
+        if misfits := _list_tp_misfits(shape, tp, whole_experts, vocabulary=padded_vocabulary):
             sizes = range(1, shape.num_heads + 1)
             fitting = [
-                size for size in sizes if not _tp_misfits(shape, size, whole_experts, vocabulary=padded_vocabulary)
+                size for size in sizes if not _list_tp_misfits(shape, size, whole_experts, vocabulary=padded_vocabulary)
             ]
             yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {either(fitting)}"
+
+
+def _find_pipeline_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    trainer = recipe.trainer
     if trainer.pp * trainer.vpp > shape.num_layers:
         yield (
             f"trainer.pp = {trainer.pp}: {f'times trainer.vpp {trainer.vpp} ' if trainer.vpp > 1 else ''}exceeds the "
@@ -54,6 +67,10 @@ def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = Tr
             f"trainer.rank_order = {trainer.rank_order}: Megatron needs tp * cp = {dense_ranks} to equal "
             f"{'etp * ep' if shape.num_experts else 'tp'} = {expert_ranks}; leave it out or change those"
         )
+
+
+def _find_expert_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    trainer = recipe.trainer
     for field, size, model_size, name in (
         ("trainer.ep", trainer.ep, shape.num_experts, "experts"),
         ("trainer.etp", trainer.etp, shape.moe_intermediate_size, "channels of an expert"),
@@ -66,8 +83,6 @@ def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = Tr
     if trainer.etp > 1 and FAMILIES[shape.family].settings(shape).get("add_bias_linear"):
         # Each rank of a split expert would add the whole bias before their sum (Megatron-Core 0.16.1).
         yield f"trainer.etp = {trainer.etp}: Megatron-Core cannot split experts with biases; set it to 1"
-    if is_sampled and 0 < shape.num_experts < rollout.tp:
-        yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
 def find_fp8_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -134,7 +149,7 @@ def find_recompute_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, *, vocabulary: int) -> list[str]:
+def _list_tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, *, vocabulary: int) -> list[str]:
     """Return in words the model's sizes (heads, channels, ...) not divisible by the tensor-parallel size `tp`.
 
     `whole_experts`: experts are not split, so their channels are not checked. `vocabulary`: padded rows of the

@@ -20,9 +20,9 @@ rows are harder to balance over ranks.
 def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
     """Return the greatest row length in tokens at which training fits in memory, below the recipe's row length.
 
-    Only multiples of `_row_step` are possible. None: even a row with one sample does not fit.
+    Only multiples of `_row_length_step` are possible. None: even a row with one sample does not fit.
     """
-    step_tokens = _row_step(recipe, judge.models)
+    step_tokens = _row_length_step(recipe, judge.models)
     # A reward model reads one token more than the policy is trained on.
     longest_sample = max(recipe.trained_tokens + bool(recipe.reward.model), recipe.teacher_tokens)
 
@@ -46,7 +46,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
     """
     if judge.models.policy.parallel.pp > 1:
         return None
-    step_tokens = _row_step(recipe, judge.models)
+    step_tokens = _row_length_step(recipe, judge.models)
     update_tokens = recipe.trainer.max_tokens_per_microbatch
     pass_bytes = judge.pass_bytes(recipe)
     if not pass_bytes.scoring:
@@ -64,7 +64,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
     return num_row_steps * step_tokens
 
 
-def _row_step(recipe: Recipe, models: Models) -> int:
+def _row_length_step(recipe: Recipe, models: Models) -> int:
     """Return the step between two possible row lengths, in tokens: every row length is a multiple of it."""
     parallel = models.policy.parallel
     multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)

@@ -158,6 +158,12 @@ def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
 
 
 def find_batch_faults(recipe: Recipe, dp: int) -> Iterator[str]:
+    """Yield errors of the batch sizes for `dp` data-parallel ranks: uneven parts, or too few samples for a loss."""
+    yield from _find_uneven_batches(recipe, dp)
+    yield from _find_too_few_samples(recipe)
+
+
+def _find_uneven_batches(recipe: Recipe, dp: int) -> Iterator[str]:
     train, trainer, is_sampled = recipe.train, recipe.trainer, recipe.is_on_policy
     updates_per_step, samples_per_prompt = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
     num_parts, num_sequences = updates_per_step * dp, train.prompts_per_step * samples_per_prompt
@@ -186,6 +192,13 @@ def find_batch_faults(recipe: Recipe, dp: int) -> Iterator[str]:
             f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
             f"{num_sequences // num_parts} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
+
+
+def _find_too_few_samples(recipe: Recipe) -> Iterator[str]:
+    """Yield errors if a loss or an advantage compares samples, and a step has too few of them."""
+    train = recipe.train
+    samples_per_prompt = train.samples_per_prompt if recipe.is_on_policy else 1
+    num_sequences = train.prompts_per_step * samples_per_prompt
     if recipe.loop == "preference" and recipe.preference.loss == "kto" and train.prompts_per_step < 2:
         yield (
             f"train.prompts_per_step = {train.prompts_per_step}: preference.loss kto estimates the KL from each prompt "

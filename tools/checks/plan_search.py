@@ -132,7 +132,9 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
         keeps_logits=not row["id"].startswith("megarl"),
     )
     train = float(update.seconds[0])
-    scoring = trainer.scoring(layouts, tokens=load.tokens, row_tokens=np.array([float(row["forward_row_tokens"])]))
+    scoring = trainer.scoring_seconds(
+        layouts, tokens=load.tokens, row_tokens=np.array([float(row["forward_row_tokens"])])
+    )
     engines = _engines(row, gpu.memory_bytes)
     cost = RolloutCost(work=work, gpu=gpu, constants=constants)
     if row["staleness"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -80,7 +80,9 @@ class Candidates:
     shape: ModelShape
     refused: Counter[str]
     _expert_faults: dict[tuple[int, int, int, int], list[str]] = field(default_factory=dict)
-    _multiples: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The first error, if any, by (tp, cp, ep, etp)."""
+    _row_multiples: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Number of tokens that divides each row length, by (tp, cp)."""
 
     def list_placements(self, staleness: int) -> Iterator[Placement]:
         """Yield the placements: colocated, and separate engines on some of the nodes (on a single node: of its ranks).
@@ -108,13 +110,13 @@ class Candidates:
         """Return the sizes of engines that the recipe's checks accept on the ranks of this placement."""
         engine_sizes = []
         num_ranks = placed.separate_ranks or placed.cluster.world_size
-        recipe_has_whole_experts = has_whole_experts(placed)
+        is_whole_in_recipe = has_whole_experts(placed)
         for tp, ep in product(
-            divisors(num_ranks, limit=self.shape.num_heads), (recipe_has_whole_experts, not recipe_has_whole_experts)
+            divisors(num_ranks, limit=self.shape.num_heads), (is_whole_in_recipe, not is_whole_in_recipe)
         ):
             # The cost model treats whole and split experts alike, so prefer the recipe's choice.
-            if ep != recipe_has_whole_experts and (
-                tp == 1 or not self.shape.num_experts or EngineSizes(tp, recipe_has_whole_experts) in engine_sizes
+            if ep != is_whole_in_recipe and (
+                tp == 1 or not self.shape.num_experts or EngineSizes(tp, is_whole_in_recipe) in engine_sizes
             ):
                 continue
             values = {"rollout.tp": tp, "rollout.vllm": vllm_with(placed, ep)}
@@ -133,6 +135,7 @@ class Candidates:
         """
         trainer_sizes = []
         num_ranks, ranks_per_node = placed.trainer_ranks, placed.cluster.ranks_per_node
+        # Engines of one rank fit any number of ranks, so each error concerns the trainer.
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
         dense_combinations = product(
             divisors(num_ranks, limit=min(ranks_per_node, self.shape.num_heads)),
@@ -146,46 +149,50 @@ class Candidates:
             expert_combinations = [*product(divisors(self.shape.num_experts), expert_splits)]
         for tp, pp, cp, vpp in dense_combinations:
             if num_ranks % (tp * pp * cp):
-                self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(
-                    expert_combinations
-                )
+                reason = "trainer.tp * trainer.pp * trainer.cp does not divide the ranks"
+                self.refused[reason] += len(expert_combinations)
                 continue
             dense_sizes = TrainerSizes(tp=tp, pp=pp, cp=cp, vpp=vpp, ep=1, etp=1, dp=num_ranks // (tp * pp * cp))
             candidate = with_field_values(with_small_engines, dense_sizes.values)
             rules = (sizes.find_rank_faults, _find_batch_faults, sizes.find_length_faults)
             if self._count_refusal([fault for rule in rules for fault in rule(candidate)], len(expert_combinations)):
                 continue
-            if self._count_refusal([*self._model_faults(candidate)], len(expert_combinations)):
+            if self._count_refusal([*self._find_model_faults(candidate)], len(expert_combinations)):
                 continue
-            for ep, etp in expert_combinations:
-                if ep * etp == 1:
-                    trainer_sizes.append(dense_sizes)
-                    continue
-                if num_ranks % (ep * etp * pp):
-                    self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
-                    continue
-                expert_sizes = replace(dense_sizes, ep=ep, etp=etp)
-                # Errors of experts do not depend on pp and vpp, which were checked above.
-                expert_key = (tp, cp, ep, etp)
-                if expert_key not in self._expert_faults:
-                    self._expert_faults[expert_key] = [
-                        *self._model_faults(with_field_values(with_small_engines, expert_sizes.values))
-                    ][:1]
-                if not self._count_refusal(self._expert_faults[expert_key]):
-                    trainer_sizes.append(expert_sizes)
+            trainer_sizes += self._split_experts(with_small_engines, dense_sizes, expert_combinations)
         return trainer_sizes
+
+    def _split_experts(
+        self, placed: Recipe, dense_sizes: TrainerSizes, expert_combinations: Sequence[tuple[int, int]]
+    ) -> Iterator[TrainerSizes]:
+        """Yield the sizes with each accepted pair (ep, etp). `placed` has engines of one rank."""
+        num_ranks = placed.trainer_ranks
+        for ep, etp in expert_combinations:
+            if ep * etp == 1:
+                yield dense_sizes
+                continue
+            if num_ranks % (ep * etp * dense_sizes.pp):
+                self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
+                continue
+            expert_sizes = replace(dense_sizes, ep=ep, etp=etp)
+            # Errors of experts do not depend on pp and vpp, which the caller has checked.
+            expert_key = (dense_sizes.tp, dense_sizes.cp, ep, etp)
+            if expert_key not in self._expert_faults:
+                faults = self._find_model_faults(with_field_values(placed, expert_sizes.values))
+                self._expert_faults[expert_key] = [*faults][:1]
+            if not self._count_refusal(self._expert_faults[expert_key]):
+                yield expert_sizes
 
     def list_row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
         """Return the row lengths to try, in tokens: one to four times the longest sequence."""
-        # The multiple of row lengths depends only on tp and cp.
-        multiple = self._multiples.get((trainer.tp, trainer.cp))
+        multiple = self._row_multiples.get((trainer.tp, trainer.cp))
         if multiple is None:
             multiple = sizes.row_multiple(with_field_values(placed, trainer.values))
-            self._multiples[trainer.tp, trainer.cp] = multiple
+            self._row_multiples[trainer.tp, trainer.cp] = multiple
         longest = max(placed.trained_tokens + bool(placed.reward.model), placed.teacher_tokens)
         return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
 
-    def _model_faults(self, candidate: Recipe) -> Iterator[str]:
+    def _find_model_faults(self, candidate: Recipe) -> Iterator[str]:
         yield from model_sizes.find_size_faults(candidate, self.shape, is_sampled=False)
         yield from model_sizes.find_linear_attention_faults(candidate, self.shape)
         yield from model_sizes.find_fp8_faults(candidate, self.shape)

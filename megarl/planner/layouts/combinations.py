@@ -18,10 +18,10 @@ from megarl.planner import sizes
 from megarl.planner.layouts.candidates import EngineSizes, Placement, TrainerSizes, vllm_with
 from megarl.planner.memory.activations import PassSettings
 from megarl.planner.savings import Recomputation
-from megarl.planner.seconds.trainer import Parts
+from megarl.planner.seconds.trainer import CauseSeconds
 
 
-class Row(NamedTuple):
+class TrainerOption(NamedTuple):
     """A possible layout of the trainer: parallel sizes, recomputation, and the tokens that fit into one packed row."""
 
     trainer: TrainerSizes
@@ -31,40 +31,40 @@ class Row(NamedTuple):
 
 @dataclass(kw_only=True)
 class Combinations:
-    """Axes of the arrays: [rows], [engines], [offloads]. A row is a trainer's layout (`Row`)."""
+    """Axes of the arrays: [trainer options], [engines], [offloads]."""
 
     placement: Placement
     placement_values: Mapping[str, Any]
     """Recipe fields of the placement."""
     placed: Recipe
     """The recipe with `placement_values`."""
-    rows: list[Row]
+    trainer_options: list[TrainerOption]
     engines: list[EngineSizes]
     offloads: list[tuple[str, ...]]
-    update: Parts
-    """Seconds of a step's updates by cause, each [rows], with stored logits."""
-    update_without_logits: Parts
-    """Like `update`, with logits recomputed in the backward pass."""
-    logprobs: NDArray[np.float64]
-    """Seconds of a step's passes without gradients [rows]."""
-    offload: NDArray[np.float64]
-    """Seconds of offloading [rows, offloads]."""
-    reshard: NDArray[np.float64]
+    update_seconds: CauseSeconds
+    """Seconds of a step's updates by cause, each [trainer options], with stored logits."""
+    update_seconds_without_logits: CauseSeconds
+    """Like `update_seconds`, with logits recomputed in the backward pass."""
+    scoring_seconds: NDArray[np.float64]
+    """Seconds of a step's passes without gradients [trainer options]."""
+    offload_seconds: NDArray[np.float64]
+    """Seconds of offloading [trainer options, offloads]."""
+    reshard_seconds: NDArray[np.float64]
     """Lower bound of the seconds of a reshard [engines]."""
-    bound: NDArray[np.float64]
-    """Lower bound of a step's seconds [rows, engines, offloads]. Infinite: the combination cannot fit."""
-    states: NDArray[np.float64]
-    """Lower bound of a rank's bytes of weights, gradients and optimizer [rows]."""
+    least_seconds: NDArray[np.float64]
+    """Lower bound of a step's seconds [trainer options, engines, offloads]. Infinite: the combination cannot fit."""
+    least_state_bytes: NDArray[np.float64]
+    """Lower bound of a rank's bytes of weights, gradients and optimizer [trainer options]."""
     least_cache_gib: list[float]
     """GiB of the smallest KV cache for a longest sequence [engines]."""
-    settings: PassSettings
-    """Settings of the recipe's passes. Each row replaces the sizes that differ."""
+    pass_settings: PassSettings
+    """Settings of the recipe's passes. Each trainer option replaces the sizes that differ."""
     refused: Counter[str]
     """Counts of refused choices by reason, shared by all placements."""
     overfull: set[int] = field(default_factory=set)
-    """Indices of rows whose update does not fit, with any engines."""
+    """Indices of trainer options whose update does not fit, with any engines."""
     examined: set[int] = field(default_factory=set)
-    """Indices of rows whose activations have been predicted."""
+    """Indices of trainer options whose activations have been predicted."""
 
     @cached_property
     def parallel(self) -> ParallelConfig:
@@ -72,22 +72,22 @@ class Combinations:
         return sizes.parallel_of(self.placed)
 
     @cached_property
-    def rows_by_trainer(self) -> dict[TrainerSizes, list[int]]:
+    def numbers_by_trainer(self) -> dict[TrainerSizes, list[int]]:
         numbers: dict[TrainerSizes, list[int]] = {}
-        for number, row in enumerate(self.rows):
-            numbers.setdefault(row.trainer, []).append(number)
+        for number, option in enumerate(self.trainer_options):
+            numbers.setdefault(option.trainer, []).append(number)
         return numbers
 
-    def at_least_as_full(self, full: Row) -> set[int]:
-        """Return the indices of rows that need at least as much memory as the row `full`.
+    def options_as_full(self, full: TrainerOption) -> set[int]:
+        """Return the indices of trainer options that need at least as much memory as the option `full`.
 
-        These rows are at least as long, and recompute the same modules or none.
+        Their rows (packed micro-batches) are at least as long, and recompute the same modules or none.
         """
         return {
             number
-            for number in self.rows_by_trainer[full.trainer]
-            if self.rows[number].row_tokens >= full.row_tokens
-            and self.rows[number].recomputation in (full.recomputation, Recomputation("none"))
+            for number in self.numbers_by_trainer[full.trainer]
+            if self.trainer_options[number].row_tokens >= full.row_tokens
+            and self.trainer_options[number].recomputation in (full.recomputation, Recomputation("none"))
         }
 
 
@@ -96,17 +96,17 @@ class LayoutChoice:
     """One combination of trainer, engines and offloaded states, as a choice for `planner.search`."""
 
     group: Combinations
-    row_number: int
+    option_number: int
     engine_number: int
     offload_number: int
 
     @property
     def index(self) -> tuple[int, int, int]:
-        return self.row_number, self.engine_number, self.offload_number
+        return self.option_number, self.engine_number, self.offload_number
 
     @property
-    def row(self) -> Row:
-        return self.group.rows[self.row_number]
+    def option(self) -> TrainerOption:
+        return self.group.trainer_options[self.option_number]
 
     @property
     def engine(self) -> EngineSizes:
@@ -114,12 +114,12 @@ class LayoutChoice:
 
     @property
     def bound(self) -> float:
-        return float(self.group.bound[self.index])
+        return float(self.group.least_seconds[self.index])
 
     @property
     def key(self) -> tuple[TrainerSizes, EngineSizes, Placement]:
         """The sizes of trainer and engines, and the placement. A search returns the best choice of each key."""
-        return self.row.trainer, self.engine, self.group.placement
+        return self.option.trainer, self.engine, self.group.placement
 
     @property
     def values(self) -> dict[str, Any]:
@@ -131,9 +131,9 @@ class LayoutChoice:
         to None.
         """
         return {
-            **self.row.trainer.values,
-            **self.row.recomputation.values,
-            "trainer.max_tokens_per_microbatch": self.row.row_tokens,
+            **self.option.trainer.values,
+            **self.option.recomputation.values,
+            "trainer.max_tokens_per_microbatch": self.option.row_tokens,
             "trainer.max_tokens_per_forward": None,
             "trainer.keep_logits": None,
             "trainer.offload": self.group.offloads[self.offload_number],
@@ -146,16 +146,19 @@ class LayoutChoice:
 
 def iterate_by_bound(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
     """Yield the combinations of all placements by ascending bound, without infinite bounds."""
-    bounds = [group.bound.ravel() for group in groups]
-    if not bounds:
+    bounds_of_groups = [group.least_seconds.ravel() for group in groups]
+    if not bounds_of_groups:
         return
-    starts = np.cumsum([0, *map(len, bounds)])
-    everything = np.concatenate(bounds)
-    for place in np.argsort(everything, kind="stable"):
-        number = int(np.searchsorted(starts, place, side="right")) - 1
-        group = groups[number]
-        if not math.isfinite(everything[place]):
+    group_starts = np.cumsum([0, *map(len, bounds_of_groups)])
+    bounds = np.concatenate(bounds_of_groups)
+    for position in np.argsort(bounds, kind="stable"):
+        if not math.isfinite(bounds[position]):
             # Bounds ascend, so the remaining combinations cannot fit either.
             return
-        row, engine, offload = np.unravel_index(int(place - starts[number]), group.bound.shape)
-        yield LayoutChoice(group=group, row_number=int(row), engine_number=int(engine), offload_number=int(offload))
+        group_number = int(np.searchsorted(group_starts, position, side="right")) - 1
+        group = groups[group_number]
+        position_in_group = int(position - group_starts[group_number])
+        option, engine, offload = np.unravel_index(position_in_group, group.least_seconds.shape)
+        yield LayoutChoice(
+            group=group, option_number=int(option), engine_number=int(engine), offload_number=int(offload)
+        )

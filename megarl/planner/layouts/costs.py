@@ -21,7 +21,7 @@ from megarl.planner.seconds.gpus import GpuSpeeds
 from megarl.planner.seconds.lengths import Lengths
 from megarl.planner.seconds.rollout import EngineLayout, RolloutCost, RolloutSeconds
 from megarl.planner.seconds.step import Workload, reshard_seconds
-from megarl.planner.seconds.trainer import Layouts, Parts, Recomputed, TrainerCost
+from megarl.planner.seconds.trainer import CauseSeconds, Layouts, Recomputed, TrainerCost
 from megarl.planner.seconds.work import model_work
 
 _FLOAT32 = 4
@@ -46,7 +46,7 @@ class LayoutCosts:
         return self.models.policy.shape
 
     @cached_property
-    def load(self) -> Workload:
+    def workload(self) -> Workload:
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
         # The first update computes its own old log-probs. A reference model scores all samples.
@@ -103,7 +103,7 @@ class LayoutCosts:
         *,
         row_tokens: NDArray[np.float64],
         keeps_logits: bool,
-    ) -> Parts:
+    ) -> CauseSeconds:
         """Return the seconds of all updates of a step by cause, each [layouts].
 
         `recomputations` has one item per layout. `row_tokens` [layouts]: capacity of a row.
@@ -115,8 +115,8 @@ class LayoutCosts:
         return self.trainer_cost.update_seconds(
             layouts,
             recomputed,
-            tokens=self.load.tokens,
-            updates=self.load.updates,
+            tokens=self.workload.tokens,
+            updates=self.workload.updates,
             row_tokens=row_tokens,
             keeps_logits=keeps_logits,
         )
@@ -126,12 +126,14 @@ class LayoutCosts:
 
         `row_tokens` [layouts]: capacity of a row in these passes.
         """
-        tokens = self.load.tokens
-        scoring = self.trainer_cost.scoring(layouts, tokens=tokens, row_tokens=row_tokens)
-        seconds = scoring.seconds * self.load.scoring_passes
+        tokens = self.workload.tokens
+        scoring = self.trainer_cost.scoring_seconds(layouts, tokens=tokens, row_tokens=row_tokens)
+        seconds = scoring.seconds * self.workload.scoring_passes
         if (reward_model := self.models.frozen.get("reward_model")) is not None:
             # The reward model scores each sample once.
-            reward_pass = self.cost_of(reward_model.shape).scoring(layouts, tokens=tokens, row_tokens=row_tokens)
+            reward_pass = self.cost_of(reward_model.shape).scoring_seconds(
+                layouts, tokens=tokens, row_tokens=row_tokens
+            )
             seconds = seconds + reward_pass.seconds
         return seconds
 
@@ -170,11 +172,11 @@ class LayoutCosts:
                 moved_bytes = moved_bytes + state_bytes[key]
         return 2 * moved_bytes / self.speeds.pcie
 
-    def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
+    def model_loading_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
         """Return the seconds to copy each scoring model once from host memory [layouts]."""
         frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
-        waiting = sum((weights.experts + weights.dense for weights in frozen), np.zeros(len(layouts.tp)))
-        return self._state_bytes["weights"] * waiting / self.speeds.pcie
+        loaded_weights = sum((weights.experts + weights.dense for weights in frozen), np.zeros(len(layouts.tp)))
+        return self._state_bytes["weights"] * loaded_weights / self.speeds.pcie
 
     def reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
         """Return a lower bound of the seconds of a reshard to these engines."""
@@ -189,7 +191,7 @@ class LayoutCosts:
     @property
     def other_seconds(self) -> float:
         """The seconds of a step outside all phases, equal for all layouts."""
-        return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
+        return FITTED.on(self.speeds).sample_seconds * self.workload.num_samples
 
     def rollout_seconds(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout if each engine has a KV cache of `cache_tokens`."""
@@ -200,20 +202,20 @@ class LayoutCosts:
             max_requests=self.recipe.rollout.max_concurrent_requests,
             cache_tokens=cache_tokens,
         )
-        load, cost = self.load, self.rollout_cost
-        num_sampled = load.num_samples * self.recipe.algorithm.oversampling
+        workload, cost = self.workload, self.rollout_cost
+        num_sampled = workload.num_samples * self.recipe.algorithm.oversampling
         if placement.ranks and placement.staleness:
             # Engines that sample ahead start only as many groups as are trained: algorithm.oversampling has no effect.
-            num_sampled = load.num_samples
+            num_sampled = workload.num_samples
             return cost.steady_seconds(
                 engines,
-                load.lengths,
+                workload.lengths,
                 num_samples=num_sampled,
-                samples_per_prompt=load.samples_per_prompt,
+                samples_per_prompt=workload.samples_per_prompt,
                 staleness=placement.staleness,
             )
         return cost.rollout_seconds(
-            engines, load.lengths, num_samples=num_sampled, samples_per_prompt=load.samples_per_prompt
+            engines, workload.lengths, num_samples=num_sampled, samples_per_prompt=workload.samples_per_prompt
         )
 
     def token_bytes(self, engine: EngineSizes) -> int:

@@ -45,7 +45,9 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
     # With gpu_memory_utilization, vLLM chooses the size of the cache. Assume that it holds all requests.
     has_share = recipe.rollout.gpu_memory_utilization is not None
     cache = math.inf if has_share else recipe.rollout.kv_cache_gib * 2**30 / costs.token_bytes(engine)
-    offload = costs.waiting_seconds(layouts) + costs.offload_seconds(costs.rank_state_bytes(layouts), trainer.offload)
+    offload = costs.model_loading_seconds(layouts) + costs.offload_seconds(
+        costs.rank_state_bytes(layouts), trainer.offload
+    )
     return StepSeconds(
         rollout=costs.rollout_seconds(placement, engine, cache).seconds,
         logprobs=float(logprobs[0]),

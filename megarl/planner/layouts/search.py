@@ -24,8 +24,8 @@ from megarl.planner.cache import cache_within
 from megarl.planner.defaults import KEEP_LOGITS, can_keep_logits
 from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_kind, gpu_memory
 from megarl.planner.judge import MemoryJudge
-from megarl.planner.layouts.candidates import Candidates, EngineSizes, Placement, reason_of
-from megarl.planner.layouts.combinations import Combinations, LayoutChoice, Row, iterate_by_bound
+from megarl.planner.layouts.candidates import Candidates, EngineSizes, Placement, TrainerSizes, reason_of
+from megarl.planner.layouts.combinations import Combinations, LayoutChoice, TrainerOption, iterate_by_bound
 from megarl.planner.layouts.costs import LayoutCosts
 from megarl.planner.layouts.overrides import overrides_between, placement_values
 from megarl.planner.layouts.results import FoundLayout, SearchResult
@@ -38,8 +38,9 @@ from megarl.planner.savings import offloads, recomputations
 from megarl.planner.search import search, with_field_values
 from megarl.planner.seconds.gpus import GPUS
 from megarl.planner.seconds.lengths import Lengths
+from megarl.planner.seconds.rollout import RolloutSeconds
 from megarl.planner.seconds.step import StepSeconds
-from megarl.planner.seconds.trainer import Layouts
+from megarl.planner.seconds.trainer import CauseSeconds, Layouts
 from megarl.planner.seconds.work import model_work
 from megarl.types import ConfigError
 
@@ -84,12 +85,12 @@ class LayoutSearch:
             lambda change: change.outcome.seconds.step,
             count=max_layouts,
             bound=lambda choice: choice.bound,
-            skips=lambda choice, _: self._is_row_overfull(choice.group, choice.row_number),
+            skips=lambda choice, _: self._is_update_overfull(choice.group, choice.option_number),
             max_judged=MOST_CHECKED,
         )
         return SearchResult(
             layouts=tuple(change.outcome for change in ranking.changes),
-            num_candidates=sum(group.bound.size for group in groups),
+            num_candidates=sum(group.least_seconds.size for group in groups),
             num_planned=ranking.num_judged,
             refused=dict(refused.most_common()),
             search_seconds=time.monotonic() - started,
@@ -105,79 +106,94 @@ class LayoutSearch:
         trainers = candidates.list_trainers(placed)
         if not engines or not trainers:
             return None
-        recompute_choices = recomputations(self.recipe, self.shape)
-        # A row is a trainer's layout: sizes, recomputation and length of its packed rows.
-        rows = [
-            Row(trainer, recomputation, row_tokens)
-            for trainer in trainers
-            for row_tokens in dict.fromkeys(candidates.list_row_lengths(placed, trainer))
-            for recomputation in recompute_choices
-        ]
-        layouts = Layouts.of(*(row.trainer.by_axis for row in rows))
-        state_bytes = self.costs.rank_state_bytes(layouts)
-        least_state_bytes = self._least_state_bytes(state_bytes)
-        # Drop rows whose trainer states alone exceed a GPU.
-        is_fitting = least_state_bytes + CONTEXT_BYTES <= self.gpus.trainer * _GIB
-        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int(
-            (~is_fitting).sum()
-        )
-        if not is_fitting.any():
+        trainer_options = self._list_fitting_options(candidates, placed, trainers)
+        if not trainer_options:
             return None
-        rows = [row for row, is_row_fitting in zip(rows, is_fitting, strict=True) if is_row_fitting]
-        layouts, least_state_bytes = layouts.select(is_fitting), least_state_bytes[is_fitting]
-        state_bytes = {state: num_bytes[is_fitting] for state, num_bytes in state_bytes.items()}
-        row_tokens = np.array([float(row.row_tokens) for row in rows])
-        # Predict the seconds of each phase: per row, per row and offloaded states, or per engine.
+        layouts = Layouts.of(*(option.trainer.by_axis for option in trainer_options))
+        state_bytes = self.costs.rank_state_bytes(layouts)
+        offload_choices = offloads(placed)
+        # Predict the seconds of each phase: per trainer option, per option and offloaded states, or per engine.
+        row_tokens = np.array([float(option.row_tokens) for option in trainer_options])
+        recomputation_choices = [option.recomputation for option in trainer_options]
         update_seconds, update_seconds_without_logits = (
-            self.costs.update_seconds(
-                layouts, [row.recomputation for row in rows], row_tokens=row_tokens, keeps_logits=keeps_logits
-            )
+            self.costs.update_seconds(layouts, recomputation_choices, row_tokens=row_tokens, keeps_logits=keeps_logits)
             for keeps_logits in (True, False)
         )
-        logprob_seconds = self.costs.scoring_seconds(layouts, row_tokens=row_tokens)
-        offload_choices = offloads(placed)
-        waiting_seconds = self.costs.waiting_seconds(layouts)
+        scoring_seconds = self.costs.scoring_seconds(layouts, row_tokens=row_tokens)
+        loading_seconds = self.costs.model_loading_seconds(layouts)
         offload_seconds = np.stack(
-            [
-                waiting_seconds + self.costs.offload_seconds(state_bytes, least_state_bytes)
-                for least_state_bytes in offload_choices
-            ],
-            axis=1,
-        )
-        rollout_seconds = np.array(
-            [self.costs.rollout_seconds(placement, engine, math.inf).seconds for engine in engines]
+            [loading_seconds + self.costs.offload_seconds(state_bytes, states) for states in offload_choices], axis=1
         )
         reshard_seconds = np.array([self.costs.reshard_seconds(placement, engine) for engine in engines])
-        # The least seconds of a step, [rows, engines, offloads]. Engines that sample ahead overlap with the trainer.
-        trainer_seconds = (update_seconds.seconds + logprob_seconds)[:, None]
-        phase_seconds = (
-            np.maximum(trainer_seconds, rollout_seconds) if placement.staleness else trainer_seconds + rollout_seconds
-        )
-        least_seconds = (
-            (phase_seconds + reshard_seconds)[:, :, None] + offload_seconds[:, None, :] + self.costs.other_seconds
+        least_seconds = self._least_step_seconds(
+            placement,
+            engines,
+            trainer_seconds=update_seconds.seconds + scoring_seconds,
+            reshard_seconds=reshard_seconds,
+            offload_seconds=offload_seconds,
         )
         # Colocated engines need GPU memory in addition to the trainer's states, so some combinations cannot fit.
         if not placement.ranks:
-            least_seconds = np.where(self._is_overfull(state_bytes, engines, offload_choices), math.inf, least_seconds)
-        settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
+            is_overfull = self._is_reshard_overfull(state_bytes, engines, offload_choices)
+            least_seconds = np.where(is_overfull, math.inf, least_seconds)
         return Combinations(
             placement=placement,
             placement_values=values_of_placement,
             placed=placed,
-            rows=rows,
+            trainer_options=trainer_options,
             engines=engines,
             offloads=offload_choices,
-            update=update_seconds,
-            update_without_logits=update_seconds_without_logits,
-            logprobs=logprob_seconds,
-            offload=offload_seconds,
-            reshard=reshard_seconds,
-            bound=least_seconds,
-            states=least_state_bytes,
+            update_seconds=update_seconds,
+            update_seconds_without_logits=update_seconds_without_logits,
+            scoring_seconds=scoring_seconds,
+            offload_seconds=offload_seconds,
+            reshard_seconds=reshard_seconds,
+            least_seconds=least_seconds,
+            least_state_bytes=self._least_state_bytes(state_bytes),
             least_cache_gib=[self._least_cache_gib(engine) for engine in engines],
-            settings=settings,
+            pass_settings=RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy),
             refused=candidates.refused,
         )
+
+    def _list_fitting_options(
+        self, candidates: Candidates, placed: Recipe, trainers: Sequence[TrainerSizes]
+    ) -> list[TrainerOption]:
+        """Return the trainer options whose weights, gradients and optimizer fit into a GPU."""
+        recompute_choices = recomputations(self.recipe, self.shape)
+        options = [
+            TrainerOption(trainer, recomputation, row_tokens)
+            for trainer in trainers
+            for row_tokens in dict.fromkeys(candidates.list_row_lengths(placed, trainer))
+            for recomputation in recompute_choices
+        ]
+        layouts = Layouts.of(*(option.trainer.by_axis for option in options))
+        least_state_bytes = self._least_state_bytes(self.costs.rank_state_bytes(layouts))
+        is_fitting = least_state_bytes + CONTEXT_BYTES <= self.gpus.trainer * _GIB
+        num_refused = int((~is_fitting).sum())
+        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += num_refused
+        return [option for option, is_option_fitting in zip(options, is_fitting, strict=True) if is_option_fitting]
+
+    def _least_step_seconds(
+        self,
+        placement: Placement,
+        engines: Sequence[EngineSizes],
+        *,
+        trainer_seconds: NDArray[np.float64],
+        reshard_seconds: NDArray[np.float64],
+        offload_seconds: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Return a lower bound of a step's seconds [trainer options, engines, offloads]: no cache limits a rollout."""
+        rollout_seconds = np.array(
+            [self.costs.rollout_seconds(placement, engine, math.inf).seconds for engine in engines]
+        )
+        seconds_of_options = trainer_seconds[:, None]
+        # Engines that sample ahead overlap with the trainer.
+        phase_seconds = (
+            np.maximum(seconds_of_options, rollout_seconds)
+            if placement.staleness
+            else seconds_of_options + rollout_seconds
+        )
+        return (phase_seconds + reshard_seconds)[:, :, None] + offload_seconds[:, None, :] + self.costs.other_seconds
 
     def _least_state_bytes(self, state_bytes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
         """Return a lower bound of the bytes of a rank's states on its GPU during an update [layouts]."""
@@ -186,42 +202,42 @@ class LayoutSearch:
         ) * self.recipe.trainer.distributed_optimizer
         return state_bytes["weights"] + state_bytes["gradients"] + optimizer_share_on_gpu * state_bytes["optimizer"]
 
-    def _is_row_overfull(self, group: Combinations, row_number: int) -> bool:
-        if row_number not in group.overfull and row_number not in group.examined:
-            self._mark_if_overfull(group, row_number)
-        return row_number in group.overfull
+    def _is_update_overfull(self, group: Combinations, option_number: int) -> bool:
+        if option_number not in group.overfull and option_number not in group.examined:
+            self._mark_overfull_updates(group, option_number)
+        return option_number in group.overfull
 
-    def _mark_if_overfull(self, group: Combinations, row_number: int) -> None:
-        """Mark a row as overfull if its states and saved activations exceed the GPU of the first pipeline stage.
+    def _mark_overfull_updates(self, group: Combinations, option_number: int) -> None:
+        """Mark a trainer option if its states and saved activations exceed the GPU of the first pipeline stage.
 
-        Rows that need at least as much memory are marked too. This lower bound is cheaper than a full prediction.
+        Options that need at least as much memory are marked too. This lower bound is cheaper than a full prediction.
         """
-        group.examined.add(row_number)
-        row = group.rows[row_number]
-        parallel = replace(group.parallel, **row.trainer.by_axis)
+        group.examined.add(option_number)
+        option = group.trainer_options[option_number]
+        parallel = replace(group.parallel, **option.trainer.by_axis)
         settings = replace(
-            group.settings,
-            row_tokens=row.row_tokens,
+            group.pass_settings,
+            row_tokens=option.row_tokens,
             sequence_parallel=parallel.tp > 1 and self.recipe.trainer.sequence_parallel is not False,
-            recomputes_layers=row.recomputation.recompute == "full",
-            recomputed=frozenset(row.recomputation.modules if row.recomputation.recompute == "selective" else ()),
+            recomputes_layers=option.recomputation.recompute == "full",
+            recomputed=frozenset(option.recomputation.modules if option.recomputation.recompute == "selective" else ()),
         )
         num_layers = self.shape.num_layers
         # The first stage has at least the mean number of layers, rounded down.
         share_of_layers = num_layers // parallel.pp * parallel.pp / num_layers
         saved_bytes = activations.stage_bytes(self.shape, parallel, 0, settings)
         if (
-            share_of_layers * group.states[row_number] + saved_bytes + CONTEXT_BYTES
+            share_of_layers * group.least_state_bytes[option_number] + saved_bytes + CONTEXT_BYTES
             <= (self.gpus.trainer - MARGIN_GIB) * _GIB
         ):
             return
-        indices_as_full = group.at_least_as_full(row)
+        options_as_full = group.options_as_full(option)
         group.refused["memory: states and activations of an update exceed a GPU"] += len(
-            indices_as_full - group.overfull
+            options_as_full - group.overfull
         )
-        group.overfull |= indices_as_full
+        group.overfull |= options_as_full
 
-    def _is_overfull(
+    def _is_reshard_overfull(
         self,
         state_bytes: Mapping[str, NDArray[np.float64]],
         engines: Sequence[EngineSizes],
@@ -250,7 +266,7 @@ class LayoutSearch:
 
         `recipe` already has the values of `choice`. `refused` counts the reasons against layouts.
         """
-        group, row, engine, index = choice.group, choice.row, choice.engine, choice.index
+        group = choice.group
         least_gib = group.least_cache_gib[choice.engine_number]
         parallel = sizes.parallel_of(recipe)
         judge = MemoryJudge(self._models_on(parallel), self.gpus, _fullest_stages(parallel))
@@ -259,45 +275,48 @@ class LayoutSearch:
         if overfull_phases := judge.overfull_phases(table, margin_gib=MARGIN_GIB):
             refused[f"memory: {overfull_phases[0].name} exceeds a GPU"] += 1
             if any(phase.metric in ("train", "logprobs") for phase in overfull_phases):
-                group.overfull |= group.at_least_as_full(row)
+                group.overfull |= group.options_as_full(choice.option)
             return None
-        # Give the KV cache all memory that is left, and predict the seconds of a rollout with it.
+        # Give the KV cache all memory that is left.
         cache_gib = max(least_gib, cache_within(table, self.gpus.engine - MARGIN_GIB))
-        cache_tokens = cache_gib * _GIB / self.costs.token_bytes(engine)
-        rollout = self.costs.rollout_seconds(group.placement, engine, cache_tokens)
-        # A start decides about keep_logits in the same way.
-        keeps_logits = can_keep_logits(with_field_values(recipe, {KEEP_LOGITS: True}), judge)
-        update_seconds = group.update if keeps_logits else group.update_without_logits
-        seconds = StepSeconds(
-            rollout=rollout.seconds,
-            logprobs=float(group.logprobs[index[0]]),
-            train=float(update_seconds.seconds[index[0]]),
-            reshard=float(group.reshard[index[1]]),
-            offload=float(group.offload[index[0], index[2]]),
-            other=self.costs.other_seconds,
-            is_concurrent=group.placement.staleness > 0,
-        )
         added_cache_bytes = (cache_gib - least_gib) * _GIB
         gib_by_phase = {
             phase.name: (phase.device_bytes + (added_cache_bytes if phase.use("KV cache").device_bytes else 0)) / _GIB
             for phase in table.phases
         }
-        # With this placement some fields have no effect. Its values replace theirs.
+        # Fields without effect under this placement get the placement's values.
         values = choice.layout_values | dict(group.placement_values) | {"rollout.kv_cache_gib": round(cache_gib, 1)}
         overrides = overrides_between(self.recipe, values)
         if self.refusal is not None and (refusal_text := self.refusal(overrides)) is not None:
             refused[reason_of(refusal_text)] += 1
             return None
+        # A start decides about keep_logits in the same way.
+        keeps_logits = can_keep_logits(with_field_values(recipe, {KEEP_LOGITS: True}), judge)
+        update_seconds = group.update_seconds if keeps_logits else group.update_seconds_without_logits
+        cache_tokens = cache_gib * _GIB / self.costs.token_bytes(choice.engine)
+        rollout = self.costs.rollout_seconds(group.placement, choice.engine, cache_tokens)
         return FoundLayout(
             overrides=overrides,
-            trainer=row.trainer,
-            engine=engine,
+            trainer=choice.option.trainer,
+            engine=choice.engine,
             placement=group.placement,
-            seconds=seconds,
+            seconds=self._step_seconds(choice, update_seconds, rollout),
             rollout=rollout,
-            update=update_seconds.at(index[0]),
+            update=update_seconds.at(choice.option_number),
             gib=gib_by_phase,
             kv_cache_gib=cache_gib,
+        )
+
+    def _step_seconds(self, choice: LayoutChoice, update_seconds: CauseSeconds, rollout: RolloutSeconds) -> StepSeconds:
+        group, option_number = choice.group, choice.option_number
+        return StepSeconds(
+            rollout=rollout.seconds,
+            logprobs=float(group.scoring_seconds[option_number]),
+            train=float(update_seconds.seconds[option_number]),
+            reshard=float(group.reshard_seconds[choice.engine_number]),
+            offload=float(group.offload_seconds[option_number, choice.offload_number]),
+            other=self.costs.other_seconds,
+            is_concurrent=group.placement.staleness > 0,
         )
 
     def _models_on(self, parallel: ParallelConfig) -> Models:

@@ -23,7 +23,7 @@ EXPERT_IMBALANCE = 1.25
 balancing.
 """
 
-_NUMBERS = 64
+_LOSS_BYTES = 64
 """Bytes per token of log-probs, labels and the loss."""
 
 _FORWARD_TENSORS = 4
@@ -79,7 +79,7 @@ class Widths:
     heads: int
     kv_heads: int
     head_dim: int
-    rows: int
+    vocabulary_rows: int
     """Rows of the padded vocabulary; 0 for a value head."""
 
 
@@ -94,14 +94,14 @@ def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=shape.head_dim,
-        rows=0 if shape.has_value_head else padded_vocab_size(shape.vocab_size, parallel.tp) // parallel.tp,
+        vocabulary_rows=0 if shape.has_value_head else padded_vocab_size(shape.vocab_size, parallel.tp) // parallel.tp,
     )
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
     """Return the bytes that autograd saves in one layer for one row, without recomputed parts."""
     attention = (
-        _linear_attention(shape.linear_attention, shape.hidden_size, parallel, settings)
+        _linear_attention_bytes(shape.linear_attention, shape.hidden_size, parallel, settings)
         if kind.mixer == "linear_attention" and shape.linear_attention
         else _attention_bytes(shape, widths(shape, parallel), parallel, settings)
     )
@@ -176,8 +176,8 @@ def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
     """
     if parallel.vpp == 1:
         return float(parallel.pp - stage)
-    chunks = (parallel.pp - stage - 1) * 2 + (parallel.vpp - 1) * parallel.pp + 1
-    return chunks / parallel.vpp
+    chunks_in_flight = (parallel.pp - stage - 1) * 2 + (parallel.vpp - 1) * parallel.pp + 1
+    return chunks_in_flight / parallel.vpp
 
 
 def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -188,53 +188,60 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
     if shape.has_value_head:
         return 0
     row_tokens = settings.row_tokens // parallel.cp
-    tokens = min(settings.chunk_tokens, row_tokens)
-    size = logit_bytes(settings.itemsize, has_kernels=settings.has_logit_kernels)
-    kept_bytes = (row_tokens - tokens) * settings.itemsize if settings.keeps_logits else 0
-    return (tokens * size + kept_bytes) * widths(shape, parallel).rows
+    chunk_tokens = min(settings.chunk_tokens, row_tokens)
+    bytes_per_logit = logit_bytes(settings.itemsize, has_kernels=settings.has_logit_kernels)
+    stored_bytes = (row_tokens - chunk_tokens) * settings.itemsize if settings.keeps_logits else 0
+    return (chunk_tokens * bytes_per_logit + stored_bytes) * widths(shape, parallel).vocabulary_rows
 
 
 def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of temporary gradients in a feed-forward layer, the widest part of the backward pass."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
-    width, layer_sizes = widths(shape, parallel), []
+    rank_widths, layer_bytes_by_kind = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
-        routed = _routed_tokens(shape, parallel, settings)
+        routed_tokens = _count_routed_tokens(shape, parallel, settings)
         channels = shape.moe_intermediate_size // parallel.etp
-        layer_sizes.append(
-            routed * (_gated_bytes(channels, settings) + 2 * shape.hidden_size) * size
+        layer_bytes_by_kind.append(
+            routed_tokens * (_gated_bytes(channels, settings) + 2 * shape.hidden_size) * size
             + 2 * tokens * shape.hidden_size * size
         )
     if not all(kind.has_experts for kind in shape.layers):
-        layer_sizes.append(tokens * (_gated_bytes(width.feed_forward, settings) + 2 * width.hidden) * size)
-    return max(layer_sizes)
+        layer_bytes_by_kind.append(
+            tokens * (_gated_bytes(rank_widths.feed_forward, settings) + 2 * rank_widths.hidden) * size
+        )
+    return max(layer_bytes_by_kind)
 
 
 def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of one layer's tensors in a forward pass without gradients, without logits."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
-    residual = 2 * tokens * shape.hidden_size * size / _split(parallel, settings)
-    hidden_states = tokens * shape.hidden_size * size
-    layer_sizes = []
+    residual_bytes = 2 * tokens * shape.hidden_size * size / _count_sequence_parts(parallel, settings)
+    hidden_state_bytes = tokens * shape.hidden_size * size
+    layer_bytes_by_kind = []
     if any(kind.has_experts for kind in shape.layers):
-        routed = _routed_tokens(shape, parallel, settings)
+        routed_tokens = _count_routed_tokens(shape, parallel, settings)
         channels = _FORWARD_TENSORS * shape.moe_intermediate_size // parallel.etp
-        layer_sizes.append(routed * (channels + 2 * shape.hidden_size) * size)
+        layer_bytes_by_kind.append(routed_tokens * (channels + 2 * shape.hidden_size) * size)
     if not all(kind.has_experts for kind in shape.layers):
-        layer_sizes.append(tokens * _FORWARD_TENSORS * widths(shape, parallel).feed_forward * size)
-    return residual + hidden_states + max(layer_sizes)
+        layer_bytes_by_kind.append(tokens * _FORWARD_TENSORS * widths(shape, parallel).feed_forward * size)
+    return residual_bytes + hidden_state_bytes + max(layer_bytes_by_kind)
 
 
 def _count_rank_tokens(parallel: ParallelConfig, settings: PassSettings) -> int:
     return settings.row_tokens // parallel.cp
 
 
-def _split(parallel: ParallelConfig, settings: PassSettings) -> int:
+def _count_sequence_parts(parallel: ParallelConfig, settings: PassSettings) -> int:
     return parallel.tp if settings.sequence_parallel else 1
 
 
 def _layer_input_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    return _count_rank_tokens(parallel, settings) * shape.hidden_size * settings.itemsize / _split(parallel, settings)
+    return (
+        _count_rank_tokens(parallel, settings)
+        * shape.hidden_size
+        * settings.itemsize
+        / _count_sequence_parts(parallel, settings)
+    )
 
 
 def _norm_bytes(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
@@ -242,7 +249,7 @@ def _norm_bytes(parallel: ParallelConfig, settings: PassSettings, width: int, *,
 
     `is_fused`: Transformer Engine's linear layer contains the norm.
     """
-    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _split(parallel, settings)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
     if "layernorm" in settings.recomputed and not (is_fused and settings.spec == "transformer_engine"):
         # Saves only its input, the residual. The output is recomputed before the next layer's gradient.
         return tokens * width * size
@@ -250,34 +257,36 @@ def _norm_bytes(parallel: ParallelConfig, settings: PassSettings, width: int, *,
         return tokens * (2 * width * size + FLOAT32)
     # Saved in float32: the input (a copy unless it is float32) and the inverse root mean square. Saved too: the
     # normalised values (for the weight's gradient) and the scaled values.
-    normed = 0 if settings.lora_rank else size
-    return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
+    normed_bytes = 0 if settings.lora_rank else size
+    return tokens * (width * (FLOAT32 + normed_bytes + size) + FLOAT32)
 
 
 def _attention_bytes(shape: ModelShape, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     if isinstance(shape.attention, Latent):
         return _latent_attention_bytes(shape.attention, width, parallel, settings)
-    saved = _norm_bytes(parallel, settings, width.hidden, is_fused=True)
+    saved_bytes = _norm_bytes(parallel, settings, width.hidden, is_fused=True)
     # Views keep the fused projection in memory. If ranks outnumber the key-value heads, it holds the heads of all
     # ranks. Queries of several groups are copied out of it. Recomputed core attention reads its values from it.
     is_gathered = shape.num_kv_heads < parallel.tp
-    fused = (shape.num_heads + 2 * shape.num_kv_heads) * width.head_dim if is_gathered else width.query + 2 * width.key
+    fused_channels = (
+        (shape.num_heads + 2 * shape.num_kv_heads) * width.head_dim if is_gathered else width.query + 2 * width.key
+    )
     if shape.attention.has_output_gate:
-        fused += shape.num_heads * width.head_dim if is_gathered else width.query
+        fused_channels += shape.num_heads * width.head_dim if is_gathered else width.query
         # Saves the gates' sigmoids in float32, and the gated output in addition to the output of core attention.
-        saved += tokens * width.query * (FLOAT32 + size)
+        saved_bytes += tokens * width.query * (FLOAT32 + size)
     is_recomputed = "core_attn" in settings.recomputed
     if settings.spec == "transformer_engine" or parallel.cp == 1 or size == FLOAT32 or is_recomputed:
-        saved += tokens * fused * size
-    copied = width.query if width.kv_heads > 1 and width.heads != width.kv_heads else 0
+        saved_bytes += tokens * fused_channels * size
+    copied_query_channels = width.query if width.kv_heads > 1 and width.heads != width.kv_heads else 0
     if shape.attention.qk_norm:
-        saved += tokens * _head_norm_bytes(width, settings, copied)
+        saved_bytes += tokens * _head_norm_bytes(width, settings, copied_query_channels)
     if settings.spec == "local":
-        saved += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
+        saved_bytes += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
     # Saves the output, the input of the next linear layer. `_core_attention_bytes` counts the rotated queries and keys.
-    saved += tokens * (width.query + 2 * settings.lora_rank) * size
-    return saved + _core_attention_bytes(width, parallel, settings)
+    saved_bytes += tokens * (width.query + 2 * settings.lora_rank) * size
+    return saved_bytes + _core_attention_bytes(width, parallel, settings)
 
 
 def _latent_attention_bytes(
@@ -285,17 +294,19 @@ def _latent_attention_bytes(
 ) -> float:
     """Return the bytes saved by latent attention: projections, norms, rotary channels, core attention."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
-    saved = _norm_bytes(parallel, settings, width.hidden, is_fused=False)
+    saved_bytes = _norm_bytes(parallel, settings, width.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
-        saved += _norm_bytes(parallel, settings, rank, is_fused=True) + tokens * rank * size
-    raised = width.heads * (attention.plain_channels + attention.value_head_dim)
+        saved_bytes += _norm_bytes(parallel, settings, rank, is_fused=True) + tokens * rank * size
+    raised_channels = width.heads * (attention.plain_channels + attention.value_head_dim)
     # Views keep the projected heads in memory. Queries and keys are copies, joined with rotated channels.
-    saved += tokens * (width.query + raised + width.heads * attention.value_head_dim) * size
-    saved += tokens * (width.query + 2 * settings.lora_rank) * size
-    return saved + _core_attention_bytes(width, parallel, settings)
+    saved_bytes += tokens * (width.query + raised_channels + width.heads * attention.value_head_dim) * size
+    saved_bytes += tokens * (width.query + 2 * settings.lora_rank) * size
+    return saved_bytes + _core_attention_bytes(width, parallel, settings)
 
 
-def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _linear_attention_bytes(
+    linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings
+) -> float:
     """Return the bytes that linear attention saves for the backward pass.
 
     Tensor and context parallelism divide them: a rank has all tokens of some heads. Here it is computed as some tokens
@@ -304,23 +315,24 @@ def _linear_attention(linear: LinearAttention, hidden: int, parallel: ParallelCo
     tokens = _count_rank_tokens(parallel, settings) / parallel.tp
     # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.
     num_in_dtype, num_in_float32 = linear.saved_numbers_per_token(in_torch=settings.pads_attention)
-    saved = tokens * (num_in_dtype * settings.itemsize + num_in_float32 * FLOAT32)
-    return _norm_bytes(parallel, settings, hidden, is_fused=True) + saved
+    saved_bytes = tokens * (num_in_dtype * settings.itemsize + num_in_float32 * FLOAT32)
+    return _norm_bytes(parallel, settings, hidden, is_fused=True) + saved_bytes
 
 
-def _head_norm_bytes(width: Widths, settings: PassSettings, copied: int) -> float:
+def _head_norm_bytes(width: Widths, settings: PassSettings, copied_query_channels: int) -> float:
     """Return the bytes per token saved by the norms of queries and keys.
 
-    Rotary embeddings do not save the norms' outputs. `copied`: query channels copied out of the fused projection.
+    Rotary embeddings do not save the norms' outputs. `copied_query_channels`: channels copied out of the fused
+    projection.
     """
     size = settings.itemsize
-    statistics = FLOAT32 * (width.heads + width.kv_heads)
+    statistics_bytes = FLOAT32 * (width.heads + width.kv_heads)
     if settings.spec == "transformer_engine":
-        return copied * size + statistics
+        return copied_query_channels * size + statistics_bytes
     # In float32 the norm reads keys in place. In other types it saves a copy.
-    inputs = copied if size == FLOAT32 else width.query + width.key
-    normed = 0 if settings.lora_rank else size
-    return FLOAT32 * inputs + (width.query + width.key) * normed + statistics
+    input_channels = copied_query_channels if size == FLOAT32 else width.query + width.key
+    normed_bytes = 0 if settings.lora_rank else size
+    return FLOAT32 * input_channels + (width.query + width.key) * normed_bytes + statistics_bytes
 
 
 def _core_attention_bytes(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -376,18 +388,18 @@ def _gated_bytes(channels: float, settings: PassSettings) -> float:
     return (3 if settings.fuses_activation else 5) * channels
 
 
-def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _count_routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the tokens that a rank's experts process for one row. A token counts once per chosen expert."""
     # An expert-parallel group shares the tokens of all its ranks, which tensor parallelism splits. If ranks split an
     # expert, each of them receives all of its tokens.
-    rank_tokens = _count_rank_tokens(parallel, settings) / _split(parallel, settings)
+    rank_tokens = _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
     load = settings.expert_load if parallel.ep > 1 else 1.0
     return rank_tokens * parallel.etp * shape.top_k * load
 
 
 def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     size = settings.itemsize
-    rank_tokens = _count_rank_tokens(parallel, settings) / _split(parallel, settings)
+    rank_tokens = _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
     channel_bytes = shape.moe_intermediate_size // parallel.etp * size
     saved_bytes = _norm_bytes(parallel, settings, shape.hidden_size, is_fused=False)
     if "moe" in settings.recomputed:
@@ -401,7 +413,9 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
     activation_bytes_per_token = (
         2 * channel_bytes if "moe_act" in settings.recomputed else _gated_bytes(channel_bytes, settings) + weighed_bytes
     )
-    saved_bytes += _routed_tokens(shape, parallel, settings) * (input_bytes_per_token + activation_bytes_per_token)
+    saved_bytes += _count_routed_tokens(shape, parallel, settings) * (
+        input_bytes_per_token + activation_bytes_per_token
+    )
     if shape.shared_intermediate_size and "shared_experts" not in settings.recomputed:
         shared_bytes = shape.shared_intermediate_size // parallel.tp * size
         saved_bytes += (
@@ -414,11 +428,11 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
 def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes saved by the head: the last norm, the hidden states of all tokens, and tensors for log-probs."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
-    split = _split(parallel, settings)
+    split = _count_sequence_parts(parallel, settings)
     # In a tree, the head also gathers hidden states for the edges, about one for each token.
-    gathered = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
-    normed = 0 if settings.lora_rank else size
-    return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS
+    gathered_bytes = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
+    normed_bytes = 0 if settings.lora_rank else size
+    return tokens / split * shape.hidden_size * (FLOAT32 + normed_bytes) + gathered_bytes + tokens * _LOSS_BYTES
 
 
 def _draft_layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -426,18 +440,18 @@ def _draft_layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: Pa
 
     With recomputed layers, the draft layer is recomputed while its head's tensors exist.
     """
-    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _split(parallel, settings)
-    layer = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)
+    size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
+    draft_layer_bytes = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)
     # Both norms' outputs are copied into one tensor, the input of the projection.
-    norms = 2 * _norm_bytes(parallel, settings, shape.hidden_size, is_fused=False)
+    norm_bytes = 2 * _norm_bytes(parallel, settings, shape.hidden_size, is_fused=False)
     if settings.spec == "local":
         # The embeddings have no gradient here, so their norm saves no input.
-        norms -= tokens * (shape.hidden_size + 1) * FLOAT32
+        norm_bytes -= tokens * (shape.hidden_size + 1) * FLOAT32
         if size == FLOAT32:
             # This norm reads the hidden states in place. The model's head has already saved them.
-            norms -= tokens * shape.hidden_size * size
+            norm_bytes -= tokens * shape.hidden_size * size
     if settings.recomputes_layers:
         return _layer_input_bytes(shape, parallel, settings) + max(
-            norms + layer, _head_bytes(shape, parallel, settings)
+            norm_bytes + draft_layer_bytes, _head_bytes(shape, parallel, settings)
         )
-    return norms + layer + _head_bytes(shape, parallel, settings)
+    return norm_bytes + draft_layer_bytes + _head_bytes(shape, parallel, settings)

@@ -70,41 +70,43 @@ def list_communicators(
     """
     communicators: list[Communicator] = []
     if has_trainer:
-        communicators += _list_trainer_groups(parallel, ranks_per_node)
-        communicators += _list_norm_groups(parallel, has_experts=has_experts, is_distributed=is_distributed)
+        communicators += _list_trainer_communicators(parallel, ranks_per_node)
+        communicators += _list_norm_communicators(parallel, has_experts=has_experts, is_distributed=is_distributed)
         if gathers_matrices:
-            communicators.append(_make_matrix_group(parallel, ranks_per_node))
+            communicators.append(_make_matrix_communicator(parallel, ranks_per_node))
         if shares_embedding:
             communicators.append(Communicator("embedding", min(2, parallel.pp)))
         if has_experts:
-            communicators += _list_expert_groups(parallel, ranks_per_node)
-            communicators += _list_balance_groups(parallel, balance_losses)
+            communicators += _list_expert_communicators(parallel, ranks_per_node)
+            communicators += _list_balance_communicators(parallel, balance_losses)
     if has_engine:
         communicators.append(Communicator("engine's tensor parallelism", parallel.rollout_tp))
         if not has_trainer:
             communicators.append(Communicator("engine's world", parallel.rollout_tp))
     if has_engine or parallel.is_separate:
-        communicators.append(_make_reshard_group(parallel, ranks_per_node, has_experts=has_experts))
+        communicators.append(_make_reshard_communicator(parallel, ranks_per_node, has_experts=has_experts))
     return [communicator for communicator in communicators if communicator.num_bytes]
 
 
-def _list_trainer_groups(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+def _list_trainer_communicators(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
     yield Communicator("tensor parallelism", parallel.tp)
     yield Communicator("context parallelism", parallel.cp)
     yield Communicator("data and context parallelism", parallel.dp * parallel.cp)
     yield Communicator("all trainers", parallel.world_size)
     # By default Megatron puts pipeline stages on ranks far apart. rank_order may bring them closer.
-    is_near = parallel.world_size <= ranks_per_node
+    is_on_one_node = parallel.world_size <= ranks_per_node
     yield Communicator(
         "pipeline parallelism",
         parallel.pp,
         has_collectives=False,
-        num_peers=min(2, parallel.pp - 1) if is_near else 0,
-        spans_nodes=not is_near,
+        num_peers=min(2, parallel.pp - 1) if is_on_one_node else 0,
+        spans_nodes=not is_on_one_node,
     )
 
 
-def _list_norm_groups(parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
+def _list_norm_communicators(
+    parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool
+) -> Iterator[Communicator]:
     """Yield the groups that sum the gradient's norm. With a distributed optimizer, each rank has a part of the
     gradient.
     """
@@ -116,7 +118,7 @@ def _list_norm_groups(parallel: ParallelConfig, *, has_experts: bool, is_distrib
         yield Communicator("experts and pipeline parallelism", parallel.etp * parallel.ep * parallel.pp)
 
 
-def _make_matrix_group(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
+def _make_matrix_communicator(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
     """Return the group in which the ranks of a pipeline stage gather whole weight matrices for Muon."""
     stage_ranks = parallel.world_size // parallel.pp
     num_peers = min(stage_ranks, ranks_per_node) - 1
@@ -129,7 +131,7 @@ def _make_matrix_group(parallel: ParallelConfig, ranks_per_node: int) -> Communi
     )
 
 
-def _list_expert_groups(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+def _list_expert_communicators(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
     expert_ranks = parallel.ep * parallel.etp
     yield Communicator(
         "expert parallelism",
@@ -143,7 +145,7 @@ def _list_expert_groups(parallel: ParallelConfig, ranks_per_node: int) -> Iterat
     yield Communicator("data parallelism of experts", parallel.world_size // (expert_ranks * parallel.pp))
 
 
-def _list_balance_groups(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
+def _list_balance_communicators(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
     """Yield the groups that sum token counts for balancing losses.
 
     Megatron creates them even if other groups have the same ranks.
@@ -156,18 +158,18 @@ def _list_balance_groups(parallel: ParallelConfig, losses: Collection[str]) -> I
         yield Communicator("tensor, data and context parallelism", parallel.world_size // parallel.pp)
 
 
-def _make_reshard_group(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
-    """Return the group of a reshard. A rank reads from every trainer rank that has a part of its weights."""
-    num_parts = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
-    # A colocated rank has one of the parts itself.
-    num_peers = min(num_parts * parallel.pp, parallel.world_size) - (not parallel.is_separate)
+def _make_reshard_communicator(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
+    """Return the group of a reshard. A rank reads from every trainer rank that has a shard of its weights."""
+    num_shards = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
+    # A colocated rank has one of the shards itself.
+    num_peers = min(num_shards * parallel.pp, parallel.world_size) - (not parallel.is_separate)
     spans_nodes = parallel.num_ranks > ranks_per_node
-    # The order of ranks puts parts on the same node where possible. Separate engines have nodes of their own.
-    num_near_peers = 0 if parallel.is_separate and spans_nodes else min(num_peers, ranks_per_node - 1)
+    # The order of ranks puts shards on the same node where possible. Separate engines have nodes of their own.
+    num_peers_on_node = 0 if parallel.is_separate and spans_nodes else min(num_peers, ranks_per_node - 1)
     return Communicator(
         "reshard",
         parallel.num_ranks if num_peers else 1,
         has_collectives=False,
-        num_peers=num_near_peers,
+        num_peers=num_peers_on_node,
         spans_nodes=spans_nodes and num_peers > 0,
     )

@@ -17,12 +17,18 @@ def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int
     `num_parts` ranks share the row's positions. Each rank has the hidden states of the whole row.
     """
     hidden, size = shape.hidden_size, settings.itemsize
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query_channels, key_channels = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # Three states, the policy's last state, embedding, projection and the layer's inputs. Two norms also save float32.
-    row = (3 + 1 + 1 + 1 + 2) * hidden * size + 2 * hidden * _FLOAT32 + 2 * keys * size
-    layer = (
-        (2 + 4) * hidden * size + 4 * hidden * _FLOAT32 + (2 * queries + 2 * keys + 4 * shape.intermediate_size) * size
+    bytes_per_token = (3 + 1 + 1 + 1 + 2) * hidden * size + 2 * hidden * _FLOAT32 + 2 * key_channels * size
+    layer_bytes_per_token = (
+        (2 + 4) * hidden * size
+        + 4 * hidden * _FLOAT32
+        + (2 * query_channels + 2 * key_channels + 4 * shape.intermediate_size) * size
     )
-    scores = _SCORE_COPIES * _CHUNK_QUERIES * settings.longest * shape.num_heads * _FLOAT32
-    rows_of_head = shape.vocab_size * hidden * size
-    return settings.row_tokens * (row + num_steps * layer // num_parts) + scores + rows_of_head
+    score_bytes = _SCORE_COPIES * _CHUNK_QUERIES * settings.longest * shape.num_heads * _FLOAT32
+    head_bytes = shape.vocab_size * hidden * size
+    return (
+        settings.row_tokens * (bytes_per_token + num_steps * layer_bytes_per_token // num_parts)
+        + score_bytes
+        + head_bytes
+    )

@@ -111,9 +111,9 @@ def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize
     return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 
-def cache_bytes(asked: int, *, block_bytes: int) -> int:
-    """Return the bytes of the whole blocks that fit into `asked` bytes of KV cache."""
-    return asked // block_bytes * block_bytes
+def cache_bytes(limit_bytes: int, *, block_bytes: int) -> int:
+    """Return the bytes of the whole blocks that fit into `limit_bytes` of KV cache."""
+    return limit_bytes // block_bytes * block_bytes
 
 
 def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
@@ -122,10 +122,12 @@ def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
     Each captured size has a graph of the layers between attentions. Sizes up to `max_requests` also have a graph of the
     whole model.
     """
-    largest = min(2 * max_requests, _LARGEST_GRAPH)
+    largest_tokens = min(2 * max_requests, _LARGEST_GRAPH)
     # Source: vLLM 0.30, config/vllm.py, _set_cudagraph_sizes.
-    sizes = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)) if size <= largest]
-    num_graphs = len(sizes) + sum(size <= max_requests for size in sizes)
+    captured_tokens = [
+        size for size in (1, 2, 4, *range(8, 256, 8), *range(256, largest_tokens + 1, 16)) if size <= largest_tokens
+    ]
+    num_graphs = len(captured_tokens) + sum(size <= max_requests for size in captured_tokens)
     return num_graphs * model.num_layers * GRAPH_LAYER_BYTES
 
 
@@ -135,13 +137,13 @@ def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests:
     A layer has the residual stream, its norm, and input and output of its wider part. The logits exist three times: in
     the model's type, in float32, and as probabilities.
     """
-    channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
+    attention_channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
     # The widest feed-forward layer decides.
-    dense = 3 * model.intermediate_size // tp
-    routed = model.top_k * (3 * model.moe_intermediate_size // tp + 2 * model.hidden_size)
-    feed_forward = max(routed if kind.has_experts else dense for kind in set(model.layers))
-    layer = batched_tokens * (3 * model.hidden_size + max(channels, feed_forward)) * itemsize
-    rows = padded_vocab_size(model.vocab_size, 1)
-    sampler = max_requests * rows * (itemsize + 3 * 4)
+    dense_channels = 3 * model.intermediate_size // tp
+    routed_channels = model.top_k * (3 * model.moe_intermediate_size // tp + 2 * model.hidden_size)
+    feed_forward_channels = max(routed_channels if kind.has_experts else dense_channels for kind in set(model.layers))
+    layer_bytes = batched_tokens * (3 * model.hidden_size + max(attention_channels, feed_forward_channels)) * itemsize
+    vocabulary_rows = padded_vocab_size(model.vocab_size, 1)
+    sampler_bytes = max_requests * vocabulary_rows * (itemsize + 3 * 4)
     # The sampler runs after the last layer: its memory and a layer's are never needed together.
-    return max(layer, sampler)
+    return max(layer_bytes, sampler_bytes)

@@ -65,13 +65,13 @@ class RankMemory:
     def policy(self) -> TrainerStates:
         """The policy's states after the first update: before it, the optimizer has no moments."""
         if not self.has_trainer:
-            return trainer_bytes.NOTHING
+            return trainer_bytes.NO_STATES
         return self._trainer_states(self.models.policy, self.recipe.optimizer, self.recipe.lora.rank)
 
     @cached_property
     def critic(self) -> TrainerStates:
         if self.models.critic is None or not self.has_trainer:
-            return trainer_bytes.NOTHING
+            return trainer_bytes.NO_STATES
         return self._trainer_states(self.models.critic, self.recipe.critic.optimizer, 0)
 
     @cached_property

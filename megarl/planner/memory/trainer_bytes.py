@@ -71,7 +71,7 @@ class TrainerStates:
         )
 
 
-NOTHING = TrainerStates()
+NO_STATES = TrainerStates()
 
 
 # A search of layouts repeats the same sizes with many settings of activations.
@@ -220,7 +220,9 @@ def _buffer_states(
     is_pinned: bool,
     host_fraction: float = 0.0,
 ) -> TrainerStates:
+    """Return the bytes of one gradient buffer's parameters on a rank. `shard`: the rank's data-parallel shard."""
     numel = sum(parameter.numel for parameter in parameters)
+    # The optimizer updates float32 main weights. Float32 parameters serve as their own.
     has_main = itemsize < FLOAT32
     if not is_distributed:
         # Parameters, main weights and moments each have their own storage.
@@ -234,15 +236,16 @@ def _buffer_states(
         )
     buckets = _make_buckets(parameters, num_shards)
     padded_numel = buckets[-1].stop
+    # The elements of each parameter that this rank's optimizer owns, last parameter first; zero or negative: none.
     overlaps = [
-        _count_overlap((start, stop), bucket.shard(shard, num_shards=num_shards))
+        _overlap_numel((start, stop), bucket.shard(shard, num_shards=num_shards))
         for bucket in buckets
         for start, stop in bucket.parameters
     ]
-    owned_parts = [overlap for overlap in overlaps if overlap > 0]
-    owned_numel = sum(owned_parts)
+    owned_overlaps = [overlap for overlap in overlaps if overlap > 0]
+    owned_numel = sum(owned_overlaps)
     is_vector = [parameter.is_vector for parameter in reversed(parameters)]
-    numels_on_host = _numels_on_host(overlaps, is_vector, host_fraction)
+    numels_on_host = _list_numels_on_host(overlaps, is_vector, host_fraction)
     owned_moments = sum(
         overlap * parameter.num_moments
         for overlap, parameter in zip(overlaps, reversed(parameters), strict=True)
@@ -252,7 +255,9 @@ def _buffer_states(
     num_moments = max(parameter.num_moments for parameter in parameters)
     numel_on_device = owned_numel - sum(numels_on_host)
     numels = [parameter.numel for parameter in parameters]
-    whole_numels_on_host = _numels_on_host(numels, [parameter.is_vector for parameter in parameters], host_fraction)
+    whole_numels_on_host = _list_numels_on_host(
+        numels, [parameter.is_vector for parameter in parameters], host_fraction
+    )
     return TrainerStates(
         parameters=padded_numel * itemsize,
         gradients=padded_numel * FLOAT32,
@@ -263,16 +268,17 @@ def _buffer_states(
         saved=numel * itemsize // num_shards + (owned_numel + owned_moments) * FLOAT32,
         # Weights move to the host through pinned copies, which torch's allocator does not free.
         on_host=sum(
-            (1 + num_moments) * part * FLOAT32 + _pinned_bytes(part * FLOAT32, is_pinned) for part in numels_on_host
+            (1 + num_moments) * part_numel * FLOAT32 + _pinned_bytes(part_numel * FLOAT32, is_pinned)
+            for part_numel in numels_on_host
         )
-        + is_pinned * sum(_pinned_bytes(part * itemsize, True) for part in whole_numels_on_host),
+        + is_pinned * sum(_pinned_bytes(part_numel * itemsize, True) for part_numel in whole_numels_on_host),
         # Megatron-Core first builds the optimizer for whole parameters, then for this rank's parts.
         built=(numel - sum(whole_numels_on_host)) * FLOAT32 * has_main if numels_on_host else 0,
         built_on_host=sum(whole_numels_on_host) * FLOAT32,
     )
 
 
-def _numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
+def _list_numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
     """Return the elements of each parameter whose optimizer moves to the host.
 
     Matrices move first, until `fraction` is reached. Megatron-Core has another order within a layer, and treats several
@@ -326,9 +332,10 @@ def _make_buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Buc
     return buckets
 
 
-def _count_overlap(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
+def _overlap_numel(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
     """Return the elements shared by two ranges (first, end). Zero or negative: none."""
-    return min(parameter[1], shard[1]) - max(parameter[0], shard[0])
+    (parameter_start, parameter_stop), (shard_start, shard_stop) = parameter, shard
+    return min(parameter_stop, shard_stop) - max(parameter_start, shard_start)
 
 
 def _round_up(number: int, *, multiple: int) -> int:

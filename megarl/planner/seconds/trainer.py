@@ -71,7 +71,7 @@ class Recomputed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class CauseSeconds:
     """Predicted seconds by cause, each [layouts]."""
 
     compute: Any = 0.0
@@ -87,11 +87,11 @@ class Parts:
     """Reduction of gradients, and gathering of new parameters, over data-parallel ranks."""
     optimizer: Any = 0.0
 
-    def __add__(self, addend: Parts) -> Parts:
-        return Parts(**{cause: getattr(self, cause) + getattr(addend, cause) for cause in self._causes()})
+    def __add__(self, addend: CauseSeconds) -> CauseSeconds:
+        return CauseSeconds(**{cause: getattr(self, cause) + getattr(addend, cause) for cause in self._causes()})
 
-    def __mul__(self, factor: Any) -> Parts:
-        return Parts(**{cause: getattr(self, cause) * factor for cause in self._causes()})
+    def __mul__(self, factor: Any) -> CauseSeconds:
+        return CauseSeconds(**{cause: getattr(self, cause) * factor for cause in self._causes()})
 
     @property
     def seconds(self) -> Any:
@@ -110,15 +110,15 @@ class Parts:
     def _causes(cls) -> list[str]:
         return [field.name for field in fields(cls)]
 
-    def multiply(self, factors: Parts) -> Parts:
-        return Parts(**{cause: getattr(self, cause) * getattr(factors, cause) for cause in self._causes()})
+    def multiply(self, factors: CauseSeconds) -> CauseSeconds:
+        return CauseSeconds(**{cause: getattr(self, cause) * getattr(factors, cause) for cause in self._causes()})
 
 
-class LayerParts(NamedTuple):
+class LayerSeconds(NamedTuple):
     """Seconds of a row's forward pass through a pipeline stage, for the two halves of each layer."""
 
-    attention: Parts
-    feed_forward: Parts
+    attention: CauseSeconds
+    feed_forward: CauseSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,17 +153,19 @@ class TrainerCost:
         updates: int,
         row_tokens: Numbers,
         keeps_logits: bool = True,
-    ) -> Parts:
+    ) -> CauseSeconds:
         """Return the seconds of all updates of a step by cause, each [layouts].
 
         `tokens`: of the whole batch. `row_tokens` [layouts]: capacity of a row, over all context-parallel ranks.
         `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). False: it computes them again.
         """
-        num_rows, tokens_in_row = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
+        num_rows, tokens_in_row = self._count_rows(
+            layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True
+        )
         attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
         head_seconds = self._head_seconds(layouts, tokens_in_row, products=3 if keeps_logits else 4, layer_passes=3)
         # A backward pass has two matrix products for each one of the forward pass: for the inputs and for the weights.
-        backward_factors = Parts(
+        backward_factors = CauseSeconds(
             compute=2.0,
             launches=2.0,
             tensor_exchange=_BACKWARD_COLLECTIVES,
@@ -173,109 +175,115 @@ class TrainerCost:
         seconds_per_row = attention.multiply(backward_factors) + feed_forward.multiply(backward_factors) + head_seconds
         seconds_per_row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
         pass_seconds = seconds_per_row * num_rows
-        bubble_seconds = Parts(bubble=seconds_per_row.seconds * (layouts.pp - 1) / layouts.vpp)
+        bubble_seconds = CauseSeconds(bubble=seconds_per_row.seconds * (layouts.pp - 1) / layouts.vpp)
         seconds = (pass_seconds + bubble_seconds) * _BALANCE + self._optimizer_seconds(layouts)
         return seconds * updates
 
-    def scoring(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
+    def scoring_seconds(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> CauseSeconds:
         """Return the seconds of one pass without gradients over the batch, by cause, each [layouts]."""
-        rows, tokens_in_row = self._rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
+        num_rows, tokens_in_row = self._count_rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
         attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
-        row = attention + feed_forward + self._head_seconds(layouts, tokens_in_row, products=1, layer_passes=1)
-        return (row * rows + Parts(bubble=row.seconds * (layouts.pp - 1))) * _BALANCE
+        head_seconds = self._head_seconds(layouts, tokens_in_row, products=1, layer_passes=1)
+        seconds_per_row = attention + feed_forward + head_seconds
+        bubble_seconds = CauseSeconds(bubble=seconds_per_row.seconds * (layouts.pp - 1))
+        return (seconds_per_row * num_rows + bubble_seconds) * _BALANCE
 
-    def _rows(
+    def _count_rows(
         self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool
     ) -> tuple[Numbers, Numbers]:
-        """Return a data-parallel rank's number of rows, and the tokens per row: both [layouts]."""
+        """Return a data-parallel rank's number of num_rows, and the tokens per row: both [layouts]."""
         rank_tokens = tokens / layouts.dp
-        rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
+        num_rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
         if has_groups:
-            # The interleaved schedule takes pp rows at a time.
-            rows = np.where(layouts.vpp > 1, np.ceil(rows / layouts.pp) * layouts.pp, rows)
-        return rows, rank_tokens / rows
+            # The interleaved schedule takes pp num_rows at a time.
+            num_rows = np.where(layouts.vpp > 1, np.ceil(num_rows / layouts.pp) * layouts.pp, num_rows)
+        return num_rows, rank_tokens / num_rows
 
-    def _forward_seconds(self, layouts: Layouts, tokens: Numbers) -> LayerParts:
+    def _forward_seconds(self, layouts: Layouts, tokens: Numbers) -> LayerSeconds:
         """Return the seconds of a row's forward pass through a stage's layers: attention, and feed-forward."""
-        work, constants, gpu = self.work, self.constants, self.gpu
+        work = self.work
         stage_layers = np.ceil(work.num_layers / layouts.pp)
-        share_of_model = stage_layers / work.num_layers
         rank_tokens = tokens / layouts.cp
+        share_of_model = stage_layers / work.num_layers
         flops_per_second = self._gemm_flops_per_second(rank_tokens) * layouts.tp
         projection_flops = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
         projection_flops = min(projection_flops, work.layer_flops)
+        # Each half of a layer has a gather before it and a reduction after it.
         hidden_bytes = rank_tokens * work.shape.hidden_size * self.item_bytes
         link_bytes_per_second = self._link_bytes_per_second(layouts.tp)
-        # Each half of a layer has a gather before it and a reduction after it.
         tensor_exchange_seconds = (
             2 * hidden_bytes * (layouts.tp - 1) / layouts.tp / link_bytes_per_second * stage_layers
         )
-        key_value_bytes = work.shape.attention.cached_numbers(1) * self.item_bytes
-        # Context-parallel ranks exchange keys and values, except those of linear attention.
-        attention_layers = stage_layers * work.num_attention_layers / work.num_layers
-        context_exchange_seconds = (
-            tokens
-            / layouts.cp
-            * (layouts.cp - 1)
-            * key_value_bytes
-            / layouts.tp
-            / self._link_bytes_per_second(layouts.tp * layouts.cp)
-            * attention_layers
-        )
-        attention = Parts(
+        attention = CauseSeconds(
             compute=rank_tokens * (projection_flops + self.score_flops) * share_of_model / flops_per_second,
-            launches=constants.layer_seconds * stage_layers,
+            launches=self.constants.layer_seconds * stage_layers,
             tensor_exchange=tensor_exchange_seconds,
-            context_exchange=context_exchange_seconds,
+            context_exchange=self._context_exchange_seconds(layouts, tokens, stage_layers),
         )
-        expert_layers = stage_layers * work.num_expert_layers / work.num_layers
-        feed_forward = Parts(
+        feed_forward = CauseSeconds(
             compute=rank_tokens * (work.layer_flops - projection_flops) * share_of_model / flops_per_second,
             # Experts take the tokens of each tensor-parallel rank, so nothing is gathered for them.
             tensor_exchange=tensor_exchange_seconds * (1 - work.num_expert_layers / work.num_layers),
         )
-        if not work.num_expert_layers:
-            return LayerParts(attention, feed_forward)
+        if work.num_expert_layers:
+            feed_forward += self._expert_seconds(layouts, rank_tokens, stage_layers)
+        return LayerSeconds(attention, feed_forward)
+
+    def _context_exchange_seconds(self, layouts: Layouts, tokens: Numbers, stage_layers: Numbers) -> Numbers:
+        """Return the seconds in which context-parallel ranks exchange a row's keys and values [layouts].
+
+        Layers with linear attention exchange none.
+        """
+        key_value_bytes = self.work.shape.attention.cached_numbers(1) * self.item_bytes
+        received_tokens = tokens / layouts.cp * (layouts.cp - 1)
+        bytes_per_second = self._link_bytes_per_second(layouts.tp * layouts.cp)
+        attention_layers = stage_layers * self.work.num_attention_layers / self.work.num_layers
+        return received_tokens * key_value_bytes / layouts.tp / bytes_per_second * attention_layers
+
+    def _expert_seconds(self, layouts: Layouts, rank_tokens: Numbers, stage_layers: Numbers) -> CauseSeconds:
+        """Return the seconds of a row's forward pass through a stage's experts, with their all-to-all."""
+        work, constants = self.work, self.constants
+        share_of_model = stage_layers / work.num_layers
+        expert_layers = stage_layers * work.num_expert_layers / work.num_layers
         routed_tokens = rank_tokens / layouts.tp
         expert_ranks = layouts.ep * layouts.etp
         tokens_per_expert = routed_tokens * expert_ranks * work.shape.top_k / work.shape.num_experts
-        expert_flops_per_second = (
-            constants.gemm_efficiency
-            * gpu.flops
-            * tokens_per_expert
-            / (tokens_per_expert + constants.expert_half_tokens)
-        )
+        # Matrix products over few tokens are slower.
+        slowed_tokens = tokens_per_expert + constants.expert_half_tokens
+        flops_per_second = constants.gemm_efficiency * self.gpu.flops * tokens_per_expert / slowed_tokens
+        # Tokens are sent to their experts and back.
         sent_bytes = 2 * routed_tokens * work.shape.top_k * work.shape.hidden_size * self.item_bytes * expert_layers
-        expert_parts = Parts(
-            compute=routed_tokens * work.expert_flops * share_of_model / expert_flops_per_second,
+        return CauseSeconds(
+            compute=routed_tokens * work.expert_flops * share_of_model / flops_per_second,
             launches=constants.expert_layer_seconds * expert_layers,
             expert_exchange=sent_bytes * self._exchange_seconds(expert_ranks),
         )
-        return LayerParts(attention, feed_forward + expert_parts)
 
-    def _exchange_seconds(self, group: NDArray[np.int64]) -> Numbers:
-        """Return the seconds per byte that a rank sends in an all-to-all over groups of these sizes."""
-        near = np.minimum(group, self.gpu.nvlink_gpus)
-        within, across = (near - 1) / group, (group - near) / group
-        seconds = np.maximum(within / self.gpu.nvlink, across / self.gpu.network)
+    def _exchange_seconds(self, group_sizes: NDArray[np.int64]) -> Numbers:
+        """Return the seconds per byte that a rank sends in an all-to-all over groups of these sizes.
+
+        NVLink and network work at once.
+        """
+        ranks_on_node = np.minimum(group_sizes, self.gpu.nvlink_gpus)
+        share_on_node, share_between_nodes = (
+            (ranks_on_node - 1) / group_sizes,
+            (group_sizes - ranks_on_node) / group_sizes,
+        )
+        seconds = np.maximum(share_on_node / self.gpu.nvlink, share_between_nodes / self.gpu.network)
         return seconds / self.constants.link_efficiency
 
-    def _head_seconds(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
+    def _head_seconds(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> CauseSeconds:
         """Return the seconds by which the output layer, with `products` matrix products, delays the slowest stage.
 
         If layers do not divide evenly, the last stage has one layer less. This saves `layer_passes` passes of a layer.
         """
+        work = self.work
         rank_tokens = tokens / layouts.cp
         flops_per_second = self._gemm_flops_per_second(rank_tokens) * layouts.tp
-        layer_flops = (self.work.layer_flops + self.score_flops) / self.work.num_layers
-        spare_flops = (
-            np.ceil(self.work.num_layers / layouts.pp) - np.floor(self.work.num_layers / layouts.pp)
-        ) * layer_flops
-        return Parts(
-            compute=rank_tokens
-            * np.maximum(0.0, products * self.work.head_flops - layer_passes * spare_flops)
-            / flops_per_second
-        )
+        layer_flops = (work.layer_flops + self.score_flops) / work.num_layers
+        missing_layers = np.ceil(work.num_layers / layouts.pp) - np.floor(work.num_layers / layouts.pp)
+        added_flops = products * work.head_flops - layer_passes * (missing_layers * layer_flops)
+        return CauseSeconds(compute=rank_tokens * np.maximum(0.0, added_flops) / flops_per_second)
 
     def _gemm_flops_per_second(self, tokens: Numbers) -> Numbers:
         """Return the FLOPs per second of matrix products over this many tokens on a rank."""
@@ -296,7 +304,7 @@ class TrainerCost:
         )
         return RankWeights(experts=experts, dense=dense)
 
-    def _optimizer_seconds(self, layouts: Layouts) -> Parts:
+    def _optimizer_seconds(self, layouts: Layouts) -> CauseSeconds:
         """Return the seconds of an update's gradient reduction and optimizer step, each [layouts]."""
         weights = self.weights_on_rank(layouts)
         experts, dense = weights.experts, weights.dense
@@ -311,7 +319,7 @@ class TrainerCost:
             _OPTIMIZER_BYTES / self.gpu.host_memory + (_GRADIENT_BYTES + self.item_bytes) / self.gpu.pcie
         )
         sent_bytes = (_GRADIENT_BYTES + self.item_bytes) * sent_weights
-        return Parts(
+        return CauseSeconds(
             gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * bytes_per_second),
             optimizer=((1 - self.host_share) * gpu_seconds_per_weight + self.host_share * host_seconds_per_weight)
             * shard_weights,

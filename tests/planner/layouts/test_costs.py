@@ -85,23 +85,25 @@ def test_seconds_are_those_of_the_check(
     placement = Placement(ranks=row["engine_gpus"], staleness=row["staleness"])
     group = search._make_combinations(Candidates(search.recipe, search.shape, Counter()), placement)
     assert group is not None
-    (number,) = [i for i, choice in enumerate(group.rows) if choice.recomputation.recompute == row["recompute"]]
+    (number,) = [
+        i for i, choice in enumerate(group.trainer_options) if choice.recomputation.recompute == row["recompute"]
+    ]
     phases = {"step": 0, "train": 0, "logprobs": 0, "rollout": 0, "reshard": 0, "other": 0}
     # The search scores rows of one length.
     alike = dict(row) | {"forward_row_tokens": row["row_tokens"], "measured": phases}
     expected = plan_search.predict(alike, FITTED)
     cache_tokens = plan_search._engines(row, search.costs.engine_speeds.memory_bytes).cache_tokens
-    passes = search.costs.load.scoring_passes
+    passes = search.costs.workload.scoring_passes
     found = {
-        "train": float(group.update.seconds[number]),
-        "logprobs": float(group.logprobs[number]) / passes * row["scoring_passes"],
+        "train": float(group.update_seconds.seconds[number]),
+        "logprobs": float(group.scoring_seconds[number]) / passes * row["scoring_passes"],
         "rollout": search.costs.rollout_seconds(placement, engine, cache_tokens).seconds,
-        "reshard": float(group.reshard[0]),
+        "reshard": float(group.reshard_seconds[0]),
         "other": search.costs.other_seconds,
     }
     assert found == pytest.approx({phase: expected[phase] for phase in found})
     # Every exchange of the layout has its seconds.
-    parts = group.update.at(number)
+    parts = group.update_seconds.at(number)
     assert ("tensor_exchange" in parts) == (row["tp"] > 1)
     assert ("context_exchange" in parts) == (row["cp"] > 1)
     assert ("expert_exchange" in parts) == (row["ep"] > 1)
@@ -121,17 +123,21 @@ def test_an_update_is_that_of_the_start(
     if not keeps_logits:
         monkeypatch.setattr(search_module, "can_keep_logits", lambda *_, **__: False)
     choices = [
-        LayoutChoice(group=group, row_number=row, engine_number=0, offload_number=0) for row in range(len(group.rows))
+        LayoutChoice(group=group, option_number=row, engine_number=0, offload_number=0)
+        for row in range(len(group.trainer_options))
     ]
     planned = (
         search._plan_layout(with_field_values(search.recipe, choice.values), choice, Counter()) for choice in choices
     )
     row, layout = next((row, layout) for row, layout in enumerate(planned) if layout is not None)
-    update = group.update if keeps_logits else group.update_without_logits
+    update = group.update_seconds if keeps_logits else group.update_seconds_without_logits
     assert layout.seconds.train == update.seconds[row] and layout.update == update.at(row)
-    assert group.update_without_logits.compute[row] > group.update.compute[row]
+    assert group.update_seconds_without_logits.compute[row] > group.update_seconds.compute[row]
     # A run compares its steps with the seconds of its recipe: those of the layout that the recipe is.
-    rows = {"trainer.max_tokens_per_forward": group.rows[row].row_tokens, "trainer.keep_logits": keeps_logits}
+    rows = {
+        "trainer.max_tokens_per_forward": group.trainer_options[row].row_tokens,
+        "trainer.keep_logits": keeps_logits,
+    }
     planned_values = {**choices[row].values, "rollout.kv_cache_gib": layout.kv_cache_gib, **rows}
     monkeypatch.setattr(recipe_module, "assumed_lengths", lambda **_: search.costs.lengths)
     seconds = recipe_seconds(with_field_values(search.recipe, planned_values))
@@ -148,7 +154,7 @@ def test_wider_tensor_parallelism_sends_more_bytes(
         Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0)
     )
     assert group is not None
-    seconds = [float(group.update.tensor_exchange[group.rows_by_trainer[at][0]]) for at in sizes]
+    seconds = [float(group.update_seconds.tensor_exchange[group.numbers_by_trainer[at][0]]) for at in sizes]
     link = FITTED.on(search.costs.speeds).link_efficiency * search.costs.speeds.nvlink
     sent = np.array(seconds) * link
     # Each of 4 * 40 collectives of a layer's halves sends (tp - 1) / tp of a row's hidden states in bfloat16, on ranks

@@ -173,8 +173,10 @@ def test_the_ranking_is_that_of_all_combinations(large: Callable[..., Recipe], m
     quick = search.search(4)
     # Every combination is planned: no bound on time ends the search, and no bound on memory drops a row.
     monkeypatch.setattr(module, "MOST_CHECKED", 10**9)
-    monkeypatch.setattr(LayoutSearch, "_is_row_overfull", lambda *_: False)
-    monkeypatch.setattr(LayoutSearch, "_is_overfull", lambda self, at, engines, offloads: np.zeros((1, 1, 1), bool))
+    monkeypatch.setattr(LayoutSearch, "_is_update_overfull", lambda *_: False)
+    monkeypatch.setattr(
+        LayoutSearch, "_is_reshard_overfull", lambda self, at, engines, offloads: np.zeros((1, 1, 1), bool)
+    )
     whole = search.search(10**9)
     assert quick.is_complete and len(quick.layouts) == 4 and whole.num_planned > 2 * quick.num_planned
     assert [found.overrides for found in quick.layouts] == [found.overrides for found in whole.layouts[:4]]
@@ -248,10 +250,12 @@ def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> No
         group = search._make_combinations(
             Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0)
         )
-        assert group is not None and search.costs.load.scoring_passes == 0.75
+        assert group is not None and search.costs.workload.scoring_passes == 0.75
         # Rows of a trainer come with the shortest first.
-        first = {at: numbers[0] for at, numbers in group.rows_by_trainer.items()}
-        shortest.append({at: (group.logprobs[number], group.offload[number, 0]) for at, number in first.items()})
+        first = {at: numbers[0] for at, numbers in group.numbers_by_trainer.items()}
+        shortest.append(
+            {at: (group.scoring_seconds[number], group.offload_seconds[number, 0]) for at, number in first.items()}
+        )
     plain, scored = shortest
     assert set(plain) & set(scored)
     for at in set(plain) & set(scored):

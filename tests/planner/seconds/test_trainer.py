@@ -12,7 +12,7 @@ from megarl.families.flops import forward_flops
 from megarl.families.shape import ModelShape
 from megarl.planner.seconds.constants import Constants
 from megarl.planner.seconds.gpus import GpuSpeeds
-from megarl.planner.seconds.trainer import Layouts, Parts, Recomputed, TrainerCost
+from megarl.planner.seconds.trainer import CauseSeconds, Layouts, Recomputed, TrainerCost
 from megarl.planner.seconds.work import model_work
 
 LENGTHS = np.full(64, 4096.0)
@@ -25,7 +25,7 @@ def _update(
     again: float = 0.0,
     row_tokens: float = 16384.0,
     keeps_logits: bool = True,
-) -> Parts:
+) -> CauseSeconds:
     at = Layouts.of(*layouts)
     share = np.full(len(layouts), again)
     return cost.update_seconds(
@@ -109,7 +109,7 @@ def test_experts_over_nodes_send_more_slowly(experts: ModelShape, gpu: GpuSpeeds
 def test_a_pass_without_gradients_takes_a_third(cost: TrainerCost) -> None:
     at = Layouts.of({"tp": 2, "dp": 4})
     row_tokens = np.array([16384.0])
-    scoring = cost.scoring(at, tokens=TOKENS, row_tokens=row_tokens)
+    scoring = cost.scoring_seconds(at, tokens=TOKENS, row_tokens=row_tokens)
     update = cost.update_seconds(
         at, Recomputed(attention=np.zeros(1), feed_forward=np.zeros(1)), tokens=TOKENS, updates=1, row_tokens=row_tokens
     )
