@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,11 @@ _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Queries of this rank and their keys, sequence by sequence. A sequence's last query and last key are the same
-    token.
+class AttentionPart:
+    """Part of a row that one attention kernel computes: queries of this rank and their keys, sequence by sequence.
+
+    A row has one part, with context parallelism two: a rank's first and second chunk of each sequence. A sequence's
+    last query and last key are the same token.
 
     `queries` [num_queries] indexes this rank's tokens; `keys` [num_keys] indexes all context-parallel ranks' tokens,
     rank after rank. None: all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the host.
@@ -50,16 +52,16 @@ class Part:
     @cached_property
     def padded_queries(self) -> Tensor:
         """Index of each query in a flattened array [sequences, longest_query]: [num_queries]."""
-        return self._padded_places(self.num_queries, self.longest_query)
+        return self._list_padded_indices(self.num_queries, self.longest_query)
 
     @cached_property
     def padded_keys(self) -> Tensor:
         """Index of each key in a flattened array [sequences, longest_key]: [num_keys]."""
-        return self._padded_places(self.num_keys, self.longest_key)
+        return self._list_padded_indices(self.num_keys, self.longest_key)
 
     def is_plain(self, window: int) -> bool:
         """Return whether queries and keys are the same tokens, and no window excludes a key."""
-        return self.keys is None and not self._limits(window)
+        return self.keys is None and not self._excludes_keys(window)
 
     def mask(self, window: int) -> Tensor:
         """Return the mask of attended keys, bool [sequences or 1, 1, longest_query, longest_key].
@@ -74,18 +76,20 @@ class Part:
     def _masks(self) -> dict[int, Tensor]:
         return {}
 
-    def _limits(self, window: int) -> bool:
+    def _excludes_keys(self, window: int) -> bool:
         return 0 < window < self.longest_key
 
     def _make_mask(self, window: int) -> Tensor:
-        num_earlier = (self.num_keys - self.num_queries)[:, None, None, None]
-        places = np.arange(self.longest_query)[:, None] + num_earlier
+        num_earlier_keys = (self.num_keys - self.num_queries)[:, None, None, None]
+        own_keys = np.arange(self.longest_query)[:, None] + num_earlier_keys
         keys = np.arange(self.longest_key)
-        # Every query, even padding, attends to the key at its own place: a softmax over no keys would be NaN.
-        attended = (keys <= places) & (keys > places - window) if self._limits(window) else keys <= places
-        return torch.tensor(attended, device=self.cu_queries.device)
+        # Every query, even padding, attends to the key of its own token: a softmax over no keys would be NaN.
+        is_attended = keys <= own_keys
+        if self._excludes_keys(window):
+            is_attended &= keys > own_keys - window
+        return torch.tensor(is_attended, device=self.cu_queries.device)
 
-    def _padded_places(self, sizes: np.ndarray, longest: int) -> Tensor:
+    def _list_padded_indices(self, sizes: np.ndarray, longest: int) -> Tensor:
         is_token = np.arange(longest) < sizes[:, None]
         return torch.tensor(np.flatnonzero(is_token), device=self.cu_queries.device)
 
@@ -99,17 +103,18 @@ class PackedRow(PackedSeqParams):
 
     - `local` [tokens]: the row's indices of this rank's tokens (`host_local`: in host memory).
     - `positions` [tokens]: position of each token in its sequence.
-    - `order` [tokens]: index that sorts the outputs of `parts` by token.
-    - `place` [tokens of all ranks]: index of the row's tokens in the ranks' tokens, each rank padded to `longest_part`.
+    - `output_order` [tokens]: index that sorts the outputs of `parts` by token.
+    - `gathered_index` [tokens of all ranks]: index of the row's tokens in the ranks' tokens, gathered rank after rank,
+      each rank padded to `longest_part`.
     """
 
     positions: Tensor | None = None
     local: Tensor | None = None
     host_local: NDArray[np.int64] | None = None
-    order: Tensor | None = None
-    place: Tensor | None = None
+    output_order: Tensor | None = None
+    gathered_index: Tensor | None = None
     longest_part: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[AttentionPart, ...] = ()
 
     @classmethod
     def from_lengths(
@@ -122,29 +127,13 @@ class PackedRow(PackedSeqParams):
         cu_seqlens = _cumulative_sums(sequence_lengths, device)
         if cp == 1:
             local_indices = np.arange(sequence_lengths.sum())
-            parts: tuple[Part, ...] = (_make_part(None, None, sequence_lengths, sequence_lengths, device),)
-            order = place = None
+            parts: tuple[AttentionPart, ...] = (_make_part(None, None, sequence_lengths, sequence_lengths, device),)
+            output_order = gathered_index = None
         else:
-            # Each sequence is cut into 2 * cp chunks. Zigzag order: rank r has chunks r and 2 * cp - 1 - r, so that
-            # causal attention is equal work for all ranks.
-            chunk_lengths = sequence_lengths // (2 * cp)
-            tokens_by_rank = [_list_zigzag_indices(sequence_starts, chunk_lengths, cp, rank) for rank in range(cp)]
-            # A row token's index among the tokens of all ranks, gathered rank after rank.
-            local_indices, gathered_indices = tokens_by_rank[cp_rank], np.argsort(np.concatenate(tokens_by_rank))
-            chunk_numbers = (cp_rank, 2 * cp - 1 - cp_rank)
-            query_indices = [
-                ranges((sequence_starts // cp) + chunk_lengths * is_second, chunk_lengths) for is_second in (0, 1)
-            ]
-            key_indices = [
-                gathered_indices[ranges(sequence_starts, chunk_lengths * (chunk_number + 1))]
-                for chunk_number in chunk_numbers
-            ]
-            parts = tuple(
-                _make_part(q, k, chunk_lengths, chunk_lengths * (chunk_number + 1), device)
-                for q, k, chunk_number in zip(query_indices, key_indices, chunk_numbers, strict=True)
-            )
-            order = torch.tensor(np.argsort(np.concatenate(query_indices)), device=device)
-            place = torch.tensor(gathered_indices, device=device)
+            split = _split_zigzag(sequence_lengths, cp, cp_rank, device)
+            local_indices, parts = split.local_indices, split.parts
+            output_order = torch.tensor(split.output_order, device=device)
+            gathered_index = torch.tensor(split.gathered_index, device=device)
         sequence_of_token = np.repeat(np.arange(len(lengths)), sequence_lengths)
         # Padded and unpadded lengths are equal here. Given both, Transformer Engine 2.11 compares them on the GPU and
         # waits for the answer in every layer. Its context parallelism requires the padded lengths. Version 2.20 sees
@@ -161,8 +150,8 @@ class PackedRow(PackedSeqParams):
             positions=torch.tensor(local_indices - sequence_starts[sequence_of_token[local_indices]], device=device),
             local=torch.tensor(local_indices, device=device),
             host_local=local_indices,
-            order=order,
-            place=place,
+            output_order=output_order,
+            gathered_index=gathered_index,
             longest_part=len(local_indices),
             parts=parts,
         )
@@ -184,13 +173,40 @@ class PackedRow(PackedSeqParams):
         return hidden[places]
 
 
-def _list_zigzag_indices(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
+class _ZigzagSplit(NamedTuple):
+    """A context-parallel rank's chunks of a row. The fields are those of `PackedRow`, in host memory."""
+
+    local_indices: NDArray[np.int64]
+    gathered_index: NDArray[np.int64]
+    parts: tuple[AttentionPart, ...]
+    output_order: NDArray[np.int64]
+
+
+def _split_zigzag(sequence_lengths: np.ndarray, cp: int, cp_rank: int, device: torch.device) -> _ZigzagSplit:
+    sequence_starts, chunk_lengths = sequence_lengths.cumsum() - sequence_lengths, sequence_lengths // (2 * cp)
+    tokens_by_rank = [_list_zigzag_indices(sequence_starts, chunk_lengths, cp, rank) for rank in range(cp)]
+    # A row token's index among the tokens of all ranks, gathered rank after rank.
+    gathered_index = np.argsort(np.concatenate(tokens_by_rank))
+    chunk_numbers = (cp_rank, 2 * cp - 1 - cp_rank)
+    # This rank's tokens of a sequence are its two chunks, one after the other.
+    query_indices = [ranges((sequence_starts // cp) + chunk_lengths * is_second, chunk_lengths) for is_second in (0, 1)]
+    # A chunk attends to itself and to all chunks before it.
+    key_lengths = [chunk_lengths * (chunk_number + 1) for chunk_number in chunk_numbers]
+    key_indices = [gathered_index[ranges(sequence_starts, lengths)] for lengths in key_lengths]
+    parts = tuple(
+        _make_part(queries, keys, chunk_lengths, lengths, device)
+        for queries, keys, lengths in zip(query_indices, key_indices, key_lengths, strict=True)
+    )
+    return _ZigzagSplit(tokens_by_rank[cp_rank], gathered_index, parts, np.argsort(np.concatenate(query_indices)))
+
+
+def _list_zigzag_indices(starts: np.ndarray, chunk_lengths: np.ndarray, cp: int, rank: int) -> np.ndarray:
     """Return where in the row one rank's tokens lie, in zigzag order: indices [tokens].
 
-    `starts` and `chunk` [sequences]: start of each sequence, and length of its chunks.
+    `starts` and `chunk_lengths` [sequences]: start of each sequence, and length of its chunks.
     """
-    firsts = np.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], axis=1)
-    return ranges(firsts.flatten(), chunk.repeat(2))
+    chunk_starts = np.stack([starts + chunk_lengths * rank, starts + chunk_lengths * (2 * cp - 1 - rank)], axis=1)
+    return ranges(chunk_starts.flatten(), chunk_lengths.repeat(2))
 
 
 def _cumulative_sums(sizes: np.ndarray, device: torch.device) -> Tensor:
@@ -199,8 +215,8 @@ def _cumulative_sums(sizes: np.ndarray, device: torch.device) -> Tensor:
 
 def _make_part(
     queries: np.ndarray | None, keys: np.ndarray | None, num_q: np.ndarray, num_k: np.ndarray, device: torch.device
-) -> Part:
-    return Part(
+) -> AttentionPart:
+    return AttentionPart(
         queries=None if queries is None else torch.tensor(queries, device=device),
         keys=None if keys is None else torch.tensor(keys, device=device),
         num_queries=num_q,
@@ -281,10 +297,10 @@ class PackedAttention(nn.Module):
         if len(row.parts) > 1:
             k, v = gather_keys(k, v, self.cp_group)
         part_outputs = [self.attend(q, k, v, part) for part in row.parts]
-        out = part_outputs[0] if row.order is None else torch.cat(part_outputs).index_select(0, row.order)
+        out = part_outputs[0] if row.output_order is None else torch.cat(part_outputs).index_select(0, row.output_order)
         return out.reshape(out.size(0), 1, -1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
         """Return the attention of one part of a row: [part's queries, heads, v].
 
         `q` [tokens, heads, head_dim] has this rank's tokens; `k` [tokens, groups, head_dim] and `v` [tokens, groups, v]
@@ -295,9 +311,9 @@ class PackedAttention(nn.Module):
             kernel = self._attend_varlen_with_sinks if has_varlen else self._attend_padded_with_sinks
         else:
             kernel = self._attend_varlen if has_varlen else self._attend_padded
-        return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
+        return kernel(_select_tokens(q, part.queries), _select_tokens(k, part.keys), _select_tokens(v, part.keys), part)
 
-    def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         grouped_arguments: dict[str, Any] = {}
@@ -324,7 +340,7 @@ class PackedAttention(nn.Module):
         assert isinstance(out, Tensor)
         return out.narrow(-1, 0, value_dim)
 
-    def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
         mask = None if part.is_plain(self.window) else part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q, k, v = _pad_all(q, k, v, part)
@@ -333,12 +349,12 @@ class PackedAttention(nn.Module):
         )
         return _from_padded(out, part)
 
-    def _attend_varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
         assert self.softmax_offset is not None
         lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
         return sinks.attend(q, k, v, self.softmax_offset, sinks.FlashKernel(lengths, self.scale, self.window))
 
-    def _attend_padded_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_padded_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
         """Compute `attend` with sinks; the softmax is float32 or wider.
 
         All scores exist at once: [sequences, heads, longest_query, longest_key].
@@ -376,8 +392,8 @@ def score_factor(config: TransformerConfig, softmax_scale: float | None) -> floa
     return channels**-0.5 if softmax_scale is None else softmax_scale
 
 
-def _gather_rows(x: Tensor, places: Tensor | None) -> Tensor:
-    return x if places is None else x.index_select(0, places)
+def _select_tokens(x: Tensor, indices: Tensor | None) -> Tensor:
+    return x if indices is None else x.index_select(0, indices)
 
 
 @cache
@@ -386,20 +402,21 @@ def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
-def _pad_all(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+def _pad_all(q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
     q = _to_padded(q, part.padded_queries, len(part.num_queries), part.longest_query)
     k, v = (_to_padded(x, part.padded_keys, len(part.num_keys), part.longest_key) for x in (k, v))
     return q, k, v
 
 
-def _from_padded(out: Tensor, part: Part) -> Tensor:
+def _from_padded(out: Tensor, part: AttentionPart) -> Tensor:
     """Return [sequences, heads, longest_query, head_dim] without padding: [queries, heads, head_dim]."""
     return out.transpose(1, 2).flatten(0, 1).index_select(0, part.padded_queries)
 
 
-def _to_padded(x: Tensor, index: Tensor, sequences: int, longest: int) -> Tensor:
-    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros, by `index`
-    [tokens].
+def _to_padded(x: Tensor, padded_indices: Tensor, sequences: int, longest: int) -> Tensor:
+    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros.
+
+    `padded_indices` [tokens]: where each token goes in the flattened result.
     """
-    block = x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, index, x)
-    return block.view(sequences, longest, *x.shape[1:]).transpose(1, 2)
+    padded = x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, padded_indices, x)
+    return padded.view(sequences, longest, *x.shape[1:]).transpose(1, 2)

@@ -63,14 +63,8 @@ def transformer_config(
     `alltoall`. Raises ConfigError for an unknown override, an override without effect, or one that another field sets.
     """
     config_type = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
-    field_names = {field.name for field in dataclasses.fields(config_type)}
-    for name in sorted(overrides.keys() - field_names):
-        nearest_name = nearest(name, field_names)
-        hint = f" Did you mean {nearest_name}?" if nearest_name else ""
-        raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
-    for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
-        raise ConfigError(problem)
-    # `settings` follow from the model and the recipe: a user cannot override them. `defaults` can be overridden.
+    _check_overrides(config_type, shape, overrides)
+    # A user cannot override `settings`: they follow from the model and the recipe. `defaults` can be overridden.
     settings = _model_settings(shape) | _split_settings(parallel, dtype, sequence_parallel)
     settings |= {"pipeline_model_parallel_layout": _uneven_stages(shape, parallel)}
     defaults: dict[str, Any] = {
@@ -79,10 +73,7 @@ def transformer_config(
         "init_method_std": shape.initializer_range,
         **_fused_kernels(),
     }
-    if recompute == "selective":
-        settings |= {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
-    elif recompute == "full":
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings |= _recompute_settings(recompute, recompute_modules)
     if shape.router:
         settings |= _expert_settings(shape.router, shape, parallel) | {"moe_enable_routing_replay": router_replay}
         if moe_dispatcher == "flex" and parallel.etp * parallel.ep > 1:
@@ -105,6 +96,24 @@ def transformer_config(
         return config_type(**(defaults | settings | dict(overrides)))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None
+
+
+def _check_overrides(config_type: type[TransformerConfig], shape: ModelShape, overrides: Mapping[str, Any]) -> None:
+    field_names = {field.name for field in dataclasses.fields(config_type)}
+    for name in sorted(overrides.keys() - field_names):
+        nearest_name = nearest(name, field_names)
+        hint = f" Did you mean {nearest_name}?" if nearest_name else ""
+        raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
+    for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
+        raise ConfigError(problem)
+
+
+def _recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {}
 
 
 @contextmanager

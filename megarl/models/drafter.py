@@ -277,10 +277,10 @@ class DrafterHead:
         group: Any = parallel_state.get_context_parallel_group()
         if group.size() == 1:
             return states
-        assert row.place is not None
+        assert row.gathered_index is not None
         parts = states.new_empty(group.size() * len(states), states.shape[1])
         torch.distributed.all_gather_into_tensor(parts, states.contiguous(), group=group)
-        return parts.index_select(0, row.place)
+        return parts.index_select(0, row.gathered_index)
 
     def _embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         return embed_tokens(tokens, None, table, self._model.first_token_id, self._model.pg_collection.tp)[:, 0]

@@ -75,7 +75,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
         keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        local = targets - first_token_id
+        local_targets = targets - first_token_id
         # Kernels make no copies of the logits, so blocks would save no memory.
         is_whole = keeps_logits and support is None and _has_kernels(hidden)
         blocks = vocabulary_blocks(len(targets), weight.size(0), len(targets) if is_whole else chunk)
@@ -83,88 +83,105 @@ class VocabParallelLogprobs(torch.autograd.Function):
         wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Per block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide_dtype, device=hidden.device)
-        target_logit = torch.zeros_like(local, dtype=wide_dtype)
+        target_logit = torch.zeros_like(local_targets, dtype=wide_dtype)
         logit_memory = _allocate_logits(hidden, blocks, is_shared=not keeps_logits)
-        kernels = _kernels(hidden, truncation)
+        kernels = _select_kernels(hidden, truncation)
         for index, block in enumerate(blocks):
-            logits = _logits(hidden, weight, block, temperature, logit_memory[index])
-            columns, is_here = columns_of(local, block)
+            logits = _compute_logits(hidden, weight, block, temperature, logit_memory[index])
+            columns, is_here = columns_of(local_targets, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
             if truncation is not None:
-                log_totals[index], entropies[index] = _compute_block_statistics(logits, truncation.excluded_mask(index))
-                continue
-            if kernels is not None:
+                excluded = truncation.excluded_mask(index)
+                log_totals[index], entropies[index] = _compute_truncated_statistics(logits, excluded)
+            elif kernels is not None:
                 kernels.block_statistics(logits, log_totals[index], entropies[index])
-                continue
-            largest = logits.amax(-1, keepdim=True).to(wide_dtype)
-            # torch's `sum` adds exponentials pairwise. Its `log_softmax` adds them one by one, with larger rounding
-            # errors.
-            below_largest = logits - largest
-            exponentials = below_largest.exp()
-            total = exponentials.sum(-1)
-            log_total = total.log()
-            torch.add(largest.squeeze(1), log_total, out=log_totals[index])
-            torch.sub(log_total, below_largest.mul_(exponentials).sum(-1) / total, out=entropies[index])
-        top = log_totals.logsumexp(0)
-        all_reduce(top, group, dist.ReduceOp.MAX)
-        shares = (log_totals - top).exp()
-        if truncation is not None:
-            log_totals = log_totals.where(shares > 0, top)  # Avoids 0 * inf for blocks without tokens of a set.
-        sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
-        all_reduce(sums, group, dist.ReduceOp.SUM)
-        target_logit, total, weighted_entropies = sums
-        # The blocks' mean entropy, and the entropy of the choice of a block.
-        log_total, entropy = top + total.log(), weighted_entropies / total + total.log()
-        ctx.save_for_backward(hidden, weight, local, log_total, entropy)
-        ctx.settings = (temperature, blocks, truncation, _logits)
+            else:
+                _compute_block_statistics(logits, log_totals[index], entropies[index])
+        logprob, log_total, entropy = _combine_blocks(
+            target_logit, log_totals, entropies, group, is_truncated=truncation is not None
+        )
+        ctx.save_for_backward(hidden, weight, local_targets, log_total, entropy)
+        ctx.settings = (temperature, blocks, truncation, _compute_logits)
         # An attribute instead of a saved tensor, because the backward pass overwrites it.
         ctx.saved_logits = logit_memory if keeps_logits else None
-        return target_logit - log_total, entropy
+        return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, local, log_total, entropy = ctx.saved_tensors
-        temperature, blocks, cut, compute_logits = ctx.settings
+        hidden, weight, local_targets, log_total, entropy = ctx.saved_tensors
+        temperature, blocks, truncation, compute_logits = ctx.settings
         logprob_gradient, entropy_gradient = (None if grad is None else grad / temperature for grad in grads)
         logprob_gradient = torch.zeros_like(log_total) if logprob_gradient is None else logprob_gradient
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
-        constant = -logprob_gradient if entropy_gradient is None else -logprob_gradient - entropy_gradient * entropy
+        token_slopes = -logprob_gradient if entropy_gradient is None else -logprob_gradient - entropy_gradient * entropy
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         # The backward pass overwrites the logits, so a second one computes them again.
         saved_logits, ctx.saved_logits = ctx.saved_logits, None
         logit_memory = saved_logits or _allocate_logits(hidden, blocks, is_shared=True)
-        kernels = _kernels(hidden, cut)
+        kernels = _select_kernels(hidden, truncation)
         for index, block in enumerate(blocks):
-            room = logit_memory[index]
+            block_memory = logit_memory[index]
             if saved_logits is None:
-                logits = compute_logits(hidden, weight, block, temperature, room)
+                logits = compute_logits(hidden, weight, block, temperature, block_memory)
             else:
-                logits = room.view(len(hidden), len(block))
+                logits = block_memory.view(len(hidden), len(block))
             if kernels is not None:
                 kernels.to_logit_gradients(
-                    logits, log_total, constant, entropy_gradient, local - block.start, logprob_gradient
+                    logits, log_total, token_slopes, entropy_gradient, local_targets - block.start, logprob_gradient
                 )
                 gradients.add(block, logits)
                 continue
             logprobs = logits.to(log_total.dtype).sub_(log_total[:, None])
-            slope = constant[:, None]
+            slope = token_slopes[:, None]
             if entropy_gradient is not None:
                 slope = torch.addcmul(slope, logprobs, entropy_gradient[:, None], value=-1)
             grad_logits = logprobs.exp_().mul_(slope)
-            if cut is not None:
-                grad_logits.masked_fill_(cut.excluded_mask(index), 0.0)
-            columns, is_here = columns_of(local, block)
+            if truncation is not None:
+                grad_logits.masked_fill_(truncation.excluded_mask(index), 0.0)
+            columns, is_here = columns_of(local_targets, block)
             grad_logits.scatter_add_(1, columns[:, None], (logprob_gradient * is_here)[:, None])
             if grad_logits.dtype != weight.dtype:
-                narrow = room[: grad_logits.numel()].view_as(grad_logits)
+                narrow = block_memory[: grad_logits.numel()].view_as(grad_logits)
                 grad_logits = narrow.copy_(grad_logits)
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 7
 
 
-def _kernels(hidden: Tensor, cut: Truncation | None) -> Any:
+def _compute_block_statistics(logits: Tensor, log_total: Tensor, entropy: Tensor) -> None:
+    """Write a block's log-sum-exp and its entropy, like `logit_kernels.block_statistics`, with torch's operations."""
+    largest = logits.amax(-1, keepdim=True).to(log_total.dtype)
+    # torch's `sum` adds exponentials pairwise. Its `log_softmax` adds them one by one, with larger rounding errors.
+    below_largest = logits - largest
+    exponentials = below_largest.exp()
+    total = exponentials.sum(-1)
+    log_of_sum = total.log()
+    torch.add(largest.squeeze(1), log_of_sum, out=log_total)
+    torch.sub(log_of_sum, below_largest.mul_(exponentials).sum(-1) / total, out=entropy)
+
+
+def _combine_blocks(
+    target_logit: Tensor, log_totals: Tensor, entropies: Tensor, group: Any, *, is_truncated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the targets' log-probs, the log-sum-exp and the entropy over all blocks of all ranks, [tokens] each.
+
+    `log_totals` and `entropies` [blocks, tokens] are those within each block.
+    """
+    top = log_totals.logsumexp(0)
+    all_reduce(top, group, dist.ReduceOp.MAX)
+    shares = (log_totals - top).exp()
+    if is_truncated:
+        log_totals = log_totals.where(shares > 0, top)  # Avoids 0 * inf for blocks without tokens of a set.
+    sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
+    all_reduce(sums, group, dist.ReduceOp.SUM)
+    target_logit, total, weighted_entropies = sums
+    # The blocks' mean entropy, and the entropy of the choice of a block.
+    log_total, entropy = top + total.log(), weighted_entropies / total + total.log()
+    return target_logit - log_total, log_total, entropy
+
+
+def _select_kernels(hidden: Tensor, truncation: Truncation | None) -> Any:
     """Return the module of GPU kernels. None (use torch's operations): on a CPU, in float64, and for truncated sets."""
-    if cut is not None or not _has_kernels(hidden):
+    if truncation is not None or not _has_kernels(hidden):
         return None
     # Only importable with a GPU build of torch.
     from megarl.models import logit_kernels
@@ -235,7 +252,10 @@ class Truncation:
     """Masks of a block's vocabulary: for each token, the ids outside its set of `Support`, so without probability."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
-        """Store the sets `support`. This rank's vocabulary part starts at `first_token_id` and is cut into `blocks`."""
+        """Store the sets `support`.
+
+        This rank's vocabulary part starts at `first_token_id` and is truncation into `blocks`.
+        """
         self._blocks = blocks
         self._is_cut = support.counts > 0
         self._columns = support.token_ids.long() - first_token_id
@@ -257,7 +277,7 @@ class Truncation:
         return is_excluded[:, :-1]
 
 
-def _compute_block_statistics(logits: Tensor, is_excluded: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_truncated_statistics(logits: Tensor, is_excluded: Tensor) -> tuple[Tensor, Tensor]:
     """Return a block's log-sum-exp and the entropy within the block, [tokens] each, without the excluded logits.
 
     If all logits of a token are excluded, they are minus infinity and 0. `logits` (overwritten) and `is_excluded` are
@@ -287,8 +307,10 @@ def vocabulary_blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[rang
     return [range(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, room: Tensor) -> Tensor:
-    logits = room[: len(hidden) * len(block)].view(len(hidden), len(block))
+def _compute_logits(
+    hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, logit_memory: Tensor
+) -> Tensor:
+    logits = logit_memory[: len(hidden) * len(block)].view(len(hidden), len(block))
     rows = weight[block.start : block.stop].T
     if isinstance(temperature, Tensor):
         return logits.addmm_(hidden, rows, beta=0).div_(temperature[:, None])

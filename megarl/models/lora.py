@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from megarl.models.exact.gradients import with_gradient_of
+from megarl.models.exact.gradients import add_gradient_of
 from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
@@ -62,7 +62,7 @@ class Adapter(nn.Module):
             self.norm = (linear.layer_norm_weight, linear.eps, linear.zero_centered_gamma)
         out_features, in_features = linear.weight.shape
         tensor_rank = self.group.rank()
-        initial_a = self._draw(seed, (rank, in_features))
+        initial_a = self._draw_a(seed, (rank, in_features))
         is_gated = key.endswith("linear_fc1")
         self.a = nn.Parameter(initial_a.to(linear.weight).contiguous())
         self.b = nn.Parameter(
@@ -70,23 +70,23 @@ class Adapter(nn.Module):
         )
         self.split_dims = {"a": None, "b": int(is_gated)} if self.is_column else {"a": 1, "b": None}
         for letter, dim in self.split_dims.items():
-            self._mark(getattr(self, letter), dim, tensor_rank)
+            self._mark_for_megatron(getattr(self, letter), dim, tensor_rank)
 
     def reset(self, seed: int) -> None:
         """Set the matrices to the values of a new adapter with this seed."""
         with torch.no_grad():
             rank, columns = self.a.shape
-            self.a.copy_(self._draw(seed, (rank, columns)))
+            self.a.copy_(self._draw_a(seed, (rank, columns)))
             self.b.zero_()
 
-    def _draw(self, seed: int, shape: tuple[int, int]) -> Tensor:
+    def _draw_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
         # Each rank draws the full matrix and cuts its part, so that the values do not depend on the parallel sizes.
         rank, columns = shape
         splits = 1 if self.is_column else self.group.size()
         full = _random_values((rank, columns * splits), f"{seed} {self.key}")
         return full if self.is_column else full.chunk(splits, dim=1)[self.group.rank()]
 
-    def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
+    def _mark_for_megatron(self, parameter: Any, dim: int | None, tensor_rank: int) -> None:
         """Set the attributes by which Megatron decides how to reduce a parameter's gradient, and whether the norm
         counts it.
         """
@@ -96,7 +96,7 @@ class Adapter(nn.Module):
         set_tensor_model_parallel_attributes(parameter, is_counted, dim if dim is not None else -1, 1)
         parameter.allreduce = not self.is_expert
         if self.is_expert:
-            parameter.shared = dim is None and place > 0
+            parameter.shared = dim is None and tensor_rank > 0
         else:
             parameter.sequence_parallel = dim is None and self.sequence_parallel
 
@@ -185,7 +185,6 @@ def attach(
     multiplies by merged weights (`is_exact`). Raises ConfigError for layers that fuse several experts' weights.
     """
     chunk.requires_grad_(False)
-    first_expert = 0
     layers: Any = chunk.decoder.layers
     for layer in layers:
         for name, linear in list(layer.named_modules()):
@@ -196,12 +195,7 @@ def attach(
                     "lora.targets: Transformer Engine's grouped experts cannot have adapters; leave gate_up_proj and "
                     "down_proj out."
                 )
-            # Name the layer by its place in the whole model: experts are numbered over all ranks.
-            if (match := re.search(r"local_experts\.(\d+)", name)) is not None:
-                num_local = len(layer.mlp.experts.local_experts)
-                first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
-                name = name.replace(match[0], str(first_expert + int(match[1])))
-            key = f"decoder.layers.{layer.layer_number - 1}.{name}"
+            key = _name_in_whole_model(layer, name)
             linear.adapter = Adapter(linear, key, rank=rank, scale=scale, dropout=dropout, seed=seed).eval()
             if is_exact:
                 linear.register_forward_pre_hook(_merge_weight, with_kwargs=True)
@@ -214,6 +208,15 @@ def attach(
     _seed_dropout(seed)
 
 
+def _name_in_whole_model(layer: Any, name: str) -> str:
+    """Return a linear layer's name, with its layer counted over all stages, and its expert over all ranks."""
+    if (match := re.search(r"local_experts\.(\d+)", name)) is not None:
+        num_local = len(layer.mlp.experts.local_experts)
+        first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
+        name = name.replace(match[0], str(first_expert + int(match[1])))
+    return f"decoder.layers.{layer.layer_number - 1}.{name}"
+
+
 def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter]]:
     """Yield (chunk index, name, module) of every LoRA adapter."""
     for index, chunk in enumerate(chunks):
@@ -221,7 +224,7 @@ def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter
 
 
 @contextmanager
-def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
+def switch_adapters(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
     """Context in which LoRA adapters are on, with dropout if `drops`. `on` False: they are off (the frozen model).
 
     At its end the adapters are on, without dropout.
@@ -280,7 +283,7 @@ def _add_gradient(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor,
     """
     if not linear.adapter.is_on or not torch.is_grad_enabled():
         return None
-    return with_gradient_of(linear.adapter(inputs[0].detach()), output[0]), output[1]
+    return add_gradient_of(linear.adapter(inputs[0].detach()), output[0]), output[1]
 
 
 def _random_values(shape: tuple[int, int], name: str) -> Tensor:

@@ -82,13 +82,41 @@ class MtpHead:
         labels, self.labels = self.labels, None
         if labels is None:
             return None
-        model = self._model
-        tp_group, row = model.pg_collection.tp, layer_arguments["packed_seq_params"]
+        model, row = self._model, layer_arguments["packed_seq_params"]
+        draft_states = model.gather_states(self._draft(hidden_states, next_tokens, layer_arguments))
+        if self._learns_distribution:
+            with torch.no_grad():
+                # Both distributions are of the same token: the policy predicts it from the state at the next position.
+                targets = next_states(model.gather_states(hidden_states), row)
+            return -vocab_parallel_divergence(
+                draft_states,
+                weight,
+                targets,
+                weight,
+                forward_kl,
+                group=model.pg_collection.tp,
+                temperature=1.0,
+                chunk_tokens=model.logprob_chunk_tokens,
+            )
+        logprobs, _ = vocab_parallel_logprobs(
+            draft_states,
+            weight,
+            labels,
+            first_token_id=model.first_token_id,
+            group=model.pg_collection.tp,
+            temperature=1.0,
+            chunk_tokens=model.logprob_chunk_tokens,
+        )
+        return logprobs
+
+    def _draft(self, hidden_states: Tensor, next_tokens: Tensor, layer_arguments: Mapping[str, Any]) -> Tensor:
+        """Return the MTP layer's hidden states, [own tokens, 1, hidden_size]."""
+        model, row = self._model, layer_arguments["packed_seq_params"]
         embedding_table = model.embedding_table()
 
-        def next_embeddings(tokens: Tensor) -> Tensor:
+        def embed_next(tokens: Tensor) -> Tensor:
             positions = None if self._sees_first else row.positions
-            embeddings = embed_tokens(tokens, positions, embedding_table, model.first_token_id, tp_group)
+            embeddings = embed_tokens(tokens, positions, embedding_table, model.first_token_id, model.pg_collection.tp)
             return scatter_to_sequence_parallel_region(embeddings) if model.config.sequence_parallel else embeddings
 
         passed_arguments = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
@@ -97,34 +125,10 @@ class MtpHead:
             input_ids=next_tokens,
             position_ids=None,
             hidden_states=hidden_states,
-            embedding=next_embeddings,
+            embedding=embed_next,
             **{name: layer_arguments[name] for name in passed_arguments},
         )
-        # The loss: the KL from the policy's distribution, or the log-prob of the label.
-        if self._learns_distribution:
-            with torch.no_grad():
-                # Both distributions are of the same token: the policy predicts it from the state at the next position.
-                targets = next_states(model.gather_states(hidden_states), row)
-            return -vocab_parallel_divergence(
-                model.gather_states(draft_states),
-                weight,
-                targets,
-                weight,
-                forward_kl,
-                group=tp_group,
-                temperature=1.0,
-                chunk_tokens=model.logprob_chunk_tokens,
-            )
-        logprobs, _ = vocab_parallel_logprobs(
-            model.gather_states(draft_states),
-            weight,
-            labels,
-            first_token_id=model.first_token_id,
-            group=tp_group,
-            temperature=1.0,
-            chunk_tokens=model.logprob_chunk_tokens,
-        )
-        return logprobs
+        return draft_states
 
 
 @torch.no_grad()
@@ -137,11 +141,11 @@ def next_states(states: Tensor, row: PackedRow) -> Tensor:
     if group.size() == 1:
         return states.roll(-1, 0)
     # A token's neighbour may be on another rank: each rank has two chunks of a sequence.
-    assert row.place is not None and row.local is not None
+    assert row.gathered_index is not None and row.local is not None
     padded = torch.cat([states, states.new_zeros(row.longest_part - len(states), states.shape[1])])
     parts = padded.new_empty(group.size() * len(padded), padded.shape[1])
     torch.distributed.all_gather_into_tensor(parts, padded, group=group)
-    return parts.index_select(0, row.place.roll(-1).index_select(0, row.local))
+    return parts.index_select(0, row.gathered_index.roll(-1).index_select(0, row.local))
 
 
 def attach_mtp(

@@ -33,8 +33,8 @@ def build_policy(
     the engine (`models.exact`); a product has this many blocks over all ranks. `drafts_learn_distribution`: MTP layers
     learn the policy's whole distribution instead of the next tokens.
     """
-    block = partial(block_spec, exact=True) if exact_blocks else block_spec
-    model = kind(config, shape, block=block, vp_stage=vp_stage, **settings)
+    make_block_spec = partial(block_spec, exact=True) if exact_blocks else block_spec
+    model = kind(config, shape, block=make_block_spec, vp_stage=vp_stage, **settings)
     if exact_blocks:
         complete_exact_model(model, shape, exact_blocks)
     if shape.num_draft_layers and model.post_process:

@@ -44,9 +44,9 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     # Transformer Engine 2.11 selects other attention kernels in evaluation mode. But old log-probs must come from the
     # kernels of the training pass. Attention has no dropout, so its mode can stay. Its backends are modules of their
     # own (FusedAttention, FlashAttention), so all modules below it keep their mode too.
-    attention = [module for module in modules if "DotProductAttention" in type(module).__name__]
-    unchanged = {id(below) for module in attention for below in module.modules()}
-    modes = [(module, module.training) for module in modules if id(module) not in unchanged]
+    attention_modules = [module for module in modules if "DotProductAttention" in type(module).__name__]
+    unchanged_ids = {id(submodule) for module in attention_modules for submodule in module.modules()}
+    modes = [(module, module.training) for module in modules if id(module) not in unchanged_ids]
     for module, _ in modes:
         module.training = False
     try:

@@ -80,18 +80,18 @@ class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
         out, lse = kernel.forward(q, k, v)
-        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-        out = (out * (lse - total).exp().T.unsqueeze(-1)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, total)
+        lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        out = (out * (lse - lse_with_sinks).exp().T.unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse_with_sinks)
         ctx.kernel = kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        q, k, v, sinks, out, total = ctx.saved_tensors
+        q, k, v, sinks, out, lse_with_sinks = ctx.saved_tensors
         grad = grads[0].contiguous()
-        to_inputs = ctx.kernel.backward(grad, q, k, v, out, total)
+        input_gradients = ctx.kernel.backward(grad, q, k, v, out, lse_with_sinks)
         # A sink has no value: its score only takes weight from the keys.
-        weight = (sinks.to(total.dtype).unsqueeze(-1) - total).exp()
-        to_sinks = -(weight * (grad.to(total.dtype) * out).sum(-1).T).sum(-1)
-        return *to_inputs, to_sinks.to(sinks.dtype), None
+        weight = (sinks.to(lse_with_sinks.dtype).unsqueeze(-1) - lse_with_sinks).exp()
+        sink_gradient = -(weight * (grad.to(lse_with_sinks.dtype) * out).sum(-1).T).sum(-1)
+        return *input_gradients, sink_gradient.to(sinks.dtype), None

@@ -23,7 +23,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.files.atomic import disk_full_named
 from megarl.groups import signed
 from megarl.models.experts.dispatch import ExpertCounts, takes_known_counts
-from megarl.models.experts.replay import choose_routes, expert_layers, replay_routes
+from megarl.models.experts.replay import expert_layers, replay_routes, stop_replay
 from megarl.training.exchange import fetch_values, token_runs
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.microbatch import Microbatch
@@ -178,7 +178,7 @@ class RouteFeed(RowFeed):
 
     def apply(self, chunk: torch.nn.Module, values: tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None) -> None:
         if values is None:
-            choose_routes(chunk)
+            stop_replay(chunk)
             return
         experts, counts = values
         replay_routes(chunk, experts.to(self._shard.device).long(), self._layers, counts)

@@ -62,13 +62,13 @@ def ours(
     stop: int = VOCABULARY,
 ) -> dict[str, Tensor]:
     """The same from the vocabulary's rows `first` to `stop`; the hidden gradient summed over the ranks."""
-    from megarl.models.distillation.divergence import vocab_parallel_divergence, vocab_parallel_gathered
+    from megarl.models.distillation.divergence import vocab_parallel_divergence, vocab_parallel_k_logprobs
 
     group = dist.group.WORLD if dist.is_initialized() else None
     hidden, weight = p["hidden"].clone().requires_grad_(), p["weight"][first:stop].clone().requires_grad_()
     settings: Any = dict(group=group, temperature=temperature, chunk_tokens=chunk)
     if divergence is None:
-        of_ids, of_others = vocab_parallel_gathered(hidden, weight, p["ids"], first_token_id=first, **settings)
+        of_ids, of_others = vocab_parallel_k_logprobs(hidden, weight, p["ids"], first_token_id=first, **settings)
         found = torch.cat([of_ids, of_others[:, None]], -1)
         found.backward(p["grads"])
     else:
@@ -169,13 +169,13 @@ def test_no_tokens_have_no_gradient(divergence: str | None) -> None:
 
 @WHAT
 def test_frozen_parts_get_no_gradient(divergence: str | None) -> None:
-    from megarl.models.distillation.divergence import vocab_parallel_divergence, vocab_parallel_gathered
+    from megarl.models.distillation.divergence import vocab_parallel_divergence, vocab_parallel_k_logprobs
 
     p = problem()
     hidden = p["hidden"].clone().requires_grad_()
     settings: Any = dict(group=None, temperature=1.0, chunk_tokens=4)
     if divergence is None:
-        of_ids, of_others = vocab_parallel_gathered(hidden, p["weight"], p["ids"], first_token_id=0, **settings)
+        of_ids, of_others = vocab_parallel_k_logprobs(hidden, p["weight"], p["ids"], first_token_id=0, **settings)
         torch.cat([of_ids, of_others[:, None]], -1).backward(p["grads"])
     else:
         teacher = p["teacher_hidden"].requires_grad_(), p["teacher_weight"].requires_grad_()

@@ -82,12 +82,12 @@ class DeltaNet(GatedDeltaNet):
         row = packed_seq_params
         projected, _bias = self.in_proj(hidden_states)
         inputs = _Inputs(*projected.squeeze(1).split(self._input_widths, dim=-1))
-        order = row.place
-        if order is not None:
-            inputs = _Inputs(*self._exchange_for_heads(inputs, order))
+        gathered_index = row.gathered_index
+        if gathered_index is not None:
+            inputs = _Inputs(*self._exchange_for_heads(inputs, gathered_index))
         out = self._mix_heads(inputs, row)
-        if order is not None:
-            out = self._exchange_for_tokens(out, order)
+        if gathered_index is not None:
+            out = self._exchange_for_tokens(out, gathered_index)
         return self.out_proj(out.unsqueeze(1))
 
     @property
@@ -133,17 +133,19 @@ class DeltaNet(GatedDeltaNet):
         """
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 
-    def _exchange_for_heads(self, inputs: _Inputs, order: Tensor) -> Sequence[Tensor]:
+    def _exchange_for_heads(self, inputs: _Inputs, gathered_index: Tensor) -> Sequence[Tensor]:
         """Exchange [own tokens, channels] of all inputs for [all tokens of the row, channels of own heads]."""
         cp = self.cp_group.size()
-        parts = torch.cat([x.unflatten(-1, (cp, -1)) for x in inputs], dim=-1)
-        received = all_to_all(self.cp_group, parts.transpose(0, 1).contiguous()).flatten(0, 1)
-        return received[order].split([x.size(-1) // cp for x in inputs], dim=-1)
+        channels_by_rank = torch.cat([x.unflatten(-1, (cp, -1)) for x in inputs], dim=-1)
+        received = all_to_all(self.cp_group, channels_by_rank.transpose(0, 1).contiguous()).flatten(0, 1)
+        return received[gathered_index].split([x.size(-1) // cp for x in inputs], dim=-1)
 
-    def _exchange_for_tokens(self, out: Tensor, order: Tensor) -> Tensor:
+    def _exchange_for_tokens(self, out: Tensor, gathered_index: Tensor) -> Tensor:
         """Exchange [all tokens of the row, channels of own heads] for [own tokens, all channels]."""
-        by_rank = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
-        sent = out[by_rank].unflatten(0, (self.cp_group.size(), -1))
+        rank_order = torch.empty_like(gathered_index).index_copy(
+            0, gathered_index, torch.arange(len(gathered_index), device=gathered_index.device)
+        )
+        sent = out[rank_order].unflatten(0, (self.cp_group.size(), -1))
         return all_to_all(self.cp_group, sent.contiguous()).transpose(0, 1).flatten(1)
 
 

@@ -59,25 +59,26 @@ class _VocabParallelDivergence(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:
         blocks = vocabulary_blocks(_BLOCK_SHARE * len(hidden), len(weight), chunk)
-        pairs = (hidden, weight), (teacher_hidden, teacher_weight)
-        log_totals = [_compute_log_totals(*pair, blocks, temperature, group) for pair in pairs]
-        sums = torch.zeros(2, len(hidden), dtype=torch.float32, device=hidden.device)
+        models = (hidden, weight), (teacher_hidden, teacher_weight)
+        log_totals = [_compute_log_totals(*model, blocks, temperature, group) for model in models]
+        term_and_slope_sums = torch.zeros(2, len(hidden), dtype=torch.float32, device=hidden.device)
         for block in blocks:
             logprobs = [
-                _compute_logits(*pair, block, temperature).sub_(log_total[:, None])
-                for pair, log_total in zip(pairs, log_totals, strict=True)
+                _compute_logits(*model, block, temperature).sub_(log_total[:, None])
+                for model, log_total in zip(models, log_totals, strict=True)
             ]
             terms, slopes = divergence(*logprobs)
-            sums += torch.stack([terms.sum(-1), slopes.sum(-1)])
-        all_reduce(sums, group, dist.ReduceOp.SUM)
+            term_and_slope_sums += torch.stack([terms.sum(-1), slopes.sum(-1)])
+        all_reduce(term_and_slope_sums, group, dist.ReduceOp.SUM)
+        divergence_sum, slope_sum = term_and_slope_sums
         # The backward pass computes the logits again: only [tokens] vectors are stored.
-        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, *log_totals, sums[1])
+        ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, *log_totals, slope_sum)
         ctx.settings = divergence, temperature, blocks
-        return sums[0]
+        return divergence_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        hidden, weight, teacher_hidden, teacher_weight, log_total, teacher_log_total, slope = ctx.saved_tensors
+        hidden, weight, teacher_hidden, teacher_weight, log_total, teacher_log_total, slope_sum = ctx.saved_tensors
         divergence, temperature, blocks = ctx.settings
         [grad] = grads
         scale = (grad / temperature)[:, None]
@@ -88,12 +89,14 @@ class _VocabParallelDivergence(torch.autograd.Function):
                 teacher_log_total[:, None]
             )
             _, slopes = divergence(logprobs, teacher_logprobs)
-            grad_logits = torch.addcmul(slopes, logprobs.exp_(), slope[:, None], value=-1).mul_(scale).to(weight.dtype)
+            grad_logits = (
+                torch.addcmul(slopes, logprobs.exp_(), slope_sum[:, None], value=-1).mul_(scale).to(weight.dtype)
+            )
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 6
 
 
-def vocab_parallel_gathered(
+def vocab_parallel_k_logprobs(
     hidden: Tensor,
     weight: Tensor,
     token_ids: Tensor,
@@ -113,10 +116,10 @@ def vocab_parallel_gathered(
     k] and [tokens], in nats, equal on all ranks of `group`; the second is minus infinity if no token remains. At most
     `chunk_tokens` * local_vocabulary logits exist at once. Gradients as in `vocab_parallel_divergence`.
     """
-    return _VocabParallelGathered.apply(hidden, weight, token_ids, first_token_id, group, temperature, chunk_tokens)
+    return _VocabParallelKLogprobs.apply(hidden, weight, token_ids, first_token_id, group, temperature, chunk_tokens)
 
 
-class _VocabParallelGathered(torch.autograd.Function):
+class _VocabParallelKLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -129,11 +132,11 @@ class _VocabParallelGathered(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         blocks = vocabulary_blocks(len(hidden), len(weight), chunk)
-        local = token_ids - first_token_id
-        token_logits = torch.zeros_like(local, dtype=torch.float32)
+        local_ids = token_ids - first_token_id
+        token_logits = torch.zeros_like(local_ids, dtype=torch.float32)
         block_totals = _make_block_totals(hidden, blocks)
         for index, block in enumerate(blocks):
-            columns, is_here = columns_of(local, block)
+            columns, is_here = columns_of(local_ids, block)
             logits = _compute_logits(hidden, weight, block, temperature)
             token_logits += logits.gather(1, columns) * is_here
             block_totals[index] = _exclude_columns(logits, columns, is_here).logsumexp(-1)
@@ -141,13 +144,13 @@ class _VocabParallelGathered(torch.autograd.Function):
         others_log_total = _reduce_log_total(block_totals, group)
         log_total = torch.logaddexp(token_logits.logsumexp(-1), others_log_total)
         logprobs, others_logprob = token_logits - log_total[:, None], others_log_total - log_total
-        ctx.save_for_backward(hidden, weight, local, logprobs, others_log_total, others_logprob)
+        ctx.save_for_backward(hidden, weight, local_ids, logprobs, others_log_total, others_logprob)
         ctx.settings = temperature, blocks
         return logprobs, others_logprob
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        hidden, weight, local, logprobs, others_log_total, others_logprob = ctx.saved_tensors
+        hidden, weight, local_ids, logprobs, others_log_total, others_logprob = ctx.saved_tensors
         temperature, blocks = ctx.settings
         chosen_gradient, others_gradient = (grad / temperature for grad in grads)
         gradient_sum = -chosen_gradient.sum(-1) - others_gradient
@@ -158,7 +161,7 @@ class _VocabParallelGathered(torch.autograd.Function):
         others_log_total = others_log_total.masked_fill(others_log_total == -torch.inf, 0.0)
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
-            columns, is_here = columns_of(local, block)
+            columns, is_here = columns_of(local_ids, block)
             logits = _exclude_columns(_compute_logits(hidden, weight, block, temperature), columns, is_here)
             grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(others_gradient[:, None])
             grad_logits = grad_logits.scatter_add_(1, columns, chosen_gradient * is_here).to(weight.dtype)
@@ -179,8 +182,8 @@ def vocab_parallel_top_k(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the k most likely tokens at each position, their log-probs, and the remaining vocabulary's joint log-prob.
 
-    The most likely token comes first. Shapes as in `vocab_parallel_gathered`; returns int64 and float32 [tokens, k] and
-    float32 [tokens], without gradient. All ranks choose the same among equally likely tokens.
+    The most likely token comes first. Shapes as in `vocab_parallel_k_logprobs`; returns int64 and float32 [tokens, k]
+    and float32 [tokens], without gradient. All ranks choose the same among equally likely tokens.
     """
     blocks = vocabulary_blocks(len(hidden), len(weight), chunk_tokens)
     logits = hidden.new_full((len(hidden), k), -torch.inf, dtype=torch.float32)
@@ -196,22 +199,22 @@ def vocab_parallel_top_k(
     others_log_total = _reduce_log_total(others_log_total[None], group)
     # Each rank has the best tokens of its part of the vocabulary. Choose the best of all ranks.
     if group is not None and group.size() > 1:
-        rank_parts = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, token_ids)]
-        dist.all_gather(rank_parts[0], logits, group=group)
-        dist.all_gather(rank_parts[1], token_ids, group=group)
-        logits, token_ids, remaining_total = _select_top_k(list(zip(*rank_parts, strict=True)), k)
+        gathered = [[torch.empty_like(tensor) for _ in range(group.size())] for tensor in (logits, token_ids)]
+        dist.all_gather(gathered[0], logits, group=group)
+        dist.all_gather(gathered[1], token_ids, group=group)
+        logits, token_ids, remaining_total = _select_top_k(list(zip(*gathered, strict=True)), k)
         others_log_total = torch.logaddexp(others_log_total, remaining_total)
     log_total = torch.logaddexp(logits.logsumexp(-1), others_log_total)
     return token_ids, logits - log_total[:, None], others_log_total - log_total
 
 
-def _select_top_k(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _select_top_k(candidates: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the k largest logits [tokens, k] of all parts, their token ids, and the log total [tokens] of all
     others.
     """
-    logits, token_ids = (torch.cat(list(part), -1) for part in zip(*parts, strict=True))
-    logits, places = logits.sort(dim=-1, descending=True)
-    return logits[:, :k].contiguous(), token_ids.gather(-1, places[:, :k]), logits[:, k:].logsumexp(-1)
+    logits, token_ids = (torch.cat(list(tensors), -1) for tensors in zip(*candidates, strict=True))
+    logits, ranking = logits.sort(dim=-1, descending=True)
+    return logits[:, :k].contiguous(), token_ids.gather(-1, ranking[:, :k]), logits[:, k:].logsumexp(-1)
 
 
 def _exclude_columns(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
@@ -224,10 +227,10 @@ def _exclude_columns(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor
 
 def _compute_log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature: float, group: Any) -> Tensor:
     """Return the log of the sum of exponentials of all logits (the normaliser), float32 [tokens]."""
-    parts = _make_block_totals(hidden, blocks)
+    block_totals = _make_block_totals(hidden, blocks)
     for index, block in enumerate(blocks):
-        parts[index] = _compute_logits(hidden, weight, block, temperature).logsumexp(-1)
-    return _reduce_log_total(parts, group)
+        block_totals[index] = _compute_logits(hidden, weight, block, temperature).logsumexp(-1)
+    return _reduce_log_total(block_totals, group)
 
 
 def _make_block_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
@@ -235,9 +238,9 @@ def _make_block_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 
-def _reduce_log_total(parts: Tensor, group: Any) -> Tensor:
-    """Return the log of the sum of exponentials [tokens] over the blocks `parts` [parts, tokens] of all ranks."""
-    rank_total = parts.logsumexp(0)
+def _reduce_log_total(block_totals: Tensor, group: Any) -> Tensor:
+    """Return the log of the sum of exponentials [tokens] over `block_totals` [blocks, tokens] of all ranks."""
+    rank_total = block_totals.logsumexp(0)
     largest = rank_total.clone()
     all_reduce(largest, group, dist.ReduceOp.MAX)
     # Minus infinity minus itself would be NaN.

@@ -21,7 +21,7 @@ from megarl.models.attention import PackedRow
 from megarl.models.distillation.divergence import (
     DivergenceFunction,
     vocab_parallel_divergence,
-    vocab_parallel_gathered,
+    vocab_parallel_k_logprobs,
     vocab_parallel_top_k,
 )
 from megarl.models.policy import PolicyModel
@@ -65,11 +65,11 @@ class TargetModel(PolicyModel):
     def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._distillation = distillation
-        self._is_wanted: Tensor | None = None
+        self._is_requested: Tensor | None = None
 
-    def request_targets(self, is_wanted: Tensor) -> None:
-        """Request targets from the next forward pass, at the positions where `is_wanted`, bool [tokens], is True."""
-        self._is_wanted = is_wanted
+    def request_targets(self, is_requested: Tensor) -> None:
+        """Request targets from the next forward pass, at the positions where `is_requested`, bool [tokens], is True."""
+        self._is_requested = is_requested
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
         """Return the targets of all positions in order, zeros where none is requested.
@@ -77,7 +77,7 @@ class TargetModel(PolicyModel):
         Without any request, return a policy's outputs.
         """
         # A request is valid for one pass only: the next may be an update of this model.
-        is_requested, self._is_wanted = self._is_wanted, None
+        is_requested, self._is_requested = self._is_requested, None
         if is_requested is None:
             return super()._token_outputs(hidden, weight, labels, row)
         trained_hidden = row.states_at(hidden, is_requested)
@@ -139,7 +139,7 @@ class StudentModel(TargetModel):
         self._targets = all_targets
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
-        if self._is_wanted is not None:
+        if self._is_requested is not None:
             return super()._token_outputs(hidden, weight, labels, row)
         with torch.no_grad():
             logprobs, entropies = super()._token_outputs(hidden, weight, labels, row)
@@ -169,7 +169,7 @@ class StudentModel(TargetModel):
         """Return divergences [target tokens]. All tokens outside the teacher's top k count as one token."""
         token_ids, logprob_bytes = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
         teacher_logprobs = logprob_bytes.contiguous().view(torch.float32)
-        policy_logprobs = vocab_parallel_gathered(
+        policy_logprobs = vocab_parallel_k_logprobs(
             hidden,
             weight[: targets.num_local_tokens],
             token_ids.contiguous().view(torch.int32).long(),

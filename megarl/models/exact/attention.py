@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.models.attention import PackedAttention, PackedRow, Part
+from megarl.models.attention import AttentionPart, PackedAttention, PackedRow
 from megarl.models.exact.rotary import RotaryTable
 from megarl.platform.exact import attention
 
@@ -32,7 +32,7 @@ class ExactAttention(PackedAttention):
         query, key = (self.rotary.rotate(x.flatten(0, -3), positions).view_as(x) for x in (query, key))
         return super().forward(query, key, *values, packed_seq_params=packed_seq_params, **named)
 
-    def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+    def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
 
         def attend_like_engine(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = part.num_queries, part.num_keys
@@ -56,16 +56,16 @@ class _TwoKernels(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
-        usual: Callable[[Tensor, Tensor, Tensor], Tensor],
+        engine_kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
+        trainer_kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.usual = usual
-        return kernel(q, k, v)
+        ctx.trainer_kernel = trainer_kernel
+        return engine_kernel(q, k, v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = ctx.usual(*inputs)
+            out = ctx.trainer_kernel(*inputs)
         return *torch.autograd.grad(out, inputs, grads[0]), None, None

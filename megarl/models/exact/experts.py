@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megarl.config.parallel import EXACT_ROWS
-from megarl.models.exact.gradients import with_gradient_of
+from megarl.models.exact.gradients import add_gradient_of
 from megarl.platform.exact.block_products import row_product, sum_over_ranks
 from megarl.platform.exact.experts import weighted_sum
 
@@ -28,9 +28,9 @@ class ExactRouter(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits [tokens, 1, experts], float32, for hidden states [tokens, 1, hidden_size]."""
-        usual = super().gating(input)
-        exact = row_product(input.detach().flatten(0, -2), self.weight.detach())
-        return with_gradient_of(usual, exact.view_as(usual).to(usual.dtype))
+        megatron_logits = super().gating(input)
+        engine_logits = row_product(input.detach().flatten(0, -2), self.weight.detach())
+        return add_gradient_of(megatron_logits, engine_logits.view_as(megatron_logits).to(megatron_logits.dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and choices, bool, both [tokens, experts], for logits [tokens, 1, experts].
@@ -38,16 +38,18 @@ class ExactRouter(TopKRouter):
         Experts not chosen have weight 0.
         """
         logits = logits.flatten(0, -2)
-        rounded = logits.detach().to(self.weight.dtype)
+        rounded_logits = logits.detach().to(self.weight.dtype)
         # The engine makes the same call. Among equal logits, this function decides which are chosen, and their order.
-        chosen_logits, experts = torch.topk(rounded, k=self.topk, dim=-1, sorted=False)
+        chosen_logits, experts = torch.topk(rounded_logits, k=self.topk, dim=-1, sorted=False)
         if self.config.moe_router_pre_softmax:
-            usual = logits.softmax(-1).gather(1, experts)
-            exact = (chosen_logits - rounded.logsumexp(-1, keepdim=True)).exp()
+            megatron_weights = logits.softmax(-1).gather(1, experts)
+            engine_weights = (chosen_logits - rounded_logits.logsumexp(-1, keepdim=True)).exp()
         else:
-            usual = logits.gather(1, experts).softmax(-1)
-            exact = chosen_logits.softmax(-1)
-        weights = torch.zeros_like(logits).scatter(1, experts, with_gradient_of(usual, exact.float()))
+            megatron_weights = logits.gather(1, experts).softmax(-1)
+            engine_weights = chosen_logits.softmax(-1)
+        weights = torch.zeros_like(logits).scatter(
+            1, experts, add_gradient_of(megatron_weights, engine_weights.float())
+        )
         return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
 
 
@@ -84,7 +86,7 @@ class ExactDispatcher(MoEAlltoAllTokenDispatcher):
         if self.tp_size == 1:
             return hidden_states
         sizes: Any = self.output_splits_tp
-        return _OwnRows.apply(hidden_states, self.tp_group, sizes.tolist(), self.config.params_dtype)
+        return _SumOwnRows.apply(hidden_states, self.tp_group, sizes.tolist(), self.config.params_dtype)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts: [tokens, 1, hidden_size], like the layer's input.
@@ -98,7 +100,7 @@ class ExactDispatcher(MoEAlltoAllTokenDispatcher):
         return weighted_sum(by_token.view(num_tokens, -1, width), weights).view(self.hidden_shape)
 
 
-class _OwnRows(torch.autograd.Function):
+class _SumOwnRows(torch.autograd.Function):
     """The rounded sum of all ranks' products for this rank's rows. `sizes` lists each rank's number of rows."""
 
     @staticmethod

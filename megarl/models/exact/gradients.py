@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 
-def with_gradient_of(usual: Tensor, exact: Tensor) -> Tensor:
-    """Return the values of `exact` [*shape] with the gradient of exact + usual. `exact` may be detached."""
-    return _WithGradientOf.apply(usual, exact)
+def add_gradient_of(gradient_source: Tensor, exact: Tensor) -> Tensor:
+    """Return the values of `exact` [*shape] with the gradient of exact + gradient_source. `exact` may be detached."""
+    return _AddGradientOf.apply(gradient_source, exact)
 
 
-class _WithGradientOf(torch.autograd.Function):
+class _AddGradientOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, usual: Tensor, exact: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient_source: Tensor, exact: Tensor) -> Tensor:
         return exact.view_as(exact)
 
     @staticmethod

@@ -52,15 +52,17 @@ class ExactLogprobs(VocabParallelLogprobs):
             entropies[rows] = torch.special.entr(all_logprobs.exp_()).sum(-1)
         truncation = None if support is None else Truncation(support, first_token_id, blocks)
         ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
-        ctx.settings = (temperature, blocks, truncation, _logits)
+        ctx.settings = (temperature, blocks, truncation, _compute_logits)
         # Logits are not stored: `forward` computes them by tokens, but the backward pass needs blocks of the
         # vocabulary.
         ctx.saved_logits = None
         return logprobs, entropies
 
 
-def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, room: Tensor) -> Tensor:
-    """Return the logits of a block of this rank's vocabulary, float32 [tokens, block]. `room` has no effect."""
+def _compute_logits(
+    hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, logit_memory: Tensor
+) -> Tensor:
+    """Return the logits of a block of this rank's vocabulary, float32 [tokens, block]. `logit_memory` has no effect."""
     # Round before dividing by the temperature, as in `forward`: otherwise probabilities near 1 would exceed 1.
     logits = row_product(hidden, weight[block.start : block.stop]).float()
     return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)
@@ -92,11 +94,11 @@ def _mask_outside(support: Support, first: int, count: int, vocabulary: int) -> 
 
     A token without a set has only False.
     """
-    ends = support.counts.long().cumsum(0)
+    ends_of_sets = support.counts.long().cumsum(0)
     counts = support.counts[first : first + count].long()
-    stop = int(ends[first + count - 1])
-    ids = support.token_ids[stop - int(counts.sum()) : stop].long()
-    excluded = (counts > 0)[:, None].repeat(1, vocabulary)
+    last_end = int(ends_of_sets[first + count - 1])
+    ids = support.token_ids[last_end - int(counts.sum()) : last_end].long()
+    is_excluded = (counts > 0)[:, None].repeat(1, vocabulary)
     tokens = torch.arange(count, device=ids.device).repeat_interleave(counts)
-    excluded[tokens, ids] = False
-    return excluded
+    is_excluded[tokens, ids] = False
+    return is_excluded

@@ -79,30 +79,30 @@ class UpdateRouter(TopKRouter):
         assert config.num_moe_experts is not None
         self.expert_count = config.num_moe_experts
         self.losses = balance_losses(vars(config))
-        self.row: RowTokens | None = None
+        self.next_row: RowTokens | None = None
         """The tokens of the next forward pass."""
         self.num_tokens = 0
         """Tokens of the update, on all ranks."""
         self.is_counting = False
         self.tokens_per_expert: Tensor | None = None
         """The update's tokens for each expert: float32 [experts]."""
-        self.sums: dict[str, Tensor] = {}
+        self.loss_sums: dict[str, Tensor] = {}
         """This rank's part of each loss, without its coefficient."""
-        self._recomputed: deque[RowTokens] = deque()
-        self._current: RowTokens | None = None
+        self._rows_to_recompute: deque[RowTokens] = deque()
+        self._row_of_pass: RowTokens | None = None
 
     def begin(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.tokens_per_expert = None
-        self.sums = {}
-        self._recomputed.clear()
+        self.loss_sums = {}
+        self._rows_to_recompute.clear()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Route logits [tokens, experts] with Megatron's router. While `is_counting`, also count tokens per expert."""
         if self.is_counting:
-            self._count(logits.view(-1, self.expert_count))
+            self._count_tokens(logits.view(-1, self.expert_count))
         elif self.training:
-            self._select_row()
+            self._set_current_row()
         return super().routing(logits, padding_mask)
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
@@ -115,7 +115,9 @@ class UpdateRouter(TopKRouter):
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
         squares = torch.logsumexp(logits, dim=-1).square()
-        return self._attach(logits, "z_loss", coefficient, (squares * self._tokens.weights).sum() / self.num_tokens)
+        return self._attach(
+            logits, "z_loss", coefficient, (squares * self._current_row.weights).sum() / self.num_tokens
+        )
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -138,7 +140,7 @@ class UpdateRouter(TopKRouter):
         if not coefficient:
             return probs
         assert self.tokens_per_expert is not None, "the update's tokens per expert were not counted"
-        sums = (scores * self._tokens.weights[:, None]).sum(0)
+        sums = (scores * self._current_row.weights[:, None]).sum(0)
         scale = self.expert_count / (self.topk * self.num_tokens**2)
         return self._attach(probs, name, coefficient, (sums * self.tokens_per_expert).sum() * scale)
 
@@ -158,7 +160,7 @@ class UpdateRouter(TopKRouter):
         coefficient = self.losses.get("seq_aux_loss")
         if not coefficient:
             return probs
-        row_tokens = self._tokens
+        row_tokens = self._current_row
         routes = (routing_map & (row_tokens.weights > 0)[:, None]).float()
         routes, scores = row_tokens.spread(routes), row_tokens.spread(scores_for_aux_loss)
         expert_counts = routes.new_zeros(len(row_tokens.lengths), self.expert_count).index_add_(
@@ -173,33 +175,33 @@ class UpdateRouter(TopKRouter):
 
     def _attach(self, activation: Tensor, name: str, coefficient: float, loss: Tensor) -> Tensor:
         part = loss.detach()
-        self.sums[name] = self.sums[name] + part if name in self.sums else part
+        self.loss_sums[name] = self.loss_sums[name] + part if name in self.loss_sums else part
         return MoEAuxLossAutoScaler.apply(activation, coefficient * loss)
 
-    def _count(self, logits: Tensor) -> None:
-        assert self.row is not None
+    def _count_tokens(self, logits: Tensor) -> None:
+        assert self.next_row is not None
         routes, _ = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
-        counts = (routes.bool() * self.row.weights[:, None]).sum(0)
+        counts = (routes.bool() * self.next_row.weights[:, None]).sum(0)
         self.tokens_per_expert = counts if self.tokens_per_expert is None else self.tokens_per_expert + counts
 
     @property
-    def _tokens(self) -> RowTokens:
-        assert self._current is not None
-        return self._current
+    def _current_row(self) -> RowTokens:
+        assert self._row_of_pass is not None
+        return self._row_of_pass
 
-    def _select_row(self) -> None:
+    def _set_current_row(self) -> None:
         """Select the row of this pass.
 
         A recomputed layer runs without gradients first, then again in the backward pass, row by row in the same order.
         Forward passes of later rows may come in between.
         """
-        assert self.row is not None
+        assert self.next_row is not None
         if not torch.is_grad_enabled():
-            self._recomputed.append(self.row)
+            self._rows_to_recompute.append(self.next_row)
         else:
-            self._current = self._recomputed.popleft() if self._recomputed else self.row
+            self._row_of_pass = self._rows_to_recompute.popleft() if self._rows_to_recompute else self.next_row
 
 
 def needs_update_router(config: TransformerConfig) -> bool:
@@ -250,7 +252,7 @@ class ExpertBalance:
         ranks_per_stage = dist.get_world_size() // num_stages
         total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         for router in self._routers:
-            parts = [router.sums[name].double() for name in names]
+            parts = [router.loss_sums[name].double() for name in names]
             total += torch.stack([*parts, parts[0].new_tensor(1 / ranks_per_stage)])
         dist.all_reduce(total)
         *sums, num_layers = total.tolist()

@@ -38,7 +38,7 @@ def replay_routes(
         layer.mlp.token_dispatcher.counts = counts[index]
 
 
-def choose_routes(chunk: Any) -> None:
+def stop_replay(chunk: Any) -> None:
     """End the replay: in the next forward pass a chunk's routers choose the experts themselves."""
     for layer in routed_layers(chunk):
         layer.mlp.router.router_replay.clear_router_replay_action()

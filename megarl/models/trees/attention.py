@@ -39,8 +39,8 @@ class TokenTree:
 
     With context parallelism each segment is split into chunks, and a rank owns some of them. `own_tokens` [own tokens],
     on the host and ascending: this rank's stored tokens. `chunks` [own chunks, 3], on the host: the first token of the
-    chunk's segment, the chunk's first token and its end. `place` [stored tokens]: index of each stored token in the
-    ranks' tokens, rank after rank; None on a single rank.
+    chunk's segment, the chunk's first token and its end. `gathered_index` [stored tokens]: index of each stored token
+    in the ranks' tokens, rank after rank; None on a single rank.
 
     All further fields are this rank's. `num_represented` [own tokens], on the host: tokens of sequences stored at each
     place; 0 for padding. `stored_of` [tokens]: place, among the own tokens, of each token of the sequences on this rank
@@ -56,7 +56,7 @@ class TokenTree:
     positions: NDArray[np.int64]
     own_tokens: NDArray[np.int64]
     chunks: NDArray[np.int64]
-    place: Tensor | None
+    gathered_index: Tensor | None
     num_represented: NDArray[np.int64]
     stored_of: Tensor
     host_stored_of: NDArray[np.int64]
@@ -71,7 +71,7 @@ class TokenTree:
         """
         device = self.reach.device
         segments, starts, ends = self.chunks.T
-        queries = self._places(starts), self._places(ends)
+        queries = self._count_own_before(starts), self._count_own_before(ends)
         calls = _group_blocks(*queries, starts, ends, is_causal=True, device=device)
         is_second_chunk = np.diff(segments, prepend=-1) == 0
         # Both chunks of a segment attend to the same tokens. They use two calls, because the backward pass of a call
@@ -80,7 +80,7 @@ class TokenTree:
             borders = (x[is_chosen_chunk & (starts > segments)] for x in (*queries, segments, starts))
             calls += _group_blocks(*borders, is_causal=False, device=device)
         num_ancestors = self._count_ancestors()
-        queries = self._places(self.ends), self._places(self.reaches)
+        queries = self._count_own_before(self.ends), self._count_own_before(self.reaches)
         has_queries = queries[1] > queries[0]
         # Subtrees of one level are disjoint: in one call, each query has at most one part to merge.
         for depth in range(int(num_ancestors.max(initial=0)) + 1):
@@ -127,7 +127,7 @@ class TokenTree:
     def _positions_on_device(self) -> Tensor:
         return torch.from_numpy(self.positions).to(self.reach.device)
 
-    def _places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _count_own_before(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many of this rank's own tokens precede each of the stored tokens `tokens`: both [*shape]."""
         return np.searchsorted(self.own_tokens, tokens)
 
@@ -218,11 +218,11 @@ class TreePart:
         """Return the keys' entries of `x` [stored tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
         return _pad_blocks(x, self.keys, self.key_shape)
 
-    def of_queries(self, padded: Tensor) -> Tensor:
+    def unpad_queries(self, padded: Tensor) -> Tensor:
         """Undo `padded_queries`: return [queries, heads, ...] from `padded` [blocks, heads, length, ...]."""
         return _unpad_blocks(padded, self.queries)
 
-    def of_keys(self, padded: Tensor) -> Tensor:
+    def unpad_keys(self, padded: Tensor) -> Tensor:
         """Undo `padded_keys`: return [keys, heads, ...] from `padded` [blocks, heads, length, ...]."""
         return _unpad_blocks(padded, self.keys)
 
@@ -276,9 +276,11 @@ def flex_attend(
     """Compute `attend` [own tokens, heads, head_dim] by FlexAttention, compiled on a GPU."""
     kernel: Any = _compiled_flex() if q.is_cuda else flex_attention
     inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
-    grouped = q.size(1) != k.size(1)
-    sums = AuxRequest(lse=True)
-    out, aux = kernel(*inputs, block_mask=tree.block_mask(window), scale=scale, enable_gqa=grouped, return_aux=sums)
+    has_grouped_heads = q.size(1) != k.size(1)
+    request_lse = AuxRequest(lse=True)
+    out, aux = kernel(
+        *inputs, block_mask=tree.block_mask(window), scale=scale, enable_gqa=has_grouped_heads, return_aux=request_lse
+    )
     out = out[0].transpose(0, 1)
     if sinks is None:
         return out
@@ -304,17 +306,20 @@ class _MergedAttention(torch.autograd.Function):
         lse = out.new_empty(q.shape[:2])
         for part in parts:
             inputs = part.padded_queries(q), part.padded_keys(k), part.padded_keys(v)
-            part_out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *inputs, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=scale
             )
-            part_out, sums, tokens = part.of_queries(part_out), part.of_queries(sums), part.query_tokens
+            part_out, part_lse, tokens = part.unpad_queries(part_out), part.unpad_queries(part_lse), part.query_tokens
             if part.is_first:
-                out[tokens], lse[tokens] = part_out.to(out.dtype), sums
+                out[tokens], lse[tokens] = part_out.to(out.dtype), part_lse
                 continue
-            before = lse[tokens]
-            merged = torch.logaddexp(before, sums)
-            out[tokens] = out[tokens] * (before - merged).exp()[..., None] + part_out * (sums - merged).exp()[..., None]
-            lse[tokens] = merged
+            lse_before = lse[tokens]
+            merged_lse = torch.logaddexp(lse_before, part_lse)
+            out[tokens] = (
+                out[tokens] * (lse_before - merged_lse).exp()[..., None]
+                + part_out * (part_lse - merged_lse).exp()[..., None]
+            )
+            lse[tokens] = merged_lse
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
             out *= (lse - total).exp()[..., None]
@@ -334,18 +339,18 @@ class _MergedAttention(torch.autograd.Function):
                 *(part.padded_queries(x) for x in (grad, q)), *(part.padded_keys(x) for x in (k, v)),
                 *(part.padded_queries(x) for x in (out, lse)),
             )  # fmt: skip
-            to_q, to_k, to_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            q_gradient, k_gradient, v_gradient = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *inputs, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=ctx.scale
             )
-            dq[part.query_tokens] += part.of_queries(to_q)
-            dk[part.key_tokens] += part.of_keys(to_k)
-            dv[part.key_tokens] += part.of_keys(to_v)
-        to_sinks = None
+            dq[part.query_tokens] += part.unpad_queries(q_gradient)
+            dk[part.key_tokens] += part.unpad_keys(k_gradient)
+            dv[part.key_tokens] += part.unpad_keys(v_gradient)
+        sink_gradient = None
         if sinks is not None:
             # A sink has no value: its score only takes weight from the keys.
             weight = (sinks.to(lse.dtype) - lse).exp()
-            to_sinks = -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), to_sinks, None, None
+            sink_gradient = -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sink_gradient, None, None
 
 
 def _group_blocks(
@@ -380,12 +385,12 @@ def _group_blocks(
         blocks_by_call.append([block])
         call_scores = block_scores
     return [
-        _part(query_starts[blocks], num_queries[blocks], key_starts[blocks], num_keys[blocks], is_causal, device)
+        _make_part(query_starts[blocks], num_queries[blocks], key_starts[blocks], num_keys[blocks], is_causal, device)
         for blocks in (np.sort(np.array(members)) for members in blocks_by_call)
     ]
 
 
-def _part(
+def _make_part(
     query_starts: NDArray[np.int64],
     num_queries: NDArray[np.int64],
     key_starts: NDArray[np.int64],
@@ -399,8 +404,8 @@ def _part(
     if not is_causal and num_keys.min() < longest:
         mask = torch.from_numpy(np.arange(longest) < num_keys[:, None])[:, None, None].to(device)
     return TreePart(
-        queries=_places(query_starts, num_queries, device),
-        keys=_places(key_starts, num_keys, device),
+        queries=_list_block_tokens(query_starts, num_queries, device),
+        keys=_list_block_tokens(key_starts, num_keys, device),
         query_shape=(len(num_queries), int(num_queries.max())),
         key_shape=(len(num_keys), longest),
         is_causal=is_causal,
@@ -409,7 +414,9 @@ def _part(
     )
 
 
-def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device) -> slice | tuple[Tensor, Tensor]:
+def _list_block_tokens(
+    starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device
+) -> slice | tuple[Tensor, Tensor]:
     """Return the tokens of some blocks: a slice for one block, else (places in the padded array, tokens), [tokens]
     each.
     """
@@ -422,9 +429,11 @@ def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.d
 def _pad_blocks(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
     if isinstance(tokens, slice):
         return x[tokens].transpose(0, 1)[None]
-    places, indices = tokens
-    block = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy_(0, places, x.index_select(0, indices))
-    return block.view(*shape, *x.shape[1:]).transpose(1, 2)
+    padded_places, token_indices = tokens
+    padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy_(
+        0, padded_places, x.index_select(0, token_indices)
+    )
+    return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
 
 
 def _unpad_blocks(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from megarl.models.trees.attention import TokenTree, gather
 @dataclass
 class TreeRow(PackedRow):
     """The layers compute stored tokens only; `positions` has an entry for each stored token of this rank. The model's
-    outputs, `local` and `place` have an entry for each token of the sequences.
+    outputs, `local` and `gathered_index` have an entry for each token of the sequences.
     """
 
     tree: TokenTree = field(kw_only=True)
@@ -32,10 +32,10 @@ class TreeRow(PackedRow):
         device = tree.reach.device
         lengths = torch.tensor([0, len(tree.own_tokens)], dtype=torch.int32, device=device)
         local = np.flatnonzero(holders == cp_rank)
-        place, longest_part = None, 0
-        if tree.place is not None:
+        gathered_index, longest_part = None, 0
+        if tree.gathered_index is not None:
             places, longest_part = places_by_rank(holders)
-            place = torch.from_numpy(places).to(device)
+            gathered_index = torch.from_numpy(places).to(device)
         return cls(
             # Rotary angles follow `positions`. Kernels for packed rows would count from each sequence's start instead.
             qkv_format="packed",
@@ -46,7 +46,7 @@ class TreeRow(PackedRow):
             positions=torch.from_numpy(tree.positions[tree.own_tokens]).to(device),
             local=torch.from_numpy(local).to(device),
             host_local=local,
-            place=place,
+            gathered_index=gathered_index,
             longest_part=longest_part,
             tree=tree,
         )

@@ -30,10 +30,10 @@ class LoraPart(EnginePart):
             )
 
     def update_context(self) -> AbstractContextManager[None]:
-        return lora_modules.adapters_switched(self._chunks, on=True, drops=True)
+        return lora_modules.switch_adapters(self._chunks, on=True, drops=True)
 
     def start_context(self) -> AbstractContextManager[None]:
-        return lora_modules.adapters_switched(self._chunks, on=False, drops=False)
+        return lora_modules.switch_adapters(self._chunks, on=False, drops=False)
 
     @cached_property
     def scaled_adapters(self) -> ScaledAdapters:

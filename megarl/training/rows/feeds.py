@@ -58,7 +58,7 @@ class RouterTokensFeed(RowFeed):
 
     def apply(self, chunk: torch.nn.Module, values: RowTokens) -> None:
         for router in routers_of(chunk):
-            router.row = values
+            router.next_row = values
 
 
 def build_feeds(chunks: Sequence[torch.nn.Module], num_parts: int) -> Iterator[RowFeed]:

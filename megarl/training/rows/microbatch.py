@@ -145,9 +145,9 @@ def whole_row(values: Tensor, row: PackedRow) -> Tensor:
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values
-    assert row.place is not None
+    assert row.gathered_index is not None
     # Pad, because a gather needs equal lengths, and in some kinds of rows the ranks' parts differ.
     padded = torch.cat([values, values.new_zeros(row.longest_part - len(values), *values.shape[1:])])
     parts = padded.new_empty(group.size() * len(padded), *padded.shape[1:])
     torch.distributed.all_gather_into_tensor(parts, padded, group=group)
-    return parts.index_select(0, row.place)
+    return parts.index_select(0, row.gathered_index)

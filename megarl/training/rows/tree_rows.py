@@ -179,9 +179,9 @@ def _token_tree(
     last_ends = stored + padding.cumsum()
     last_starts, last_ends = (last_ends - padding)[padding > 0], last_ends[padding > 0]
     own_tokens = np.flatnonzero(split.ranks == cp_rank)
-    place = None
+    gathered_index = None
     if len(padding) > 1:
-        place = torch.from_numpy(places_by_rank(split.ranks)[0]).to(device)
+        gathered_index = torch.from_numpy(places_by_rank(split.ranks)[0]).to(device)
     num_represented = np.append(tree.num_represented, np.zeros(padding.sum(), np.int64))
     stored_of = np.searchsorted(own_tokens, tree.stored_of[local])
     return TokenTree(
@@ -192,7 +192,7 @@ def _token_tree(
         positions=np.append(tree.depth, ranges(np.zeros_like(last_starts), last_ends - last_starts)),
         own_tokens=own_tokens,
         chunks=split.chunks[split.ranks[split.chunks[:, 1]] == cp_rank],
-        place=place,
+        gathered_index=gathered_index,
         num_represented=num_represented[own_tokens],
         stored_of=torch.from_numpy(stored_of).to(device),
         host_stored_of=stored_of,
