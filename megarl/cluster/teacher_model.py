@@ -14,7 +14,7 @@ from megarl.types import MegarlError
 class TeacherRankModel(RankModel):
     """A teacher that scores sampled tokens, or stores its whole distributions on the ranks."""
 
-    async def teach(self, batch: TokenBatch) -> None:
+    async def store_targets(self, batch: TokenBatch) -> None:
         """Let the teacher's ranks compute and store distillation targets for the policy's next update.
 
         Raises MegarlError if targets are not finite. The policy's update would only be skipped, without this cause.
@@ -25,7 +25,7 @@ class TeacherRankModel(RankModel):
         teacher_batch = teacher_batch.select(self.filled(batch.num_sequences))
         num_not_finite = sum(
             await self.group.scatter(
-                f"{self.name}.teach", self.by_rank(self.forward_rows(teacher_batch, batch.num_sequences))
+                f"{self.name}.store_targets", self.by_rank(self.forward_rows(teacher_batch, batch.num_sequences))
             )
         )
         if num_not_finite:

@@ -50,7 +50,7 @@ async def train(run: Run) -> None:
                     updates = PolicyUpdates(batch, recipe, number)
                     for minibatch in updates:
                         if not has_advantages:
-                            await teachers.teach(minibatch)
+                            await teachers.store_targets(minibatch)
                         updates.add(await policy.update(minibatch))
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())

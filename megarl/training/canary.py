@@ -38,11 +38,11 @@ def compute_canary(model: TrainingEngine) -> CanaryReport:
     """
     start = time.monotonic()
     rows = canary_rows(model)
-    first, second = _outputs(model, rows), _outputs(model, rows)
+    first, second = _record_outputs(model, rows), _record_outputs(model, rows)
     return CanaryReport(first, [output.number for output in second], time.monotonic() - start)
 
 
-def _outputs(model: TrainingEngine, rows: list[TokenBatch]) -> list[Output]:
+def _record_outputs(model: TrainingEngine, rows: list[TokenBatch]) -> list[Output]:
     module_trace = ModuleTrace(model.chunks, checksum)
     with module_trace.recording():
         model.forward(rows)

@@ -43,8 +43,8 @@ def fetch_values(
     """
     world_size = dist.get_world_size()
     # `exchange_rows` expects rows in rank order.
-    by_holder = np.argsort(holders, kind="stable")
-    requested_runs = runs[by_holder]
+    holder_order = np.argsort(holders, kind="stable")
+    requested_runs = runs[holder_order]
     num_requested = np.bincount(holders, minlength=world_size)
     one_row_each = np.ones_like(num_requested)
     # All ranks exchange the numbers of requests, then the requests, then the values.
@@ -58,12 +58,14 @@ def fetch_values(
     num_sent = np.array([sum(values.size for values in rank_answers) for rank_answers in answers_by_rank])
     run_lengths = requested_runs[:, 2] - requested_runs[:, 1]
     value_shape = empty.shape[1:]
-    num_requested_tokens = np.bincount(holders[by_holder], run_lengths, world_size).astype(np.int64)
-    sent = np.concatenate([empty.ravel(), *(values for rank_answers in answers_by_rank for values in rank_answers)])
-    received = exchange_rows(sent, num_sent, num_requested_tokens * int(np.prod(value_shape)))
+    num_requested_tokens = np.bincount(holders[holder_order], run_lengths, world_size).astype(np.int64)
+    sent_values = np.concatenate(
+        [empty.ravel(), *(values for rank_answers in answers_by_rank for values in rank_answers)]
+    )
+    received_values = exchange_rows(sent_values, num_sent, num_requested_tokens * int(np.prod(value_shape)))
     # Restore the order of the runs. Values may have no elements: a pipeline stage of dense layers has no experts.
-    values_of_runs = np.split(received.reshape(run_lengths.sum(), *value_shape), np.cumsum(run_lengths)[:-1])
-    return np.concatenate([empty, *(values_of_runs[run_index] for run_index in np.argsort(by_holder))])
+    values_of_runs = np.split(received_values.reshape(run_lengths.sum(), *value_shape), np.cumsum(run_lengths)[:-1])
+    return np.concatenate([empty, *(values_of_runs[run_index] for run_index in np.argsort(holder_order))])
 
 
 def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -72,7 +74,7 @@ def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDA
     `names` [sequences, names] identify a sequence. `sequence` and `token` [tokens]: a token's sequence, and its place
     there.
     """
-    is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
-    firsts = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(token)])
-    lasts = np.append(firsts[1:], len(token))[: len(firsts)] - 1
-    return np.column_stack([names[sequence[firsts]], token[firsts], token[lasts] + 1])
+    continues_run = (np.diff(sequence) == 0) & (np.diff(token) == 1)
+    first_indices = np.flatnonzero(np.concatenate([[True], ~continues_run])[: len(token)])
+    last_indices = np.append(first_indices[1:], len(token))[: len(first_indices)] - 1
+    return np.column_stack([names[sequence[first_indices]], token[first_indices], token[last_indices] + 1])

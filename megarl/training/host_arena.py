@@ -71,7 +71,7 @@ class HostArena:
         """
         self._chunk_bytes = chunk_bytes
         self._mappings: list[_Mapping] = []
-        self._locking = Lock()
+        self._lock = Lock()
         self._is_closed = False
         self.num_calls = 0
         """Calls that page-locked memory."""
@@ -89,7 +89,7 @@ class HostArena:
         for index, size in enumerate(sizes):
             if not self._mappings or self._mappings[-1].free < aligned_bytes(size):
                 self._extend(sum(map(aligned_bytes, sizes[index:])))
-            copies.append(self._cut(size))
+            copies.append(self._take_copy(size))
         return copies
 
     def wait_for(self, copy: HostCopy) -> None:
@@ -132,7 +132,7 @@ class HostArena:
         self._mappings.append(_Mapping(memory, [_Chunk(part) for part in memory.split(self._chunk_bytes)]))
         return self._mappings[-1]
 
-    def _cut(self, num_bytes: int) -> HostCopy:
+    def _take_copy(self, num_bytes: int) -> HostCopy:
         mapping = self._mappings[-1]
         start, stop = mapping.num_used, mapping.num_used + num_bytes
         mapping.num_used += aligned_bytes(num_bytes)
@@ -145,7 +145,7 @@ class HostArena:
 
     def _lock_chunk(self, chunk: _Chunk) -> None:
         # The background thread and a waiting main thread may both try: the first locks the chunk.
-        with self._locking:
+        with self._lock:
             if chunk.is_locked or self._is_closed:
                 return
             with page_lock.turn():

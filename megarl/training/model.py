@@ -69,7 +69,7 @@ class ModelShard:
         self.dtype = getattr(torch, recipe.model.dtype)
         self.parts = parts
         self.sequence_parallel = parallel.tp > 1 and recipe.trainer.sequence_parallel is not False
-        _join_ranks(recipe.seed, parallel, shape)
+        _create_process_groups(recipe.seed, parallel, shape)
         self.config = parts.megatron_config(
             recipe, shape, parallel, dtype=self.dtype, sequence_parallel=self.sequence_parallel
         )
@@ -127,7 +127,7 @@ class ModelShard:
         }
 
     @property
-    def reports(self) -> bool:
+    def returns_results(self) -> bool:
         """Whether this rank returns results of its replica: on the last stage, the first tensor-parallel rank of each
         context-parallel part.
         """
@@ -138,10 +138,10 @@ class ModelShard:
 
         Returns float32 [tokens] per row, in nats, or None on ranks that do not report.
         """
-        outputs = self._outputs(rows, 1)
+        outputs = self._compute_outputs(rows, 1)
         return None if outputs is None else [values for [values] in outputs]
 
-    def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
+    def _compute_outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
         """Return the first `count` output values of each token, float32 [count, tokens] per row; else as in
         `forward`.
         """
@@ -153,12 +153,12 @@ class ModelShard:
 
         `outputs`: the values [count, places] of each padded row, and its microbatch.
         """
-        if not self.reports:
+        if not self.returns_results:
             return None
-        rows_values = [whole_row(values.T, batch.row) for values, batch in outputs]
+        values_of_rows = [whole_row(values.T, batch.row) for values, batch in outputs]
         # One copy for all rows, so that the host waits for the device once.
-        host_values = torch.cat(rows_values).float().cpu().numpy()
-        row_ends = np.cumsum([len(values) for values in rows_values])
+        host_values = torch.cat(values_of_rows).float().cpu().numpy()
+        row_ends = np.cumsum([len(values) for values in values_of_rows])
         return [
             np.stack([unpack_row(token_values, batch.lengths, batch.padded) for token_values in values.T])
             for values, (_, batch) in zip(np.split(host_values, row_ends[:-1]), outputs, strict=True)
@@ -186,7 +186,7 @@ class ModelShard:
         """Tensor-parallel ranks that share a row's tokens (sequence parallelism)."""
         return self.parallel.tp if self.sequence_parallel else 1
 
-    def _stage_arguments(self, batches: Sequence[Microbatch], *, forward_only: bool) -> dict[str, Any]:
+    def _pipeline_arguments(self, batches: Sequence[Microbatch], *, forward_only: bool) -> dict[str, Any]:
         if self.parallel.pp == 1:
             return {}
         hidden_size = self.config.hidden_size
@@ -198,7 +198,7 @@ class ModelShard:
             "pg_collection": stage_groups(),
         }
 
-    def _microbatches(self, rows: Sequence[TokenBatch]) -> list[Microbatch]:
+    def _make_microbatches(self, rows: Sequence[TokenBatch]) -> list[Microbatch]:
         return [
             make_microbatch(
                 row,
@@ -223,7 +223,7 @@ class ModelShard:
         On the last stage, the schedule returns `process_row(output, batch=Microbatch)` per row: a `RowLoss`, or
         anything with `forward_only`.
         """
-        batches = self._microbatches(rows)
+        batches = self._make_microbatches(rows)
         feeds = self.feeds if forward_only else [*self.feeds, *self.update_feeds]
         feed_values_by_row = zip(*[feed.fetch(rows, batches) for feed in feeds], strict=True)
         rows_with_values = list(zip(batches, feed_values_by_row if feeds else [()] * len(rows), strict=True))
@@ -250,7 +250,7 @@ class ModelShard:
                 faults.reach("backward", lambda: [output])
             return output, partial(process_row, batch=batch)
 
-        return self._stage_arguments(batches, forward_only=forward_only) | {
+        return self._pipeline_arguments(batches, forward_only=forward_only) | {
             "forward_step_func": forward_step,
             # An interleaved schedule (vpp) reads one iterator per chunk.
             "data_iterator": [iter(rows_with_values) for _ in self.models],
@@ -290,7 +290,7 @@ class FrozenModel(ModelShard):
             parameter.data = values.copy_(parameter.data)
 
     @contextmanager
-    def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
+    def on_device(self, *, is_changed: bool = False) -> Iterator[None]:
         """Context in which the model is on the device. `is_changed`: copy the parameters back to the host at
         the end.
         """
@@ -310,7 +310,7 @@ class FrozenModel(ModelShard):
             chunk.cpu()
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        with self.in_memory():
+        with self.on_device():
             return super().forward(rows)
 
     def move_towards(self, tensors: Mapping[str, Tensor], share: float) -> None:
@@ -334,7 +334,7 @@ def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
-def _join_ranks(seed: int, parallel: ParallelConfig, shape: ModelShape) -> None:
+def _create_process_groups(seed: int, parallel: ParallelConfig, shape: ModelShape) -> None:
     """Create Megatron's process groups and seed random numbers, once per rank for all its models."""
     if parallel_state.model_parallel_is_initialized():
         return

@@ -65,7 +65,7 @@ class ModuleTrace:
             # In the backward pass, recomputed activations call the hooks again. They are not outputs of the chunk.
             if self._running_chunk is None:
                 return
-            for tensor in _floats(output):
+            for tensor in _list_float_tensors(output):
                 chunk = self._running_chunk
                 self._places.append(Place(self._rows[chunk], self._numbers[chunk], self._calls))
                 self._names.append(name)
@@ -102,7 +102,7 @@ def model_names(chunk: nn.Module) -> Callable[[str], str]:
     return rename
 
 
-def _floats(output: object) -> Iterator[Tensor]:
+def _list_float_tensors(output: object) -> Iterator[Tensor]:
     tensors = output if isinstance(output, tuple | list) else (output,)
     yield from (
         tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel()

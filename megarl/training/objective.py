@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,58 +114,45 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     settings |= config.policy_loss_kwargs
     if config.off_policy_limit is not None:
         policy_loss = drop_off_policy(policy_loss, limit=config.off_policy_limit)
-    takes_whole_row = is_sequence_loss(policy_loss)
-    estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
-    estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
-    weigh_kl: Callable[[Tensor, Tensor], Tensor | float] = ratio if config.kl_unbiased else lambda policy, old: 1.0
+    return _PolicyObjective(config, policy_loss, settings, takes_whole_row=is_sequence_loss(policy_loss))
 
-    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+
+@dataclass(frozen=True, slots=True)
+class _PolicyObjective:
+    """The objective of `policy_objective`, from an `algorithm` section."""
+
+    config: AlgorithmConfig
+    policy_loss: Callable[..., LossAndMetrics]
+    settings: Mapping[str, Any]
+    """Keyword arguments of the policy loss."""
+    _: KW_ONLY
+    takes_whole_row: bool
+
+    def __call__(self, output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         """Return a row's loss and metrics. `output` [2, tokens]: log-probs and entropies."""
-        per_token, is_supervised = batch.per_token, batch.per_token.get("supervised")
+        config, per_token = self.config, batch.per_token
         # Conversations of data.ptx share the row: their tokens get the supervised loss and none of the policy terms.
+        is_supervised = per_token.get("supervised")
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
-        policy_logprobs, entropies = _with_gradient_on(is_of_policy, output)
+        policy_logprobs, entropies = _select_gradient(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        # 1. The policy loss. Copies, because a user's loss may write into them, and the terms below read the originals.
-        arguments = policy_logprobs, old_logprobs.clone(), per_token["advantages"].clone()
-        try:
-            if takes_whole_row:
-                loss, metrics = apply_to_whole_row(policy_loss, arguments, batch, settings)
-            else:
-                loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
-            refuse_missing_metrics(metrics, config.needed_loss_metrics)
-        except ResultError as error:
-            raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
-        ratios = metrics.pop("ratio", None)
-        token_metrics: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in metrics.items()}
+        loss, token_metrics = self._apply_policy_loss(policy_logprobs, old_logprobs, batch)
         token_metrics["train/entropy"] = entropies.detach()
-        if ratios is not None:
-            token_metrics[RATIO] = ratios
-        # 2. Importance weights, and a penalty on the distance from the old log-probs.
-        if (weights := per_token.get("importance_weights")) is None and config.importance_sampling is not None:
-            weights, unbounded = _importance_weights(config, old_logprobs, batch)
-            token_metrics |= weight_metrics(weights, unbounded)
-        if (penalties := per_token.get("log_ratio_penalties")) is not None:
-            loss = loss + penalties * log_ratio(policy_logprobs, old_logprobs).abs()
-        if weights is not None:
-            loss = loss * weights
+        loss, weight_metrics = self._weigh(loss, policy_logprobs, old_logprobs, batch)
+        token_metrics |= weight_metrics
         if config.old_logprobs == "trainer":
             token_metrics["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
-        # 3. The KL to the reference.
         if config.kl_placement == "loss" and config.kl_coefficient:
-            divergence = estimate(policy_logprobs, per_token["reference_logprobs"], **estimate_settings)
-            loss = loss + numbers.kl_coefficient * weigh_kl(policy_logprobs, old_logprobs) * divergence
-            token_metrics[KL] = divergence
-            if config.k3_max is not None:
-                token_metrics["kl/capped"] = (divergence >= config.k3_max).float()
-        # 4. The entropy bonus, and the supervised loss of conversations in the row.
+            kl_loss, kl_metrics = self._kl_loss(policy_logprobs, old_logprobs, batch, numbers.kl_coefficient)
+            loss = loss + kl_loss
+            token_metrics |= kl_metrics
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
         logged: dict[str | Signal, RowMetric] = {}
         if is_supervised is not None:
             loss = torch.where(is_supervised > 0, -output[0], loss)
             logged["train/ptx_loss"] = mean_of(-output[0], batch.mask & (is_supervised > 0))
-        # 5. The mismatch between engine and trainer, only measured.
+        # The mismatch between engine and trainer is only measured.
         if (rollout_logprobs := per_token.get("rollout_logprobs")) is not None:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs, so take this pass's.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
@@ -173,7 +160,53 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         total, count, means = weighted_loss(loss, token_metrics, batch, is_of_policy)
         return total, count, means | logged
 
-    return objective
+    def _apply_policy_loss(
+        self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch
+    ) -> tuple[Tensor, dict[str | Signal, Tensor]]:
+        """Return the policy loss and its metrics, [tokens] each."""
+        # Copies, because a user's loss may write into them, and the other terms read the originals.
+        arguments = policy_logprobs, old_logprobs.clone(), batch.per_token["advantages"].clone()
+        try:
+            if self.takes_whole_row:
+                loss, metrics = apply_to_whole_row(self.policy_loss, arguments, batch, self.settings)
+            else:
+                loss, metrics = checked_policy_loss(self.policy_loss(*arguments, **self.settings), policy_logprobs)
+            refuse_missing_metrics(metrics, self.config.needed_loss_metrics)
+        except ResultError as error:
+            raise ConfigError(f"algorithm.policy_loss = {self.config.policy_loss}: {error}") from error
+        ratios = metrics.pop("ratio", None)
+        token_metrics: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in metrics.items()}
+        if ratios is not None:
+            token_metrics[RATIO] = ratios
+        return loss, token_metrics
+
+    def _weigh(
+        self, loss: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch
+    ) -> tuple[Tensor, Mapping[str | Signal, Tensor]]:
+        """Return the loss with importance weights and the penalty on the distance from the old log-probs."""
+        metrics: dict[str | Signal, Tensor] = {}
+        if (
+            weights := batch.per_token.get("importance_weights")
+        ) is None and self.config.importance_sampling is not None:
+            weights, unbounded = _importance_weights(self.config, old_logprobs, batch)
+            metrics |= weight_metrics(weights, unbounded)
+        if (penalties := batch.per_token.get("log_ratio_penalties")) is not None:
+            loss = loss + penalties * log_ratio(policy_logprobs, old_logprobs).abs()
+        return loss if weights is None else loss * weights, metrics
+
+    def _kl_loss(
+        self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch, coefficient: float
+    ) -> tuple[Tensor, Mapping[str | Signal, Tensor]]:
+        """Return the loss of the KL to the reference, and its metrics, [tokens] each."""
+        config = self.config
+        estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
+        estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
+        divergence = estimate(policy_logprobs, batch.per_token["reference_logprobs"], **estimate_settings)
+        metrics: dict[str | Signal, Tensor] = {KL: divergence}
+        if config.k3_max is not None:
+            metrics["kl/capped"] = (divergence >= config.k3_max).float()
+        weight = ratio(policy_logprobs, old_logprobs) if config.kl_unbiased else 1.0
+        return coefficient * weight * divergence, metrics
 
 
 def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
@@ -207,28 +240,30 @@ def preference_objective(config: PreferenceConfig) -> Objective:
 
     Metrics: `preference/accuracy`, `preference/margin`, `preference/chosen`, `preference/rejected`.
     """
-    return _answers_objective(PREFERENCE_LOSSES[config.loss], config)
+    return _make_answer_objective(PREFERENCE_LOSSES[config.loss], config)
 
 
 def reward_objective(config: PreferenceConfig) -> Objective:
     """Return the Bradley-Terry loss of a reward model. Metrics as in `preference_objective`, from the model's
     scores.
     """
-    return _answers_objective(bradley_terry, config)
+    return _make_answer_objective(bradley_terry, config)
 
 
 def critic_objective(config: CriticConfig) -> Objective:
     """Return the loss of a critic. Metric: `train/clipped`, the fraction of tokens with a clipped value."""
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-        per_token, [predicted] = batch.per_token, _with_gradient_on(batch.mask, output)
+        per_token, [predicted] = batch.per_token, _select_gradient(batch.mask, output)
         loss, metrics = clipped_value_loss(predicted, per_token["values"], per_token["returns"], clip=config.clip)
         return weighted_loss(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
 
     return objective
 
 
-def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
+def _make_answer_objective(
+    preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig
+) -> Objective:
     """Return the objective for a loss of whole answers, such as DPO's."""
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
     settings |= config.loss_kwargs
@@ -252,7 +287,7 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
             desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
             losses, rewards = preference_loss(sums, reference_sums, desirable, kl=numbers.kto_kl, **settings)
             token_loss = losses.detach() / lengths
-            answer_metrics = _judged_metrics(rewards, desirable, config.beta * numbers.kto_kl)
+            answer_metrics = _kto_metrics(rewards, desirable, config.beta * numbers.kto_kl)
         else:
             pairs = (values.view(-1, 2) for values in (sums, reference_sums, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
@@ -283,7 +318,7 @@ def weighted_loss(
     return total, torch.ones((), dtype=torch.int, device=total.device), logged
 
 
-def _with_gradient_on(is_trained: Tensor, output: Tensor) -> Tensor:
+def _select_gradient(is_trained: Tensor, output: Tensor) -> Tensor:
     """Return a model's output [rows, tokens] with gradient on the trained tokens only.
 
     Selecting the loss alone is not enough: a gradient of zero times an infinite slope is NaN.
@@ -322,7 +357,7 @@ def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:
     }
 
 
-def _judged_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, RowMetric]:
+def _kto_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, RowMetric]:
     """Return KTO's metrics, from `rewards` and `desirable` [answers]. An answer wins on its side of `threshold`."""
     margin = torch.where(desirable, rewards - threshold, threshold - rewards)
     return {

@@ -32,7 +32,7 @@ from megarl.types import DataError, ExpertsHandle
 if TYPE_CHECKING:
     from megarl.training.model import ModelShard
 
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 """Limit of ranks: a completion's number modulo this value is the rank that issued the number."""
 
 
@@ -49,7 +49,7 @@ class StoredExperts:
 
     def store(self, experts: NDArray[np.integer]) -> ExpertsHandle:
         """Store a completion's experts [tokens, layers, top_k] and return their handle."""
-        number = self._num_issued * _MOST_RANKS + self._rank
+        number = self._num_issued * _MAX_RANKS + self._rank
         self._num_issued += 1
         self._arrays[number] = experts.astype(np.int16)
         return ExpertsHandle(self._rank, number)
@@ -73,25 +73,25 @@ class StoredExperts:
 
     def save(self, folder: Path) -> None:
         """Write the stored experts into a checkpoint's folder, one file per sampling rank. Raises DiskFullError."""
-        for sampler in {number % _MOST_RANKS for number in self._arrays}:
-            by_name = {str(n): experts for n, experts in self._arrays.items() if n % _MOST_RANKS == sampler}
-            with disk_full_named(folder, sum(experts.nbytes for experts in by_name.values())):
-                _file(folder, sampler).write_bytes(save(by_name))
+        for sampler in {number % _MAX_RANKS for number in self._arrays}:
+            experts_by_name = {str(n): experts for n, experts in self._arrays.items() if n % _MAX_RANKS == sampler}
+            with disk_full_named(folder, sum(experts.nbytes for experts in experts_by_name.values())):
+                _file(folder, sampler).write_bytes(save(experts_by_name))
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
         """Load this rank's share of these experts from a checkpoint's folder. Raises DataError if one is missing."""
         numbers = self._local_numbers(handles)
-        for sampler in {number % _MOST_RANKS for number in numbers}:
+        for sampler in {number % _MAX_RANKS for number in numbers}:
             file = _file(folder, sampler)
-            by_name = load_file(file) if file.exists() else {}
-            self._arrays |= {int(name): experts for name, experts in by_name.items() if int(name) in numbers}
+            experts_by_name = load_file(file) if file.exists() else {}
+            self._arrays |= {int(name): experts for name, experts in experts_by_name.items() if int(name) in numbers}
         if missing := numbers - self._arrays.keys():
             raise DataError(
                 f"{folder}: lacks the routed experts of {len(missing)} trajectories waiting for training; remove this "
                 "checkpoint and resume from an older one"
             )
         # New numbers must not repeat those of loaded experts.
-        self._num_issued = 1 + max((number // _MOST_RANKS for number in self._arrays), default=-1)
+        self._num_issued = 1 + max((number // _MAX_RANKS for number in self._arrays), default=-1)
 
     def _local_numbers(self, handles: Iterable[ExpertsHandle]) -> set[int]:
         return {handle.number for handle in handles if handle.rank % self._world_size == self._rank}
@@ -167,9 +167,9 @@ class RouteFeed(RowFeed):
             places = np.split(batch.represented_tokens(), shard.token_parts)[part]
             own_tokens.append(RankTokens(row, batch.padded, places))
         routes = fetch_routes(self._exchange, own_tokens)
-        return list(zip(routes, self._count(routes), strict=True))
+        return list(zip(routes, self._count_tokens(routes), strict=True))
 
-    def _count(self, routes: Sequence[torch.Tensor]) -> Sequence[Sequence[ExpertCounts | None]]:
+    def _count_tokens(self, routes: Sequence[torch.Tensor]) -> Sequence[Sequence[ExpertCounts | None]]:
         shard = self._shard
         if not takes_known_counts(shard.config):
             return [[None] * len(self._layers)] * len(routes)
@@ -214,8 +214,8 @@ def _refuse_repeated(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
     `layers`: numbers of the layers, from 0.
     """
     # Compared pair by pair: for 8 experts per token, this takes 0.4 of the time of sorting.
-    places = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
-    for first, second in combinations(places, 2):
+    choices = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
+    for first, second in combinations(choices, 2):
         if (equal := first == second).any():
             token, layer = np.argwhere(equal)[0]
             raise DataError(

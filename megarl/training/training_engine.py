@@ -85,7 +85,7 @@ class TrainingEngine(ModelShard):
         self._memory_owner = memory_owner
         # Parts come before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
         self.engine_parts = list(build_engine_parts(self, is_policy=is_policy))
-        self._role_of = role_of_policy if is_policy else role_of_critic
+        self._make_base_role = role_of_policy if is_policy else role_of_critic
         self.role = self._make_role(recipe)
         if accumulates_in_transformer_engine(self.config, trainer.megatron):
             for chunk in self.chunks:
@@ -123,7 +123,7 @@ class TrainingEngine(ModelShard):
         self.role = self._make_role(recipe)
 
     def _make_role(self, recipe: Recipe) -> Role:
-        role = self._role_of(recipe)
+        role = self._make_base_role(recipe)
         for part in self.engine_parts:
             role = replace(role, objective=part.extend_objective(role.objective, recipe))
         return role
@@ -153,8 +153,8 @@ class TrainingEngine(ModelShard):
         groups: list[Any] = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
         if self.shape.num_experts:
             groups.append(parallel_state.get_expert_data_parallel_group())
-        size = self.recipe.cluster.ranks_per_node
-        return any(len({rank // size for rank in get_process_group_ranks(group)}) > 1 for group in groups)
+        ranks_per_node = self.recipe.cluster.ranks_per_node
+        return any(len({rank // ranks_per_node for rank in get_process_group_ranks(group)}) > 1 for group in groups)
 
     def offload(self, *, exceptions: Collection[str] = ()) -> None:
         """Free the device memory listed in `trainer.offload` for the engine, without the names in `exceptions`."""
@@ -208,7 +208,7 @@ class TrainingEngine(ModelShard):
         return self._merged.rounding
 
     @contextmanager
-    def in_memory(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Context in which this model, not its `memory_owner`, has the device memory that both share."""
         if self._memory_owner is None:
             yield
@@ -220,15 +220,15 @@ class TrainingEngine(ModelShard):
         self._memory_owner.onload()
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        with self.in_memory():
+        with self.on_device():
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """Compute log-probs and entropies in nats, float32 [2, tokens of the row] for each row; else as in
         `forward`.
         """
-        with self.in_memory():
-            return self._outputs(rows, 2)
+        with self.on_device():
+            return self._compute_outputs(rows, 2)
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """Compute log-probs of the model at the start of training (`starting_weights`), as in `forward`.
@@ -272,7 +272,7 @@ class TrainingEngine(ModelShard):
         if kl_coefficient is None:
             kl_coefficient = self.recipe.algorithm.kl_coefficient
         objective = partial(self.role.objective, numbers=StepNumbers(kl_coefficient, kto_kl))
-        with self.in_memory():
+        with self.on_device():
             self.clear_gradients()
             with self._gradient_passes(replica_rows, objective) as arguments:
                 rows_metrics = get_forward_backward_func()(**arguments)
@@ -393,7 +393,7 @@ class TrainingEngine(ModelShard):
             spike=is_spike,
             mismatch_exceeded=None if self.role.max_logprob_gap is None else is_mismatch_exceeded,
         )
-        if not self.reports:
+        if not self.returns_results:
             return Update(outcome, {})
         measured_outcome = replace(
             outcome,
@@ -424,8 +424,8 @@ class TrainingEngine(ModelShard):
         for flag in device_flags:
             flags[0] *= flag
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
-        holds, occurs = flags.tolist()
-        return holds == 1, occurs == -1
+        holds_on_all, occurs_on_any = flags.tolist()
+        return holds_on_all == 1, occurs_on_any == -1
 
     def _is_mean_above(
         self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal
@@ -433,7 +433,7 @@ class TrainingEngine(ModelShard):
         """Return whether a signal's mean over the global batch exceeds a limit. Equal on all ranks."""
         if limit is None:
             return False
-        means = select(rows, signal) if self.reports else []
+        means = select(rows, signal) if self.returns_results else []
         sums = [(mean.number * mean.count, mean.count) for mean in means if isinstance(mean, Mean)]
         total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
         torch.distributed.all_reduce(total)
@@ -444,7 +444,7 @@ class TrainingEngine(ModelShard):
         """Return whether a signal's sum over the global batch exceeds a limit. Equal on all ranks."""
         if limit is None:
             return False
-        numbers = [metric.number for metric in select(rows, signal)] if self.reports else []
+        numbers = [metric.number for metric in select(rows, signal)] if self.returns_results else []
         total = torch.tensor(sum(numbers), dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
         return bool(total > limit)

@@ -27,7 +27,7 @@ def export_model(
     """
     recipe = builder.recipe
     # With LoRA, `merging` adds the adapters to the weights inside the context.
-    with trained.in_memory():
+    with trained.on_device():
         layouts = builder.layouts(trained.shape)
         weights = trained.weights
         num_bytes = sum(weight.nbytes for weight in weights.values())

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megarl.data.token_batch import TokenBatch
 from megarl.training.distillation.targets import StoredTargets
-from megarl.training.distillation.teacher import store_targets
+from megarl.training.distillation.teacher import store_model_targets
 from megarl.training.training_engine import TrainingEngine
 
 
@@ -26,7 +26,7 @@ class PolicyTeacher:
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         return self._policy.forward_frozen(rows) if self._at_start else self._policy.forward(rows)
 
-    def teach(self, rows: Sequence[TokenBatch] | None) -> int:
+    def store_targets(self, rows: Sequence[TokenBatch] | None) -> int:
         start = self._policy.starting_weights() if self._at_start else nullcontext()
-        with start, self._policy.in_memory():
-            return store_targets(self._policy, rows, self._stored)
+        with start, self._policy.on_device():
+            return store_model_targets(self._policy, rows, self._stored)

@@ -28,7 +28,7 @@ class ReplicatedState(TrainerPart):
         if self._copier is None:
             self._copier = StateCopier(state.topology)
         version = state.version_to_save(is_resharded)
-        with state.saved_models() as models, checkpoint.changed_models_loaded(models):
+        with state.saved_models() as models, checkpoint.load_changed_models(models):
             return self._copier.begin(step, models, str(state.parallel), weight_version=version)
 
     def finish(self, wait: bool) -> Mapping[str, FileFields] | None:

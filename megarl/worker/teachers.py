@@ -102,7 +102,11 @@ class Teachers(TrainerPart):
             needs_output_layer = recipe.distillation.loss == "full_vocabulary" and last_chunk.post_process
             output_layers.append(self._output_layer_of(name, rows, policy) if needs_output_layer else None)
         return TargetFetcher(
-            self.targets, policy.device, widths=bytes_per_token, num_local_tokens=num_local_tokens, heads=output_layers
+            self.targets,
+            policy.device,
+            target_bytes=bytes_per_token,
+            num_local_tokens=num_local_tokens,
+            heads=output_layers,
         )
 
     def _output_layer_of(self, name: str, rows: range, policy: TrainingEngine) -> Callable[[], Tensor]:

@@ -172,7 +172,7 @@ class TrainerWorker:
         `is_resharded`: the engines already have these weights.
         """
         version = self.state.version_to_save(is_resharded)
-        with self.state.saved_models() as models, checkpoint.changed_models_loaded(models):
+        with self.state.saved_models() as models, checkpoint.load_changed_models(models):
             for part in self.state.parts.values():
                 part.save(folder)
             self._save = checkpoint.plan_save(folder, models, str(self.parallel), weight_version=version)

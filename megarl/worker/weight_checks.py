@@ -63,5 +63,5 @@ class WeightChecks(TrainerPart):
 
         Without `with_optimizer` only weights are included, not main weights and moments.
         """
-        with self._state.saved_models() as models, checkpoint.changed_models_loaded(models):
+        with self._state.saved_models() as models, checkpoint.load_changed_models(models):
             return state_fingerprints(models, with_optimizer=with_optimizer)

@@ -171,10 +171,10 @@ async def test_a_teacher_s_distributions_that_are_not_finite_name_it() -> None:
         ranks = FaultyTeachers(parallel, count)
         teacher = TeacherRankModel(ranks, parallel, 64, name="teacher0", shape=SHAPE)  # type: ignore[arg-type]
         if not count:
-            await teacher.teach(taught)
+            await teacher.store_targets(taught)
             continue
         with pytest.raises(MegarlError, match="not finite") as caught:
-            await teacher.teach(taught)
+            await teacher.store_targets(taught)
         assert str(caught.value).startswith("distillation.teacher: the model teacher0 computed 6 ")
 
 

@@ -54,9 +54,9 @@ def test_gloo_is_refused_where_gpu_tensors_enter(ranks: RankPool) -> None:
 def gloo_groups_of_a_trainer() -> list[str]:
     from megatron.core import parallel_state
 
-    from megarl.training.model import _join_ranks
+    from megarl.training.model import _create_process_groups
 
-    _join_ranks(1, ParallelConfig(1, 1, 1, 1), small_shape())
+    _create_process_groups(1, ParallelConfig(1, 1, 1, 1), small_shape())
     return [name for name, group in vars(parallel_state).items() if "GLOO" in name and group is not None]
 
 

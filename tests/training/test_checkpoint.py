@@ -355,7 +355,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     (folder / "unmoved").mkdir(exist_ok=True)
     checkpoint_of = {"": policy, "reference": reference}
     visits = visits_of(reference)
-    with checkpoint.changed_models_loaded(checkpoint_of):
+    with checkpoint.load_changed_models(checkpoint_of):
         save = checkpoint.plan_save(folder / "unmoved", checkpoint_of, str(parallel))
         save.write(asynchronous=False)
     save.finish()
@@ -367,7 +367,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
         for name, value in reference.parameters.items()
     ]
     (folder / "moved").mkdir(exist_ok=True)
-    with checkpoint.changed_models_loaded(checkpoint_of):
+    with checkpoint.load_changed_models(checkpoint_of):
         save = checkpoint.plan_save(folder / "moved", checkpoint_of, str(parallel))
         save.write(asynchronous=True)
     num_visits.append(len(visits))

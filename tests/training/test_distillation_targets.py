@@ -110,7 +110,7 @@ def distil(
         own = np.flatnonzero(batch.target_keys[:, 0] == number)
         # Every rank needs a row, and a target may be written twice.
         own = np.concatenate([own, np.tile(own[-1:], -len(own) % teacher_parallel.dp)])
-        num_not_finite = getattr(worker, name).teach(rows_of(recipe, teacher_parallel, batch, own))
+        num_not_finite = getattr(worker, name).store_targets(rows_of(recipe, teacher_parallel, batch, own))
         assert num_not_finite == 0
     teachers = worker.find_part(Teachers)
     held = teachers.targets.numbers
@@ -235,7 +235,7 @@ def count_faulty_targets(recipe: Recipe, batch: TokenBatch) -> list[int]:
     counts = []
     for number, name in enumerate(recipe.teachers):
         own = np.flatnonzero(batch.target_keys[:, 0] == number)
-        counts.append(getattr(worker, name).teach(rows_of(recipe, parallel, batch, own)))
+        counts.append(getattr(worker, name).store_targets(rows_of(recipe, parallel, batch, own)))
     worker.replica.close()
     return counts
 

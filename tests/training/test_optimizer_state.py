@@ -64,11 +64,11 @@ def test_a_frozen_model_waits_in_the_same_host_memory(monkeypatch: pytest.Monkey
     frozen.chunks, frozen.device = [chunk], torch.device("cpu")  # type: ignore[assignment, list-item]
     places = [parameter.data_ptr() for parameter in chunk.parameters()]
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor.clone())
-    with frozen.in_memory(), torch.no_grad():
+    with frozen.on_device(), torch.no_grad():
         assert not {parameter.data_ptr() for parameter in chunk.parameters()} & set(places)
         chunk.weight.fill_(7)
     assert [parameter.data_ptr() for parameter in chunk.parameters()] == places and not (chunk.weight == 7).any()
-    with frozen.in_memory(is_changed=True), torch.no_grad():
+    with frozen.on_device(is_changed=True), torch.no_grad():
         chunk.weight.fill_(7)
     assert [parameter.data_ptr() for parameter in chunk.parameters()] == places and (chunk.weight == 7).all()
 

@@ -119,7 +119,7 @@ def teach_itself(
     adapted = worker.policy.forward(rows)
     metrics, gradient, is_zero = {}, {}, False
     if recipe.distillation.loss != "sampled_token":
-        teacher.teach(rows)
+        teacher.store_targets(rows)
         metrics = worker.policy.update(rows_of(recipe, parallel, batch, everything)).metrics
         gradients = {name: p.main_grad for name, p in worker.policy.parameters.items() if hasattr(p, "main_grad")}
         is_zero = all(not part.any() for part in gradients.values())

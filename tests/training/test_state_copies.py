@@ -73,10 +73,10 @@ def restored(recipe: Any, parallel: ParallelConfig, contents: list[dict[str, byt
 
     `contents` are the contents of the files of each earlier rank.
     """
-    from megarl.training.state.copies import _file_of, open_copies, restore
+    from megarl.training.state.copies import _make_file, open_copies, restore
 
     engine = build(recipe, parallel)
-    files = {name: _file_of(data) for of_rank in contents for name, data in of_rank.items()}
+    files = {name: _make_file(data) for of_rank in contents for name, data in of_rank.items()}
     opened = open_copies({name: {"path": file.path, "size": file.num_bytes} for name, file in files.items()})
     _, received = restore(opened, {"": engine}, str(parallel), [("a",)] * parallel.world_size)
     return received, parts_of(engine)

@@ -13,7 +13,7 @@ _PHASES = {
     "advance": "rollout",
     "forward": "logprobs",
     "forward_with_entropies": "logprobs",
-    "teach": "train",
+    "store_targets": "train",
     "update": "train",
     "reshard": "reshard",
     "start_reshard": "reshard",

@@ -144,11 +144,11 @@ class Teachers:
             ]
         return logprobs
 
-    async def teach(self, minibatch: TokenBatch) -> None:
+    async def store_targets(self, minibatch: TokenBatch) -> None:
         """Let the teachers store their distributions over this minibatch. The policy's next update reads them."""
         for model, sequences in self._split_by_teacher(minibatch):
             teacher_batch, _ = self._with_openings(minibatch.select(sequences))
-            await model.teach(_replace_unknown_tokens(teacher_batch, model))
+            await model.store_targets(_replace_unknown_tokens(teacher_batch, model))
 
     def _with_openings(self, batch: TokenBatch) -> tuple[TokenBatch, NDArray[np.int64]]:
         """Return the batch as the teachers read it, with each token's index in `batch`; -1 in openings."""

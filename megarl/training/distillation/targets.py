@@ -6,7 +6,7 @@ token's other data, so the driver never gets it. Teacher and policy may have dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from megarl.groups import signed
 from megarl.models.distillation.teacher_student import StudentModel, TeacherTargets
 from megarl.training.exchange import fetch_values, token_runs
 from megarl.training.rows.feeds import RowFeed
-from megarl.training.rows.microbatch import Microbatch, is_predicted, places_in_row
+from megarl.training.rows.microbatch import Microbatch, indices_in_row, is_predicted
 
 
 class StoredTargets:
@@ -50,7 +50,7 @@ class StoredTargets:
 class TargetPositions:
     """Positions of a padded row whose next token is trained, in row order. Arrays are [positions]."""
 
-    place: NDArray[np.int64]
+    index_in_row: NDArray[np.int64]
     sequence: NDArray[np.int64]
     """Index of the sequence in the row."""
     ordinal: NDArray[np.int64]
@@ -64,29 +64,29 @@ class TargetPositions:
         sequence = np.repeat(np.arange(row.num_sequences), row.lengths)[is_trained]
         counts = np.bincount(sequence, minlength=row.num_sequences)
         ordinal = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
-        return cls(places_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
+        return cls(indices_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
 
-    def among(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
+    def select_local(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
         """Select the positions stored on this rank; `local` [tokens] are this rank's places in the row.
 
         Returns these positions, and the index of each in `local`.
         """
-        index_of_place = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
-        index_of_place[self.place] = np.arange(len(self.place))
-        local_indices = index_of_place[local]
+        position_of_index = np.full(max(local.max(initial=-1), self.index_in_row.max(initial=-1)) + 1, -1)
+        position_of_index[self.index_in_row] = np.arange(len(self.index_in_row))
+        local_indices = position_of_index[local]
         is_target = local_indices >= 0
         local_indices = local_indices[is_target]
         return TargetPositions(
-            self.place[local_indices], self.sequence[local_indices], self.ordinal[local_indices]
+            self.index_in_row[local_indices], self.sequence[local_indices], self.ordinal[local_indices]
         ), is_target.nonzero()[0]
 
 
 class TargetFetcher(RowFeed):
     """Feed that gives the policy's forward passes their distillation targets, and the teachers' output layers (heads).
 
-    A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths`: bytes of a
-    target. `num_local_tokens`: tokens known to the teacher in this rank's part of the policy's head. `heads` return the
-    teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
+    A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `target_bytes`: bytes
+    of a target. `num_local_tokens`: tokens known to the teacher in this rank's part of the policy's head. `heads`
+    return the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class TargetFetcher(RowFeed):
         stored: StoredTargets,
         device: torch.device,
         *,
-        widths: Sequence[int],
+        target_bytes: Sequence[int],
         num_local_tokens: Sequence[int],
         heads: Sequence[Callable[[], Tensor] | None],
     ) -> None:
         self._stored, self._device = stored, device
-        self._widths, self._num_local_tokens, self._heads = widths, num_local_tokens, heads
-        self._on_device: list[Tensor | None] = []
+        self._target_bytes, self._num_local_tokens, self._heads = target_bytes, num_local_tokens, heads
+        self._device_heads: list[Tensor | None] = []
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[TeacherTargets]]:
         """Fetch the targets of each row from each teacher into host memory. A collective over the world.
@@ -119,28 +119,44 @@ class TargetFetcher(RowFeed):
             for number in numbers
         }
         all_targets: list[list[TeacherTargets]] = [[] for _ in rows]
-        # For each teacher: ask the ranks that store the targets, and split the answers by row.
-        for teacher, width in enumerate(self._widths):
-            local_positions = [_local_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
-            runs_by_row = (
-                [_trained_runs(row, positions) for row, (positions, _) in zip(rows, local_positions, strict=True)]
-                if is_fetching
-                else []
-            )
-            requested_runs = np.concatenate([np.zeros((0, 3), np.int64), *runs_by_row])
-            run_holders = np.array([holders[number] for number in requested_runs[:, 0].tolist()], np.int64)
-            run_targets = fetch_values(requested_runs, run_holders, self._stored_for, np.zeros((0, width), np.uint8))
-            targets_by_row = iter(np.split(run_targets, _row_boundaries(runs_by_row)))
-            for row_targets, (_, indices) in zip(all_targets, local_positions, strict=True):
-                contents = next(targets_by_row) if is_fetching else np.empty((len(indices), width), np.uint8)
-                target_places = torch.from_numpy(indices)
-                row_targets.append(
-                    TeacherTargets(target_places, torch.from_numpy(contents), self._num_local_tokens[teacher], None)
-                )
+        for teacher in range(len(self._target_bytes)):
+            targets_by_row = self._fetch_from_teacher(teacher, rows, batches, holders, is_fetching=is_fetching)
+            for row_targets, targets in zip(all_targets, targets_by_row, strict=True):
+                row_targets.append(targets)
         self._stored.clear()
         # Heads are on the device during an update only; they are as large as the policy's own head.
-        self._on_device = [None if head is None else head().to(self._device) for head in self._heads]
+        self._device_heads = [None if head is None else head().to(self._device) for head in self._heads]
         return all_targets if is_last else [[] for _ in rows]
+
+    def _fetch_from_teacher(
+        self,
+        teacher: int,
+        rows: Sequence[TokenBatch],
+        batches: Sequence[Microbatch],
+        holders: Mapping[int, int],
+        *,
+        is_fetching: bool,
+    ) -> Iterator[TeacherTargets]:
+        """Yield one teacher's targets of each row, requested from the ranks that store them.
+
+        `holders` has the storing rank by sequence number. Without `is_fetching`, the contents are empty memory.
+        """
+        target_bytes = self._target_bytes[teacher]
+        local_positions = [_local_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
+        runs_by_row = []
+        if is_fetching:
+            runs_by_row = [
+                _trained_runs(row, positions) for row, (positions, _) in zip(rows, local_positions, strict=True)
+            ]
+        requested_runs = np.concatenate([np.zeros((0, 3), np.int64), *runs_by_row])
+        run_holders = np.array([holders[number] for number in requested_runs[:, 0].tolist()], np.int64)
+        run_targets = fetch_values(requested_runs, run_holders, self._stored_for, np.zeros((0, target_bytes), np.uint8))
+        targets_by_row = iter(np.split(run_targets, _row_boundaries(runs_by_row)))
+        for _, indices in local_positions:
+            contents = next(targets_by_row) if is_fetching else np.empty((len(indices), target_bytes), np.uint8)
+            yield TeacherTargets(
+                torch.from_numpy(indices), torch.from_numpy(contents), self._num_local_tokens[teacher], None
+            )
 
     def apply(self, chunk: torch.nn.Module, values: Sequence[TeacherTargets]) -> None:
         if chunk.post_process:
@@ -154,7 +170,7 @@ class TargetFetcher(RowFeed):
         """
         group: Any = parallel_state.get_tensor_model_parallel_group()
         completed = []
-        for targets, head in zip(all_targets, self._on_device, strict=True):
+        for targets, head in zip(all_targets, self._device_heads, strict=True):
             # Allocated by torch: an empty numpy array has strides that torch cannot view as another dtype.
             contents = torch.empty(targets.rows.shape, dtype=torch.uint8, device=self._device).copy_(targets.rows)
             if dist.get_world_size(group) > 1:
@@ -163,7 +179,7 @@ class TargetFetcher(RowFeed):
         return completed
 
     def release(self) -> None:
-        self._on_device = []
+        self._device_heads = []
 
     def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
         return self._stored.read_span(number, first, end)
@@ -180,10 +196,10 @@ def _local_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[
     tokens.
     """
     assert row.target_keys is not None and batch.row.host_local is not None
-    positions, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.host_local)
+    positions, indices = TargetPositions.of_row(row, batch.padded).select_local(batch.row.host_local)
     is_of_teacher = row.target_keys[positions.sequence, 0] == teacher
     return TargetPositions(
-        positions.place[is_of_teacher], positions.sequence[is_of_teacher], positions.ordinal[is_of_teacher]
+        positions.index_in_row[is_of_teacher], positions.sequence[is_of_teacher], positions.ordinal[is_of_teacher]
     ), indices[is_of_teacher]
 
 

@@ -21,7 +21,7 @@ from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.microbatch import Microbatch, whole_row
 
 
-class TaughtTokensFeed(RowFeed):
+class TargetRequestFeed(RowFeed):
     """Feed that marks the trained tokens of a row for a teacher: only these get targets."""
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor]:
@@ -54,15 +54,15 @@ class Teacher(FrozenModel):
             **self._head_settings(),
         )
 
-    def teach(self, rows: Sequence[TokenBatch] | None) -> int:
+    def store_targets(self, rows: Sequence[TokenBatch] | None) -> int:
         """Store the targets of the trained tokens of this replica's rows. With a `replica`, its first rank passes the
         rows. Returns the number of targets on this rank that are not finite.
         """
-        with self.in_memory():
-            return store_targets(self, rows, self._stored)
+        with self.on_device():
+            return store_model_targets(self, rows, self._stored)
 
 
-def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: StoredTargets) -> int:
+def store_model_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: StoredTargets) -> int:
     """Store a model's targets of the trained tokens of this replica's rows, by sequence number.
 
     Returns the number of stored targets that are not finite.
@@ -89,11 +89,11 @@ def store_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, stored: 
         targets = whole_row(output, batch.row)
         if row_index % num_sharing_ranks == index_among_ranks:
             positions = TargetPositions.of_row(row, batch.padded)
-            trained_targets = targets[torch.from_numpy(positions.place).to(targets.device)]
+            trained_targets = targets[torch.from_numpy(positions.index_in_row).to(targets.device)]
             num_not_finite += count_not_finite(trained_targets, model.recipe.distillation, model.dtype)
             _store_by_sequence(row, positions, trained_targets, stored)
 
-    feed = TaughtTokensFeed()
+    feed = TargetRequestFeed()
     model.feeds.append(feed)
     try:
         model.run_forward(replica_rows, store_next_row)
@@ -125,7 +125,7 @@ class ModelInOwnGroups:
         with self._groups.in_place():
             return self._model.forward(rows)
 
-    def teach(self, rows: Sequence[TokenBatch] | None) -> int:
+    def store_targets(self, rows: Sequence[TokenBatch] | None) -> int:
         assert isinstance(self._model, Teacher)
         with self._groups.in_place():
-            return self._model.teach(rows)
+            return self._model.store_targets(rows)

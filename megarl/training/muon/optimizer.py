@@ -64,14 +64,14 @@ class MuonWithAdam(torch.optim.Optimizer):
         self.adam.param_groups = [group for group in self.param_groups if not group.get(_IS_MATRIX)]
         self.adam.state = self.state
         self.adam.step()
-        for _, parameter, gradient in self._matrices():
+        for _, parameter, gradient in self._iterate_matrices():
             state = self.state[parameter]
             if MOMENTUM not in state:
                 state[MOMENTUM] = torch.zeros_like(parameter)
             add_gradient(state[MOMENTUM], gradient, self._config.momentum, nesterov=self._config.nesterov)
         # Orthogonal updates need whole matrices, so the gradients must contain all momentum by now.
         self._run_exchange()
-        for group, parameter, gradient in self._matrices():
+        for group, parameter, gradient in self._iterate_matrices():
             apply_update(parameter, gradient, group["lr"], group["weight_decay"])
         self._count_step()
 
@@ -85,7 +85,7 @@ class MuonWithAdam(torch.optim.Optimizer):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter)
 
-    def _matrices(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+    def _iterate_matrices(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
         for group in self.param_groups:
             if group.get(_IS_MATRIX):
                 yield from ((group, parameter, parameter.grad) for parameter in group["params"])
@@ -97,7 +97,7 @@ class MuonWithAdam(torch.optim.Optimizer):
                 if group.get(_IS_MATRIX):
                     group["step"] = group.get("step", 0) + 1
             return
-        for _, parameter, _ in self._matrices():
+        for _, parameter, _ in self._iterate_matrices():
             state = self.state[parameter]
             state["step"] = state.get("step", torch.zeros(())) + 1
 
@@ -115,7 +115,7 @@ class MuonRule:
         )
         self._shapes = matrix_templates(self._layouts.rules)
         self._rank = torch.distributed.get_rank()
-        names = {piece.storage for piece in self._pieces(self._rank)}
+        names = {piece.storage for piece in self._list_pieces(self._rank)}
         trained = {name: parameter for name, parameter in shard.parameters.items() if parameter.requires_grad}
         self._parameters = {name: parameter for name, parameter in trained.items() if name in names}
 
@@ -124,19 +124,24 @@ class MuonRule:
         groups.
         """
         # Sets of ids, because `==` compares tensors element by element.
-        matrices = {id(parameter) for parameter in self._parameters.values()}
-        rate = self._config.muon.adam_rate
-        rates = {"max_lr": self._config.learning_rate * rate, "min_lr": self._config.min_learning_rate * rate}
+        matrix_ids = {id(parameter) for parameter in self._parameters.values()}
+        rate_factor = self._config.muon.adam_rate
+        rates = {
+            "max_lr": self._config.learning_rate * rate_factor,
+            "min_lr": self._config.min_learning_rate * rate_factor,
+        }
 
         def group_key(name: str, *, is_matrix: bool) -> ParamKey:
             """Return the key of a parameter group: Muon's matrices, or all other parameters."""
-            return ParamKey(predicate=ParamPredicate(name, lambda parameter: (id(parameter) in matrices) is is_matrix))
+            return ParamKey(
+                predicate=ParamPredicate(name, lambda parameter: (id(parameter) in matrix_ids) is is_matrix)
+            )
 
         return {
             **get_standard_config_overrides(settings),
             # Megatron-Core 0.16.1 identifies groups in a checkpoint by a few keys, such as `is_decoupled_lr`.
             group_key("matrices", is_matrix=True): {_IS_MATRIX: True, "is_decoupled_lr": True},
-            **({} if rate == 1 else {group_key("other parameters", is_matrix=False): rates}),
+            **({} if rate_factor == 1 else {group_key("other parameters", is_matrix=False): rates}),
         }
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:
@@ -177,7 +182,7 @@ class MuonRule:
             layouts,
             shapes,
             {name: newton_schulz_flops(*shape, muon.coefficients) for name, shape in shapes.items()},
-            _gradients(parameters),
+            _gradients_by_name(parameters),
             device=self._shard.device,
             group=group,
         )
@@ -190,7 +195,7 @@ class MuonRule:
         )
         return partial(exchange.run, update)
 
-    def _pieces(self, rank: int) -> Layout:
+    def _list_pieces(self, rank: int) -> Layout:
         return tuple(
             holding.piece(tensor)
             for tensor in self._layouts.tensors
@@ -200,12 +205,12 @@ class MuonRule:
         )
 
     def _cut_pieces(self, rank: int, ranges: _Ranges) -> Iterable[Any]:
-        for piece in self._pieces(rank):
+        for piece in self._list_pieces(rank):
             if piece.storage in ranges:
                 yield from cut_piece(piece, *ranges[piece.storage])
 
 
-def _gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+def _gradients_by_name(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return whole parameters' gradients by name. Megatron's optimizers step on views of them."""
     return {name: parameter.main_grad for name, parameter in parameters.items()}
 

@@ -12,24 +12,24 @@ def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int
     `holders` are the ranks that store parts of the matrix. One of them is the owner, unless another rank's sum is
     smaller by more than the matrix costs. Matrices are assigned by falling cost, then by name.
     """
-    loads = [0] * num_ranks
+    costs_by_rank = [0] * num_ranks
     owners = {}
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
         cost = costs[name]
-        owner = min(range(num_ranks), key=lambda rank: loads[rank] + cost * (rank not in holders[name]))
+        owner = min(range(num_ranks), key=lambda rank: costs_by_rank[rank] + cost * (rank not in holders[name]))
         owners[name] = owner
-        loads[owner] += cost
+        costs_by_rank[owner] += cost
     return owners
 
 
 def plan_rounds(owners: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> list[dict[int, list[str]]]:
     """Return each owner's matrices by round. In a round, no rank has more elements than the largest matrix."""
     # The largest matrix needs this memory anyway, so smaller matrices may share a round.
-    limit = max((prod(shapes[name]) for name in owners), default=0)
+    max_numel = max((prod(shapes[name]) for name in owners), default=0)
     rounds_of_owner: dict[int, list[list[str]]] = {}
     for name in sorted(owners, key=lambda name: (-prod(shapes[name]), name)):
         rounds = rounds_of_owner.setdefault(owners[name], [[]])
-        if sum(prod(shapes[placed_name]) for placed_name in rounds[-1]) + prod(shapes[name]) > limit:
+        if sum(prod(shapes[placed_name]) for placed_name in rounds[-1]) + prod(shapes[name]) > max_numel:
             rounds.append([])
         rounds[-1].append(name)
     num_rounds = max(map(len, rounds_of_owner.values()), default=0)

@@ -34,4 +34,4 @@ class BalancePart(EnginePart):
 
     def update_metrics(self) -> dict[str, Metric]:
         losses = self._balance.metrics(self._shard.parallel.pp, self._shard.device)
-        return {name: Mean(value) for name, value in losses.items()} if self._shard.reports else {}
+        return {name: Mean(value) for name, value in losses.items()} if self._shard.returns_results else {}

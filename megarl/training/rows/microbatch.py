@@ -66,7 +66,7 @@ class Microbatch:
         return self.row.host_local
 
 
-def places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
+def indices_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the index in the padded row of each token: [tokens]. `lengths` and `padded` are [sequences]."""
     return ranges(padded.cumsum() - padded, lengths)
 
@@ -74,18 +74,18 @@ def places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDAr
 def select_local(
     values: np.ndarray,
     *,
-    places: NDArray[np.int64],
+    indices: NDArray[np.int64],
     padded: NDArray[np.int64],
     local: NDArray[np.int64],
     device: torch.device,
 ) -> Tensor:
     """Put values into a row that is zero elsewhere, and return this rank's part of the row.
 
-    `values` [values, ...] go to the positions `places` [values]. `padded` [sequences]: padded lengths. `local`
+    `values` [values, ...] go to the positions `indices` [values]. `padded` [sequences]: padded lengths. `local`
     [tokens]: positions on this rank.
     """
     row = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
-    row[places] = values
+    row[indices] = values
     return torch.from_numpy(row[local]).to(device)
 
 
@@ -100,7 +100,7 @@ def tokens_ahead(
     row = np.zeros(padded.sum(), values.dtype)
     # No token of another sequence is ahead: the first `distance` tokens of a sequence are ahead of none.
     is_ahead = ranges(np.zeros_like(lengths), lengths) >= distance
-    row[places_in_row(lengths, padded)[is_ahead] - distance] = values[is_ahead]
+    row[indices_in_row(lengths, padded)[is_ahead] - distance] = values[is_ahead]
     return row
 
 
@@ -136,7 +136,7 @@ def unpack_row(
     """Return values of a padded row in the batch's order: float32 [tokens], zero on first tokens."""
     predicted = is_predicted(borders(lengths))
     unpacked = np.zeros(len(predicted), np.float32)
-    unpacked[predicted] = values[places_in_row(lengths, padded)[predicted] - 1]
+    unpacked[predicted] = values[indices_in_row(lengths, padded)[predicted] - 1]
     return unpacked
 
 

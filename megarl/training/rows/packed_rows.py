@@ -13,9 +13,9 @@ from megarl.data.token_batch import TokenBatch, select_retained
 from megarl.models.attention import PackedRow
 from megarl.training.rows.microbatch import (
     Microbatch,
+    indices_in_row,
     is_predicted,
     padded_lengths,
-    places_in_row,
     select_local,
     support_on,
 )
@@ -38,25 +38,25 @@ def pack_row(
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
     assert row.host_local is not None
     local_positions = row.host_local
-    places, predicted = places_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
+    row_indices, is_predicted_token = indices_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
 
     select_row_part = partial(select_local, padded=padded, local=local_positions, device=device)
 
     def select_predictions(values: np.ndarray) -> Tensor:
         """Return values [tokens] of predicted tokens, stored one position earlier, for this rank."""
-        return select_row_part(values[predicted], places=places[predicted] - 1)
+        return select_row_part(values[is_predicted_token], indices=row_indices[is_predicted_token] - 1)
 
     support = None
     if batch.retained_sets is not None:
         # For each position: the index of its predicted token, or -1 if it predicts none.
         predicted_token = np.full(padded.sum(), -1, np.int64)
-        predicted_token[places[predicted] - 1] = np.flatnonzero(predicted)
+        predicted_token[row_indices[is_predicted_token] - 1] = np.flatnonzero(is_predicted_token)
         support = support_on(device, select_retained(batch.retained_sets, predicted_token[local_positions]))
     return Microbatch(
         lengths=lengths,
         padded=padded,
         samples=batch.samples,
-        input_ids=select_row_part(batch.token_ids, places=places)[None],
+        input_ids=select_row_part(batch.token_ids, indices=row_indices)[None],
         labels=select_predictions(batch.token_ids if batch.labels is None else batch.labels)[None],
         row=row,
         mask=select_predictions(batch.loss_mask),

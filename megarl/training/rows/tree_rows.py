@@ -62,40 +62,40 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     """
     tree = prefix_tree(batch.prefix_keys, batch.cu_seqlens)
     split = _split_tree(tree, cp, multiple)
-    holders = split.ranks[tree.stored_of]
-    local = np.flatnonzero(holders == cp_rank)
+    rank_of_token = split.ranks[tree.stored_of]
+    local = np.flatnonzero(rank_of_token == cp_rank)
     # A token's prediction is computed at the stored token before it.
-    tokens, sequences = np.flatnonzero(is_predicted(batch.cu_seqlens)), None
-    tokens = tokens[holders[tokens - 1] == cp_rank]
+    predicted_tokens, sequences = np.flatnonzero(is_predicted(batch.cu_seqlens)), None
+    predicted_tokens = predicted_tokens[rank_of_token[predicted_tokens - 1] == cp_rank]
     if batch.temperatures is not None and (batch.temperatures != batch.temperatures[0]).any():
         sequences = np.repeat(np.arange(batch.num_sequences), batch.lengths)
-    first, edge = _edges(batch, tree, tokens, sequences)
-    predicted = tokens[first]
+    first_of_edge, edge_of_token = _merge_equal_predictions(batch, tree, predicted_tokens, sequences)
+    edge_tokens = predicted_tokens[first_of_edge]
     edges = np.zeros(len(batch.token_ids), np.int64)
     # Position t predicts token t + 1, so a token's edge is stored one position earlier.
-    edges[tokens - 1] = edge
+    edges[predicted_tokens - 1] = edge_of_token
 
-    def predictions(values: np.ndarray) -> Tensor:
+    def select_predictions(values: np.ndarray) -> Tensor:
         """Return values [tokens] of predicted tokens, stored at the token before each one, for this rank."""
         shifted = np.zeros_like(values)
-        shifted[tokens - 1] = values[tokens]
+        shifted[predicted_tokens - 1] = values[predicted_tokens]
         return torch.from_numpy(shifted[local]).to(device)
 
     support = None
     if batch.retained_sets is not None:
-        support = support_on(device, select_retained(batch.retained_sets, predicted))
+        support = support_on(device, select_retained(batch.retained_sets, edge_tokens))
     temperature: float | Tensor = 1.0 if batch.temperatures is None else float(batch.temperatures[0])
     if sequences is not None and batch.temperatures is not None:
-        edge_temperatures = batch.temperatures[sequences[predicted]].astype(np.float32)
+        edge_temperatures = batch.temperatures[sequences[edge_tokens]].astype(np.float32)
         temperature = torch.from_numpy(edge_temperatures).to(device)
     input_ids = np.append(batch.token_ids[tree.source], np.zeros(len(split.ranks) - len(tree.source), np.int64))
-    own_tree = _token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[predicted]])
+    own_tree = _make_token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[edge_tokens]])
     return TreeMicrobatch(
         input_ids=torch.from_numpy(input_ids[own_tree.own_tokens]).to(device)[None],
-        labels=torch.from_numpy(batch.token_ids[predicted]).to(device)[None],
-        row=TreeRow.from_tree(own_tree, holders, int(batch.lengths.max()), cp_rank),
-        mask=predictions(batch.loss_mask),
-        per_token={name: predictions(values) for name, values in batch.per_token.items()},
+        labels=torch.from_numpy(batch.token_ids[edge_tokens]).to(device)[None],
+        row=TreeRow.from_tree(own_tree, rank_of_token, int(batch.lengths.max()), cp_rank),
+        mask=select_predictions(batch.loss_mask),
+        per_token={name: select_predictions(values) for name, values in batch.per_token.items()},
         lengths=batch.lengths,
         padded=batch.lengths,
         samples=batch.samples,
@@ -104,7 +104,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     )
 
 
-def _edges(
+def _merge_equal_predictions(
     batch: TokenBatch, tree: PrefixTree, tokens: NDArray[np.int64], sequences: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the edges of the predicted tokens `tokens` [predicted]: each edge's first token [edges], and each token's
@@ -161,7 +161,7 @@ def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
     )
 
 
-def _token_tree(
+def _make_token_tree(
     tree: PrefixTree,
     split: _Split,
     cp_rank: int,
@@ -175,8 +175,8 @@ def _token_tree(
     `local` [own tokens]: tokens of the sequences stored on this rank. `edges` [tokens]: the edge after each token.
     `sources` [edges]: the stored token before each edge.
     """
-    stored, padding = len(tree.parent), split.padding
-    last_ends = stored + padding.cumsum()
+    num_stored, padding = len(tree.parent), split.padding
+    last_ends = num_stored + padding.cumsum()
     last_starts, last_ends = (last_ends - padding)[padding > 0], last_ends[padding > 0]
     own_tokens = np.flatnonzero(split.ranks == cp_rank)
     gathered_index = None

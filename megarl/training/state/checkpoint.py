@@ -157,14 +157,14 @@ def _without_shared_memory(data: Any) -> Any:
 
 
 @contextmanager
-def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
+def load_changed_models(models: Mapping[str, Model]) -> Iterator[None]:
     """Context for a save: frozen models with changed weights (an updated reference) are on the device.
 
     A save copies tensors from the device before it continues in the background.
     """
     with ExitStack() as stack:
         for name in changed_models(models):
-            stack.enter_context(models[name].in_memory())
+            stack.enter_context(models[name].on_device())
         yield
 
 
@@ -172,7 +172,7 @@ def plan_save(folder: Path, models: Mapping[str, Model], layout: str, **driver: 
     """Plan a save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
     Tensor names begin with the name in `models`; an empty name keeps Megatron's names. Frozen models are saved only if
-    their weights changed, within `changed_models_loaded`. `layout` says in words how ranks divide the state. Raises
+    their weights changed, within `load_changed_models`. `layout` says in words how ranks divide the state. Raises
     DiskFullError.
     """
     faults.reach("save_plan")
@@ -214,14 +214,14 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     with ExitStack() as stack:
         for model in saved_models.values():
             if isinstance(model, FrozenModel):
-                stack.enter_context(model.in_memory(is_changed=True))
+                stack.enter_context(model.on_device(is_changed=True))
         request = sharded_states(saved_models, is_loading=True)
         if common["layout"] == layout:
             request["random"] = _random_states()
         state = dist_checkpointing.load(request, str(folder))
         assert isinstance(state, dict)
         for name, model in saved_models.items():
-            _restore(model, state[name] if name else state)
+            _restore_model(model, state[name] if name else state)
     if "random" in state:
         _set_random_states(state["random"])
     return state["driver"]
@@ -262,7 +262,7 @@ def restore_common_state(
     with ExitStack() as stack:
         for model in saved_models.values():
             if isinstance(model, FrozenModel):
-                stack.enter_context(model.in_memory(is_changed=True))
+                stack.enter_context(model.on_device(is_changed=True))
                 model.has_moved = True
         yield saved_models
     for name, model in saved_models.items():
@@ -283,9 +283,9 @@ def optimizer_step(optimizer: Any) -> int | None:
     if is_hybrid(optimizer):
         return int(optimizer.state_dict()["optimizer"]["param_groups"][0]["step"])
     inner = optimizer.optimizer
-    counters = list(inner.state.values()) if _is_torch(optimizer) else inner.param_groups
+    count_holders = list(inner.state.values()) if _is_torch(optimizer) else inner.param_groups
     # A rank may hold no parameter of this part. Then its state has no step to restore either.
-    return next((int(counter["step"]) for counter in counters if "step" in counter), None)
+    return next((int(count_holder["step"]) for count_holder in count_holders if "step" in count_holder), None)
 
 
 def set_optimizer_step(optimizer: Any, step: int | None) -> None:
@@ -296,8 +296,8 @@ def set_optimizer_step(optimizer: Any, step: int | None) -> None:
         set_step(optimizer, step)
         return
     inner = optimizer.optimizer
-    for counter in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
-        counter["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
+    for counts in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
+        counts["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
 
 
 def changed_models(models: Mapping[str, Model]) -> list[str]:
@@ -310,7 +310,7 @@ def models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 
 
-def _restore(model: Model, state: dict[str, Any]) -> None:
+def _restore_model(model: Model, state: dict[str, Any]) -> None:
     is_adapted = isinstance(model, TrainingEngine) and model.find_part(LoraPart) is not None
     for name, chunk in _named_chunks(model).items():
         chunk.load_state_dict(without_pickles(state[name]), strict=not is_adapted)

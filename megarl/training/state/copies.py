@@ -109,14 +109,14 @@ class StateCopier:
         assert not isinstance(group, int)
         self._group = group
         self._layouts: dict[int, Layouts] = {}
-        self._newest: dict[int, StateCopy] = {}
+        self._newest_copies: dict[int, StateCopy] = {}
         """Copies of the newest complete step in this rank's memory, by origin."""
-        self._spare: dict[int, Mapping[str, MemoryFile]] = {}
+        self._reusable_files: dict[int, Mapping[str, MemoryFile]] = {}
         """Files of the step before, by origin. The next copies overwrite them."""
         self._exchange: Future[dict[str, FileFields]] | None = None
-        self._running: list[StateCopy] = []
+        self._copies_in_exchange: list[StateCopy] = []
         """Copies in exchange."""
-        self._fields: dict[str, FileFields] | None = None
+        self._complete_files: dict[str, FileFields] | None = None
         """Files of the newest complete copies; None while an exchange runs."""
         self._descriptions: list[MemoryFile] = []
         """Files with descriptions of the newest copies, needed until the agent has opened them."""
@@ -128,7 +128,7 @@ class StateCopier:
         then the copies of the step before stay.
         """
         parts = [part for part in state_parts(models) if part.is_main]
-        layouts, files = _copy_parts(parts, self._spare.get(self._rank))
+        layouts, files = _copy_parts(parts, self._reusable_files.get(self._rank))
         common = common_state(models, layout) | {"driver": driver}
         own_copy = StateCopy(step, self._rank, len(self._partners), layouts, files, common)
         # Layouts are long and rarely change, so only changed layouts are sent. A reference model whose weights change
@@ -145,14 +145,14 @@ class StateCopier:
                 origin,
                 own_copy.num_ranks,
                 self._layouts[origin],
-                _files_for(self._layouts[origin], self._spare.get(origin)),
+                _files_for(self._layouts[origin], self._reusable_files.get(origin)),
                 values,
             )
             for origin, values in enumerate(common_by_origin)
             if self._partners[origin] == self._rank and origin != self._rank
         ]
-        self._spare, self._fields = {}, None
-        self._running = [own_copy, *partner_copies]
+        self._reusable_files, self._complete_files = {}, None
+        self._copies_in_exchange = [own_copy, *partner_copies]
         self._exchange = background.begin(lambda: self._exchange_copies(own_copy, partner_copies))
         return own_copy.num_bytes
 
@@ -164,11 +164,11 @@ class StateCopier:
         """
         if self._exchange is not None and (wait or self._exchange.done()):
             exchange, self._exchange = self._exchange, None
-            self._fields = background.finish(exchange)
-            self._spare = {origin: copy.files for origin, copy in self._newest.items()}
-            self._newest = {copy.origin: copy for copy in self._running}
+            self._complete_files = background.finish(exchange)
+            self._reusable_files = {origin: copy.files for origin, copy in self._newest_copies.items()}
+            self._newest_copies = {copy.origin: copy for copy in self._copies_in_exchange}
         # None until this rank's copies are complete; the driver asks again.
-        return self._fields
+        return self._complete_files
 
     def _exchange_copies(self, own_copy: StateCopy, partner_copies: Sequence[StateCopy]) -> dict[str, FileFields]:
         """Send the own copy and receive the partners'. Returns the files of all of them by name.
@@ -194,10 +194,10 @@ class StateCopier:
             for dtype, checksum in zip(sorted(copy.files), copy_checksums.tolist(), strict=True):
                 if copy is not own_copy:
                     _refuse_changed(copy, dtype, checksum)
-                fields[copy.name_of(dtype)] = _fields(copy.files[dtype], checksum)
-            description = _file_of(copy.describe())
+                fields[copy.name_of(dtype)] = _file_fields(copy.files[dtype], checksum)
+            description = _make_file(copy.describe())
             self._descriptions.append(description)
-            fields[copy.name_of(DESCRIPTION)] = _fields(description, _checksum(description))
+            fields[copy.name_of(DESCRIPTION)] = _file_fields(description, _checksum(description))
         return fields
 
 
@@ -278,11 +278,11 @@ def _restore_dtype(
 
 
 def _copy_parts(
-    parts: Sequence[StatePart], spare: Mapping[str, MemoryFile] | None
+    parts: Sequence[StatePart], reusable_files: Mapping[str, MemoryFile] | None
 ) -> tuple[Layouts, dict[str, MemoryFile]]:
     """Copy the values of the parts to host memory: one file with a flat block per dtype. Returns layouts and files.
 
-    Files of `spare` with the right size are overwritten.
+    Files of `reusable_files` with the right size are overwritten.
     """
     storage, is_on_gpu = _copy_storage(dist.get_rank()), device.current().type == "cuda"
     offsets_by_dtype: dict[str, list[tuple[StatePart, int]]] = {}
@@ -292,7 +292,7 @@ def _copy_parts(
         part_ends = list(accumulate((part.values.numel() for part in parts_of_dtype), initial=0))
         offsets_by_dtype[dtype] = list(zip(parts_of_dtype, part_ends[:-1], strict=True))
         layouts[dtype] = tuple(_piece(part, storage, offset) for part, offset in offsets_by_dtype[dtype])
-    files = _files_for(layouts, spare)
+    files = _files_for(layouts, reusable_files)
     for dtype, file in files.items():
         flat_values = file.tensor.view(getattr(torch, dtype))
         for part, offset in offsets_by_dtype[dtype]:
@@ -303,24 +303,24 @@ def _copy_parts(
     return layouts, files
 
 
-def _files_for(layouts: Layouts, spare: Mapping[str, MemoryFile] | None = None) -> dict[str, MemoryFile]:
-    """Return a file per dtype of a copy with these layouts: from `spare` if its size fits, else a new one."""
+def _files_for(layouts: Layouts, reusable_files: Mapping[str, MemoryFile] | None = None) -> dict[str, MemoryFile]:
+    """Return a file per dtype of a copy with these layouts: from `reusable_files` if its size fits, else a new one."""
     files = {}
     for dtype, pieces in layouts.items():
         num_bytes = sum(piece.box.numel for piece in pieces) * getattr(torch, dtype).itemsize
         # Page-locking is slow, so reuse files.
-        file = (spare or {}).get(dtype)
+        file = (reusable_files or {}).get(dtype)
         files[dtype] = file if file is not None and file.num_bytes == num_bytes else MemoryFile.create(num_bytes)
     return files
 
 
-def _file_of(data: bytes) -> MemoryFile:
+def _make_file(data: bytes) -> MemoryFile:
     file = MemoryFile.create(len(data))
     file.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return file
 
 
-def _fields(file: MemoryFile, checksum: int) -> FileFields:
+def _file_fields(file: MemoryFile, checksum: int) -> FileFields:
     return {"path": file.path, "size": file.num_bytes, "checksum": checksum}
 
 

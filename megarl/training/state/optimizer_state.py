@@ -54,10 +54,10 @@ def sharded_optimizer_state(
 def copy_to_optimizer(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
     """Copy the loaded values into the optimizer's tensors. The loader may have read them into other memory."""
     live_boxes = _make_optimizer_boxes(optimizer, chunks)
-    for place, boxes in live_boxes.items():
+    for parameter_index, boxes in live_boxes.items():
         for name, box in boxes.items():
             assert box.data is not None
-            box.data.copy_(loaded[place][name].view_as(box.data))
+            box.data.copy_(loaded[parameter_index][name].view_as(box.data))
 
 
 def _make_optimizer_boxes(
