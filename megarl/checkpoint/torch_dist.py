@@ -216,8 +216,8 @@ def _boxes(
     A part has at most `max_elements` elements.
     """
     dim, block_start = rule.dim or 0, 0
-    for length in layouts.cut(rule):
-        for rank in range(layouts.splits(rule)):
+    for length in layouts.part_lengths(rule):
+        for rank in range(layouts.count_splits(rule)):
             start, stop = [0] * len(shape), list(shape)
             start[dim], stop[dim] = block_start, block_start + length
             rows = max(1, max_elements // prod(stop[i] - start[i] for i in range(1, len(shape))))

@@ -134,11 +134,11 @@ class DirectReshard:
         slots: EngineSlots | None = None,
     ) -> None:
         rank = rank_in(group)
-        as_computed = destinations is not None and set(recorded) == set(destinations[rank])
-        self.is_computed = all(gather_values(as_computed, group))
-        engine_layouts = (
-            destinations if self.is_computed and destinations is not None else gather_values(recorded, group)
-        )
+        is_computed_here = destinations is not None and set(recorded) == set(destinations[rank])
+        self.is_computed = all(gather_values(is_computed_here, group))
+        engine_layouts = destinations if self.is_computed else None
+        if engine_layouts is None:
+            engine_layouts = gather_values(recorded, group)
         choice = ConversionChoice(engine, group)
         self.converts = choice.is_needed
         """Whether some rank's engine converts received weights."""
@@ -150,10 +150,7 @@ class DirectReshard:
             topology=topology,
             bounds_local=self.converts,
         )
-        # Different plans would deadlock or mix up weights. A digest costs 64 bytes per rank.
-        digests = gather_values(plan.digest(), group)
-        if len(set(digests)) > 1:
-            raise RuntimeError(f"the ranks made different reshard plans: {digests}. Please report this.")
+        _refuse_different_plans(plan, group)
         self._engine, self._slots = engine, slots
         self._live: Mapping[str, Tensor] = live_parameters(engine) if engine is not None else {}
         if slots is not None:
@@ -227,6 +224,28 @@ class DirectReshard:
         return CopyReport({**copies.seconds, "verify": verify_seconds}, copies.num_bytes)
 
 
+def _refuse_different_plans(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    # Different plans would deadlock or mix up weights. A digest costs 64 bytes per rank.
+    digests = gather_values(plan.digest(), group)
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"the ranks made different reshard plans: {digests}. Please report this.")
+
+
+def _group_tensors(shape: ModelShape, dtype: torch.dtype, group_bytes: int) -> list[dict[str, tuple[int, ...]]]:
+    """Return the model's tensor shapes in groups of at most `group_bytes`, or of one larger tensor."""
+    groups: list[dict[str, tuple[int, ...]]] = []
+    # Pretend that a first group is full, so that the loop opens a new group for the first tensor.
+    filled_bytes = group_bytes
+    for name, size in checkpoint_tensors(shape).items():
+        tensor_bytes = prod(size) * dtype.itemsize
+        if filled_bytes + tensor_bytes > group_bytes:
+            groups.append({})
+            filled_bytes = 0
+        groups[-1][name] = size
+        filled_bytes += tensor_bytes
+    return groups
+
+
 class GatheredReshard:
     """Passes full tensors to vLLM's loader `load`, for engines that convert their weights.
 
@@ -254,15 +273,6 @@ class GatheredReshard:
         self._parameters, self._load, self._dtype, self._group = parameters, load, dtype, group
         self._dtypes = float32_dtypes(shape)
         num_engines = len(topology) - first_engine
-        groups: list[dict[str, tuple[int, ...]]] = []
-        # Pretend that a first group is full, so that the loop opens a new group for the first tensor.
-        filled = bucket_bytes
-        for name, size in checkpoint_tensors(shape).items():
-            if filled + prod(size) * dtype.itemsize > bucket_bytes:
-                groups.append({})
-                filled = 0
-            groups[-1][name] = size
-            filled += prod(size) * dtype.itemsize
 
         def plan_group(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
             """Return the plan of copies that gives every engine's rank these tensors in full."""
@@ -273,7 +283,10 @@ class GatheredReshard:
                 sources, engine_layouts, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology
             )
 
-        self._groups = [(tensors, plan_group(tensors).for_rank(rank_in(group))) for tensors in groups]
+        self._groups = [
+            (tensors, plan_group(tensors).for_rank(rank_in(group)))
+            for tensors in _group_tensors(shape, dtype, bucket_bytes)
+        ]
 
     @torch.no_grad()
     def run(self) -> CopyReport:

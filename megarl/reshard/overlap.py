@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 from megarl.families.tensors.names import TensorName
 from megarl.reshard.boxes import Box
-from megarl.reshard.world import Holding, StorageSlot
+from megarl.reshard.world import Holding, StoragePattern
 
 
 class CopyTemplate(NamedTuple):
     """A copy of `shape` elements between strided views of two storages, without layer and expert numbers."""
 
     shape: tuple[int, ...]
-    source: StorageSlot
+    source: StoragePattern
     source_offset: int
     source_strides: tuple[int, ...]
-    destination: StorageSlot
+    destination: StoragePattern
     destination_offset: int
     destination_strides: tuple[int, ...]
 
@@ -106,12 +106,12 @@ class Overlap:
         self.flows = tuple(flows.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
         """(number of elements, source ranks) of each disjoint part of the tensor."""
-        self.turns = max((len(flow.holders) for flow in self.flows), default=1)
+        self.num_rotations = max((len(flow.holders) for flow in self.flows), default=1)
         """Number of tensors until the rotating choice among equal source ranks repeats."""
         self.longest = max((r.stop[0] - r.start[0] for flow in self.flows for r in flow.regions), default=1)
         """Maximum number of slices: the rows of the longest part."""
 
-    def roles(self, rank: int) -> tuple[tuple[int, Flow], ...]:
+    def flows_of_rank(self, rank: int) -> tuple[tuple[int, Flow], ...]:
         """Return (index, flow) for the flows that a rank sends or receives."""
         return tuple(
             (index, flow) for index, flow in enumerate(self.flows) if rank in flow.takers or rank in flow.holders
@@ -185,7 +185,13 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
     shape = tuple(stop - start for start, stop in zip(region.start, region.stop, strict=True))
     destination = region.destination
     return CopyTemplate(
-        shape, source.slot, offset(source), source.strides, destination.slot, offset(destination), destination.strides
+        shape,
+        source.storage,
+        offset(source),
+        source.strides,
+        destination.storage,
+        offset(destination),
+        destination.strides,
     )
 
 

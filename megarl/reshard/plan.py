@@ -8,7 +8,7 @@ anywhere. Destinations are spread evenly over equally near sources, which rotate
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -101,11 +101,11 @@ class _Loads(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The copies of one tensor: slice i is in `buckets[i]`; `turn` rotates the choice among equal source ranks."""
+    """The copies of one tensor: slice i is in `buckets[i]`; `rotation` rotates the choice among equal source ranks."""
 
     tensor: TensorName
     overlap: Overlap
-    turn: int
+    rotation: int
     buckets: tuple[int, ...]
 
 
@@ -127,7 +127,7 @@ class Plan:
     ) -> None:
         self.sources, self.destinations, self._bounds_local = sources, destinations, bounds_local
         self.itemsize, self.bucket_bytes = itemsize, bucket_bytes
-        self._near = _number_link_groups(topology)
+        self._link_groups = _number_link_groups(topology)
         self.steps: list[Step] = []
         self.exchanged: list[bool] = []
         self._source_ranks: dict[tuple[Sequence[int], Sequence[int], int], NDArray[np.int64]] = {}
@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return self._near.shape[1]
+        return self._link_groups.shape[1]
 
     def width(self, tensor: TensorName) -> int:
         """Return how many items one element of a tensor takes. An item has the plan's `itemsize` bytes.
@@ -147,21 +147,21 @@ class Plan:
     @property
     def nodes(self) -> NDArray[np.int64]:
         """The node number of each rank: int64 [ranks]."""
-        return self._near[0]
+        return self._link_groups[0]
 
     def for_rank(self, rank: int) -> RankPlan:
         """Return one rank's part of the plan. The time grows with this rank's pieces, not with the number of ranks."""
         transfers: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
-        list_copies = cache(partial(self._copies, rank))
-        for tensor, overlap, turn, buckets in self.steps:
-            if not (slices := list_copies(overlap, turn, len(buckets))):
+        list_copies = cache(partial(self._list_copies, rank))
+        for tensor, overlap, rotation, buckets in self.steps:
+            if not (slices := list_copies(overlap, rotation, len(buckets))):
                 continue
             name, width = tensor.name, self.width(tensor)
             for bucket, copies in zip(buckets, slices, strict=True):
                 local, sends, receives = transfers[bucket]
                 for template, rank_pairs in copies:
-                    source_storage, source_shift = template.source.locate(tensor)
-                    destination_storage, destination_shift = template.destination.locate(tensor)
+                    source_storage, source_shift = template.source.find_storage(tensor)
+                    destination_storage, destination_shift = template.destination.find_storage(tensor)
                     source_view = View(source_storage, template.source_offset + source_shift, template.source_strides)
                     destination_view = View(
                         destination_storage,
@@ -186,21 +186,23 @@ class Plan:
 
     def digest(self) -> str:
         """Return a hash of the plan's inputs and bucket boundaries. Equal digests on all ranks prove equal plans."""
-        digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
+        digest = hashlib.sha256(
+            repr((self._link_groups.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode()
+        )
         digest.update(repr([step.buckets for step in self.steps]).encode())
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
         return digest.hexdigest()
 
-    def choose_sources(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
+    def choose_sources(self, holders: Sequence[int], takers: Sequence[int], rotation: int) -> NDArray[np.int64]:
         """Return the source rank of each destination rank: int64 [takers]."""
-        request = (holders, takers, turn)
+        request = (holders, takers, rotation)
         if request not in self._source_ranks:
             holder_ranks, taker_ranks = np.asarray(holders), np.asarray(takers)
             rotated_positions, source_ranks = (
-                np.arange(len(taker_ranks)) + turn,
+                np.arange(len(taker_ranks)) + rotation,
                 np.where(np.isin(taker_ranks, holder_ranks), taker_ranks, -1),
             )
-            for group_of_rank in self._near:
+            for group_of_rank in self._link_groups:
                 # From the nearest link to the farthest. A taker keeps the first source found (-1: none yet).
                 holder_order = np.argsort(group_of_rank[holder_ranks], kind="stable")
                 first_holder, end_holder = (
@@ -208,7 +210,7 @@ class Plan:
                     for side in ("left", "right")
                 )
                 # `first_holder` to `end_holder` are the holders at this distance. The taker's position, shifted by the
-                # turn, selects one of them, so that takers spread over the holders.
+                # rotation, selects one of them, so that takers spread over the holders.
                 holder_index = first_holder + rotated_positions % np.maximum(end_holder - first_holder, 1)
                 source_ranks = np.where(
                     (source_ranks < 0) & (end_holder > first_holder),
@@ -218,11 +220,11 @@ class Plan:
             self._source_ranks[request] = source_ranks
         return self._source_ranks[request]
 
-    def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
+    def _list_copies(self, rank: int, overlap: Overlap, rotation: int, num_slices: int) -> list[list[_Copies]]:
         """Return a rank's copies of one tensor by slice; empty if it has none."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
-        for index, flow in overlap.roles(rank):
-            takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, turn + index)
+        for index, flow in overlap.flows_of_rank(rank):
+            takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, rotation + index)
             pairs: dict[int, list[tuple[int, int]]] = {}
             is_on_rank = (takers == rank) | (sources == rank)
             for source, taker in zip(sources[is_on_rank].tolist(), takers[is_on_rank].tolist(), strict=True):
@@ -238,21 +240,9 @@ class Plan:
         The first tensor of each group of source ranks comes first, then the second of each group, and so on. Thus all
         ranks send at the same time, not one pipeline stage or expert rank after another.
         """
-        tensors_by_round: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
-        overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
-        num_tensors_before: dict[int, int] = {}
-        for tensor in self.destinations.tensors:
-            source_holdings, destination_holdings = self.sources.holdings(tensor), self.destinations.holdings(tensor)
-            # All tensors of a kind share one object of holdings, so its id identifies the kind.
-            kind_key = (id(source_holdings), id(destination_holdings))
-            if kind_key not in overlaps:
-                overlap = Overlap(tensor, source_holdings, destination_holdings)
-                overlaps[kind_key] = overlap, self._plan_slices(overlap, limit, self.width(tensor))
-            round_number = num_tensors_before[id(source_holdings)] = num_tensors_before.get(id(source_holdings), -1) + 1
-            tensors_by_round.setdefault((round_number, tensor.template), []).append((tensor, *overlaps[kind_key]))
         # Fill the buckets round by round. A new bucket opens when some rank would stage too many items.
         staged_items = np.zeros(self.num_ranks, dtype=np.int64)
-        for _, round_tensors in sorted(tensors_by_round.items(), key=lambda item: item[0]):
+        for round_tensors in self._list_rounds(limit):
             buckets: list[list[int]] = [[] for _ in round_tensors]
             # In a group of tensors, slice i of each tensor comes before slice i + 1 of any tensor. Thus all holders
             # fill a bucket together.
@@ -269,8 +259,25 @@ class Plan:
                         self.exchanged[-1] |= loads.is_exchanged
                         tensor_buckets.append(len(self.exchanged) - 1)
             for (tensor, overlap, _), tensor_buckets in zip(round_tensors, buckets, strict=True):
-                turn = (max(tensor.layer, 0) + tensor.expert) % overlap.turns
-                self.steps.append(Step(tensor, overlap, turn, tuple(tensor_buckets)))
+                rotation = (max(tensor.layer, 0) + tensor.expert) % overlap.num_rotations
+                self.steps.append(Step(tensor, overlap, rotation, tuple(tensor_buckets)))
+
+    def _list_rounds(self, limit: int) -> Iterator[list[tuple[TensorName, Overlap, _Loads]]]:
+        """Yield the tensors of each round and template: round n has the n-th tensor of each group of source ranks."""
+        tensors_by_round: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
+        overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
+        newest_rounds: dict[int, int] = {}
+        for tensor in self.destinations.tensors:
+            source_holdings, destination_holdings = self.sources.holdings(tensor), self.destinations.holdings(tensor)
+            # All tensors of a kind share one object of holdings, so its id identifies the kind.
+            kind_key = (id(source_holdings), id(destination_holdings))
+            if kind_key not in overlaps:
+                overlap = Overlap(tensor, source_holdings, destination_holdings)
+                overlaps[kind_key] = overlap, self._plan_slices(overlap, limit, self.width(tensor))
+            round_number = newest_rounds[id(source_holdings)] = newest_rounds.get(id(source_holdings), -1) + 1
+            tensors_by_round.setdefault((round_number, tensor.template), []).append((tensor, *overlaps[kind_key]))
+        for _, round_tensors in sorted(tensors_by_round.items(), key=lambda item: item[0]):
+            yield round_tensors
 
     def _plan_slices(self, overlap: Overlap, limit: int, width: int) -> _Loads:
         """Return upper bounds of the items that each rank stages per slice of a tensor, and the number of slices.
@@ -299,13 +306,13 @@ class Plan:
         """Return the maximum number of destination ranks of one source rank over all rotations. 0: all copies are
         local.
         """
-        taker_ranks, source = np.asarray(takers), self.choose_sources(holders, takers, 0)
-        max_takers, is_farther = 0, source != taker_ranks
-        # A turn shifts the choices among holders at the same distance. The maxima of all distances may meet on one
+        taker_ranks, source_ranks = np.asarray(takers), self.choose_sources(holders, takers, 0)
+        max_takers, is_farther = 0, source_ranks != taker_ranks
+        # A rotation shifts the choices among holders at the same distance. The maxima of all distances may meet on one
         # holder, so add them.
-        for link_groups in self._near:
-            is_near = is_farther & (link_groups[source] == link_groups[taker_ranks])
-            max_takers += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
+        for link_groups in self._link_groups:
+            is_near = is_farther & (link_groups[source_ranks] == link_groups[taker_ranks])
+            max_takers += int(np.bincount(source_ranks[is_near]).max()) if is_near.any() else 0
             is_farther &= ~is_near
         return max_takers
 

@@ -48,8 +48,8 @@ class WeightBuffer:
         The context `collective` is entered around each quantisation, in which an engine's ranks exchange maxima.
         """
         self._collective = collective
-        bucket_spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
-        start_indices, self.numel = shared_places(
+        bucket_spans = find_bucket_spans({module.name: module.shapes for module in modules}, plan, layout)
+        start_indices, self.numel = assign_buffer_places(
             [(*bucket_spans[module.name], sum(map(prod, module.shapes.values()))) for module in modules]
         )
         self._buffer = torch.empty(self.numel, dtype=dtype, device=device)
@@ -131,7 +131,7 @@ class QuantisingConversion:
         return checksums, differing
 
 
-def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
+def find_bucket_spans(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
     """Return for each module its first and its last bucket with pieces for one rank, whose engine has this `layout`.
 
     `modules` maps module names to storage names. Raises ValueError for a module without pieces.
@@ -150,7 +150,7 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
     return {module: (min(buckets), max(buckets)) for module, buckets in buckets_by_module.items()}
 
 
-def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+def assign_buffer_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Return at which element of one shared buffer each module starts, and the buffer's number of elements.
 
     `spans` lists (first bucket, last bucket, size) of each module. Each module gets the first free place. A place is

@@ -46,7 +46,7 @@ class PrivateSlots:
         self.num_bytes = sum(slot.nbytes for slot in self._slots)
         self._group = group
         self._splits = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
-        self._travelling: deque[dist.Work] = deque()
+        self._in_flight: deque[dist.Work] = deque()
 
     def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
         """Return views of an exchange's slot: one part to pack the outgoing elements into, [sent], and one part per
@@ -62,10 +62,10 @@ class PrivateSlots:
         sent, received = self._splits[exchange]
         outgoing, incoming = self._parts(exchange)
         work = dist.all_to_all_single(incoming, outgoing, received, sent, self._group, async_op=True)
-        self._travelling.append(cross_world.register(work, self._group))
+        self._in_flight.append(cross_world.register(work, self._group))
 
     def arrive(self) -> None:
-        cross_world.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)
+        cross_world.wait(self._in_flight.popleft(), self._group, is_on_host=self._slots[0].is_cpu)
 
     def release(self) -> None:
         """Do nothing: no peer reads a private slot."""
@@ -92,7 +92,7 @@ class SharedSlots:
         exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
         self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
         slot_numel = max(map(sum, self._sent))
-        self._ended = select.poll()
+        self._peer_ends = select.poll()
         # A memfd has no name, so no file remains after a crash. Peers open it through /proc/PID/fd before it is closed.
         file_number = os.memfd_create("megarl-reshard")
         try:
@@ -119,7 +119,7 @@ class SharedSlots:
         self._nothing = torch.empty(0, dtype=dtype)
 
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
-        """Map the other ranks' shared memory, and set `_ended`, which signals the end of a peer's process.
+        """Map the other ranks' shared memory, and set `_peer_ends`, which signals the end of a peer's process.
 
         `files` are pairs of process id and file descriptor.
         """
@@ -128,14 +128,14 @@ class SharedSlots:
         try:
             for process, _ in files:
                 process_files.append(os.pidfd_open(process))
-                self._ended.register(process_files[-1], select.POLLIN)
+                self._peer_ends.register(process_files[-1], select.POLLIN)
             return [_map_file(Path(f"/proc/{process}/fd/{number}")) for process, number in files]
         except (FileNotFoundError, ProcessLookupError) as error:
             raise PeerGoneError(f"a rank taking part in the reshard has ended or left: {error}") from error
         except PermissionError as error:
             # Linux gives the /proc files of a zombie process to root: a peer that just died looks like a refused
             # permission.
-            if self._ended.poll(_END_MILLISECONDS):
+            if self._peer_ends.poll(_END_MILLISECONDS):
                 raise PeerGoneError("a rank taking part in the reshard has ended") from error
             raise
 
@@ -176,7 +176,7 @@ class SharedSlots:
                 time.sleep(nap)
                 # The first check does not sleep. Later, 50 microseconds keep the latency low without a busy loop.
                 nap = 5e-5
-                if self._ended.poll(0):
+                if self._peer_ends.poll(0):
                     raise PeerGoneError("a rank taking part in the reshard has ended")
                 # A peer may leave after its last exchange is complete, so check again.
                 if self._counts[rank][2] and not is_ready(rank):

@@ -20,16 +20,16 @@ def partners(topology: RankTopology) -> list[int]:
 
     `topology` lists each rank's node first. No two ranks share a partner if all nodes have equally many ranks.
     """
-    nodes = list(dict.fromkeys(place[0] for place in topology))
+    nodes = list(dict.fromkeys(position[0] for position in topology))
     if len(nodes) == 1:
         # A second copy on the same node would be lost together with the first.
         return list(range(len(topology)))
-    on_node = {node: [rank for rank, place in enumerate(topology) if place[0] == node] for node in nodes}
+    ranks_on_node = {node: [rank for rank, position in enumerate(topology) if position[0] == node] for node in nodes}
     partner_of = [0] * len(topology)
     for number, node in enumerate(nodes):
-        next_ranks = on_node[nodes[(number + 1) % len(nodes)]]
-        for place, rank in enumerate(on_node[node]):
-            partner_of[rank] = next_ranks[place % len(next_ranks)]
+        next_ranks = ranks_on_node[nodes[(number + 1) % len(nodes)]]
+        for position, rank in enumerate(ranks_on_node[node]):
+            partner_of[rank] = next_ranks[position % len(next_ranks)]
     return partner_of
 
 

@@ -30,7 +30,7 @@ _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @dataclass(slots=True)
-class _Copies:
+class _CopyPairs:
     """Pairs (destination view, source view) to copy."""
 
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -68,12 +68,12 @@ class _Copies:
 
 
 @dataclass(slots=True)
-class _Step:
+class _BoundBucket:
     """One bucket (exchange) of the plan, with all its views of memory."""
 
-    local: _Copies
-    pack: _Copies
-    unpack: _Copies
+    local: _CopyPairs
+    pack: _CopyPairs
+    unpack: _CopyPairs
     exchange: int | None
     """Index of the bucket among a reshard's exchanges; None: no rank sends anything."""
 
@@ -144,21 +144,21 @@ class Transport:
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = shared_memory and is_exchanged and is_one_machine(self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else PrivateSlots(plan, dtype, self._device, group)
-        self._steps = list(_bind(plan, sources, destinations, self._slots, dtype))
-        count = {
+        self._buckets = list(_bind_steps(plan, sources, destinations, self._slots, dtype))
+        numel_by_kind = {
             "local": sum(t.numel for b in plan.buckets for t in b.local),
             "sent": sum(t.numel for b in plan.buckets for t in b.sends),
             "received": sum(t.numel for b in plan.buckets for t in b.receives),
         }
-        self._num_bytes = {kind: numel * plan.itemsize for kind, numel in count.items()}
+        self._num_bytes = {kind: numel * plan.itemsize for kind, numel in numel_by_kind.items()}
         self.staged_bytes = self._slots.num_bytes
 
     @torch.no_grad()
     def reshard(self) -> CopyReport:
         """Copy all weights. A collective."""
         clock = _Clock(self._device)
-        travelling: _Step | None = None
-        for number, step in enumerate(self._steps):
+        in_flight: _BoundBucket | None = None
+        for number, step in enumerate(self._buckets):
             if step.exchange is not None:
                 with clock.stage("wire"):
                     self._slots.claim(step.exchange)
@@ -168,12 +168,12 @@ class Transport:
                     self._slots.depart(step.exchange)
             with clock.stage("local"):
                 step.local.run()
-            self._unpack(travelling, clock)
-            travelling = step if step.exchange is not None else None
+            self._unpack(in_flight, clock)
+            in_flight = step if step.exchange is not None else None
             # The stage runs one bucket late: only now are the previous bucket's remote elements unpacked.
             self._run_arrival_stage(number - 1, clock)
-        self._unpack(travelling, clock)
-        self._run_arrival_stage(len(self._steps) - 1, clock)
+        self._unpack(in_flight, clock)
+        self._run_arrival_stage(len(self._buckets) - 1, clock)
         seconds = clock.seconds()
         cross_world.check(self._group)
         return CopyReport(seconds, self._num_bytes)
@@ -183,12 +183,12 @@ class Transport:
             with clock.stage(self._on_arrival.name):
                 self._on_arrival.run(bucket)
 
-    def _unpack(self, travelling: _Step | None, clock: _Clock) -> None:
-        if travelling is not None:
+    def _unpack(self, in_flight: _BoundBucket | None, clock: _Clock) -> None:
+        if in_flight is not None:
             with clock.stage("wire"):
                 self._slots.arrive()
             with clock.stage("unpack"):
-                travelling.unpack.run()
+                in_flight.unpack.run()
             self._slots.release()
 
 
@@ -237,13 +237,13 @@ def transfer_view(storage: Tensor, view: View, transfer: Transfer, dtype: torch.
     return strided_view(storage.detach().flatten().view(dtype), units, (*transfer.shape, width), transfer.name)
 
 
-def _bind(
+def _bind_steps(
     plan: RankPlan,
     sources: Mapping[str, Tensor],
     destinations: Mapping[str, Tensor],
     slots: PrivateSlots | SharedSlots,
     dtype: torch.dtype,
-) -> Iterator[_Step]:
+) -> Iterator[_BoundBucket]:
     """Yield the steps of a plan, with views of all tensors: per bucket local copies, packing, exchange, unpacking."""
 
     def source(transfer: Transfer) -> Tensor:
@@ -261,11 +261,11 @@ def _bind(
 
     exchange = 0
     for bucket in plan.buckets:
-        local, pack, unpack = _Copies(), _Copies(), _Copies()
+        local, pack, unpack = _CopyPairs(), _CopyPairs(), _CopyPairs()
         for transfer in bucket.local:
             local.add(destination(transfer), source(transfer))
         if not bucket.is_exchanged:
-            yield _Step(local, pack, unpack, None)
+            yield _BoundBucket(local, pack, unpack, None)
             continue
         outgoing, messages = slots.views(exchange)
         start = 0
@@ -278,7 +278,7 @@ def _bind(
             start = starts[transfer.source_rank]
             starts[transfer.source_rank] += transfer.numel
             unpack.add(destination(transfer), message(messages[transfer.source_rank], start, transfer))
-        yield _Step(local, pack, unpack, exchange)
+        yield _BoundBucket(local, pack, unpack, exchange)
         exchange += 1
 
 

@@ -15,8 +15,8 @@ from megarl.families.tensors.names import TensorName, in_order, parse_name
 from megarl.reshard.boxes import Box, Layout, Piece
 
 
-class StorageSlot(NamedTuple):
-    """Storages of one kind of tensor: a name with `{layer}` and `{expert}`, both counted from the rank's first."""
+class StoragePattern(NamedTuple):
+    """Name of the storages of one kind of tensor, with `{layer}` and `{expert}` counted from the rank's first."""
 
     storage: str
     first_layer: int = 0
@@ -24,7 +24,7 @@ class StorageSlot(NamedTuple):
     expert_step: int = 0
     """Elements from one expert to the next if the storage stacks experts; else 0."""
 
-    def locate(self, tensor: TensorName) -> tuple[str, int]:
+    def find_storage(self, tensor: TensorName) -> tuple[str, int]:
         """Return the storage that holds a tensor, and the element at which the tensor's expert starts there."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
@@ -36,12 +36,12 @@ class Holding(NamedTuple):
     start: tuple[int, ...]
     stop: tuple[int, ...]
     ranks: Sequence[int]
-    slot: StorageSlot
+    storage: StoragePattern
     offset: int
     strides: tuple[int, ...]
 
     def piece(self, tensor: TensorName) -> Piece:
-        storage, shift = self.slot.locate(tensor)
+        storage, shift = self.storage.find_storage(tensor)
         return Piece(Box(tensor.name, self.start, self.stop), storage, self.offset + shift, self.strides)
 
 
@@ -120,15 +120,15 @@ class ListedLayouts(Layouts):
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._num_ranks = len(layouts)
-        by_piece: dict[Piece, list[int]] = {}
+        ranks_by_piece: dict[Piece, list[int]] = {}
         for rank, layout in enumerate(layouts):
             for piece in layout:
-                by_piece.setdefault(piece, []).append(rank)
+                ranks_by_piece.setdefault(piece, []).append(rank)
         self._holdings: dict[TensorName, tuple[Holding, ...]] = {}
-        for piece, ranks in by_piece.items():
+        for piece, ranks in ranks_by_piece.items():
             box = piece.box
             holding = Holding(
-                box.start, box.stop, tuple(ranks), StorageSlot(piece.storage), piece.offset, piece.strides
+                box.start, box.stop, tuple(ranks), StoragePattern(piece.storage), piece.offset, piece.strides
             )
             tensor = parse_name(box.name)
             self._holdings[tensor] = (*self._holdings.get(tensor, ()), holding)

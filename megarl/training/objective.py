@@ -372,7 +372,7 @@ def apply_to_whole_row(
     policy_loss: Callable[..., LossAndMetrics],
     arguments: tuple[Tensor, ...],
     batch: Microbatch,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
 ) -> LossAndMetrics:
     """Return a loss of whole trajectories on this context-parallel rank's tokens: [tokens]."""
     row, local = batch.row, batch.row.local

@@ -25,9 +25,12 @@ def rules_by_parameter(layouts: MegatronLayouts, rank: int) -> dict[str, tuple[R
             layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
             if rule.place != "every_layer":
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
-            slot = layouts.slot(rule, chunk, coordinates.ep)
+            slot = layouts.storage_pattern(rule, chunk, coordinates.ep)
             for layer in layers:
-                rules[slot.locate(TensorName("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
+                rules[slot.find_storage(TensorName("", layer))[0]] = (
+                    rule,
+                    rule.parameter.format(layer=layer, expert=0),
+                )
     return rules
 
 
@@ -74,7 +77,7 @@ class Gathered:
 
     def _shape(self, rule: Rule) -> tuple[int, ...]:
         shape = list(rule.tensors[0][1])
-        shape[rule.dim or 0] = sum(self._layouts.cut(rule))
+        shape[rule.dim or 0] = sum(self._layouts.part_lengths(rule))
         return tuple(shape)
 
     def _slice(self, name: str, rule: Rule, parts: list[torch.Tensor]) -> None:

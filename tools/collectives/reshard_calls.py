@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
-from megarl.reshard.layouts.placed import reshard_ends
+from megarl.reshard.layouts.placed import make_reshard_layouts
 from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
 from megarl.reshard.staging import splits
@@ -23,7 +23,7 @@ from tools.collectives.programs import Call, Group, Job, Program
 
 def plan_of(recipe: Recipe, parallel: ParallelConfig, shape: ModelShape, num_ranks: int, itemsize: int) -> Plan:
     """Return the plan of a reshard over `num_ranks` ranks: fewer than the layout's if engine replicas are lost."""
-    ends = reshard_ends(
+    ends = make_reshard_layouts(
         shape.with_draft_layers(recipe.trainer.trains_draft_layers),
         parallel,
         num_ranks,

@@ -74,7 +74,7 @@ def _find_fault(
             model.load_weights(comparer.folder_tensors(names, tensor_of))  # pyright: ignore[reportCallIssue]
     if comparer.faults:
         return comparer.faults[0]
-    unplaced = [name for name in names if name not in comparer.placed]
+    unplaced = [name for name in names if name not in comparer.copied_names]
     return f"vLLM's loader places no row of {unplaced[0]} in the engine" if unplaced else None
 
 
@@ -93,10 +93,10 @@ class RowComparer(Recorder):
     ) -> None:
         super().__init__(parameters)
         self.faults: list[str] = []
-        self.placed: set[str] = set()
+        self.copied_names: set[str] = set()
         """Names of tensors that the loader copied into live parameters."""
         self._modules = {name: module for module in quantised for name in module.shapes}
-        self._dtype, self._numbers = dtype, random.Random(seed)
+        self._dtype, self._random = dtype, random.Random(seed)
         self._names: dict[int, str] = {}
         """Storage address -> name of the folder's tensor from which the loader may have computed the storage."""
         self._mapped: list[Tensor] = []
@@ -124,9 +124,9 @@ class RowComparer(Recorder):
             return
         parameter_name, parameter = live
         name = self._names.get(_storage(arguments["src"]), "an unknown tensor")
-        self.placed.add(name)
+        self.copied_names.add(name)
         source = arguments["src"].expand(target.shape)
-        for row_index in self._rows(target.shape):
+        for row_index in self._draw_rows(target.shape):
             live_row, folder_row = target[row_index], source[row_index].cpu()
             if (module := self._modules.get(parameter_name)) is not None:
                 first_element = int(live_row.storage_offset() - parameter.storage_offset())
@@ -136,8 +136,8 @@ class RowComparer(Recorder):
                 is_equal = self._is_equal(live_row.cpu(), folder_row)
             if not is_equal:
                 self.faults.append(
-                    f"the engine's parameter {parameter_name} does not hold row {_text_of(row_index)} of its part of "
-                    f"{name} as in the model folder"
+                    f"the engine's parameter {parameter_name} does not hold row {_format_index(row_index)} of its part "
+                    f"of {name} as in the model folder"
                 )
                 return
 
@@ -148,12 +148,12 @@ class RowComparer(Recorder):
             written, exact.to(self._dtype).to(written.dtype)
         )
 
-    def _rows(self, shape: Sequence[int]) -> Iterator[tuple[int | slice, ...]]:
+    def _draw_rows(self, shape: Sequence[int]) -> Iterator[tuple[int | slice, ...]]:
         """Yield the indices of at most ROWS random rows of a tensor of this `shape`, each at most COLUMNS long."""
         size = shape[-1] if shape else 1
         for _ in range(ROWS if len(shape) > 1 else 1):
-            start = self._numbers.randrange(max(1, size - COLUMNS + 1))
-            leading = tuple(self._numbers.randrange(count) for count in shape[:-1])
+            start = self._random.randrange(max(1, size - COLUMNS + 1))
+            leading = tuple(self._random.randrange(count) for count in shape[:-1])
             yield (*leading, slice(start, start + COLUMNS)) if shape else ()
 
 
@@ -161,5 +161,5 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _text_of(row: Sequence[int | slice]) -> str:
+def _format_index(row: Sequence[int | slice]) -> str:
     return ", ".join(f"{part.start}:" if isinstance(part, slice) else str(part) for part in row)

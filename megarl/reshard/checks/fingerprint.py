@@ -68,10 +68,10 @@ def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerpri
     checksums = [torch.zeros((), dtype=torch.int64, device=values.device)]
     sketch = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device=values.device)
     squares = torch.zeros((), dtype=torch.float64, device=values.device)
-    for block, rows, first in _blocks(values, start):
-        checksums.append(_checksum_of_block(block, rows, first))
+    for block, rows, first_column in _iterate_blocks(values, start):
+        checksums.append(_checksum_of_block(block, rows, first_column))
         wide = _scratch(block.shape, torch.float64, values.device).copy_(block)
-        columns = _random(first, block.shape[1], -1, values.device)
+        columns = _random_numbers(first_column, block.shape[1], -1, values.device)
         sketch += ((wide @ _signs(columns)) * _signs(rows)).sum(0)
         squares += torch.dot(wide.view(-1), wide.view(-1))
     total = int(torch.stack(checksums).sum().item()) & MASK
@@ -84,19 +84,19 @@ def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
 
     `start` is as in `fingerprint`. Checksums of disjoint boxes add up, modulo 2^64, to the whole tensor's checksum.
     """
-    checksums = [_checksum_of_block(*block) for block in _blocks(values, start)]
+    checksums = [_checksum_of_block(*block) for block in _iterate_blocks(values, start)]
     if len(checksums) == 1:
         return checksums[0]
     return torch.stack([torch.zeros((), dtype=torch.int64, device=values.device), *checksums]).sum()
 
 
-def _checksum_of_block(block: Tensor, rows: Tensor, first: int) -> Tensor:
+def _checksum_of_block(block: Tensor, rows: Tensor, first_column: int) -> Tensor:
     """Return the checksum, int64 [scalar], of a block [rows, columns].
 
-    `rows` has a random number per row. `first` is the tensor's column at which the block begins.
+    `rows` has a random number per row. `first_column` is the tensor's column at which the block begins.
     """
-    words, first_word = _words(block, first)
-    columns = _random(first_word, words.shape[1], -1, block.device)
+    words, first_word = _words(block, first_column)
+    columns = _random_numbers(first_word, words.shape[1], -1, block.device)
     # Products of odd numbers are odd, so each element affects at least 32 bits. Overflow wraps around.
     products = torch.mul(words, columns, out=_scratch(words.shape, torch.int64, block.device))
     return (products.sum(1) * rows).sum()
@@ -118,45 +118,45 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
     return _buffers.memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def _words(block: Tensor, first: int) -> tuple[Tensor, int]:
+def _words(block: Tensor, first_column: int) -> tuple[Tensor, int]:
     """Return the bits of a block [rows, columns] as integers [rows, words], and the index of the first word.
 
-    A word has the elements of 4 bytes, such as two bfloat16 elements: the sum is two to four times faster. `first` is
-    the tensor's column at which the block begins. Bits of a word outside the block are 0.
+    A word has the elements of 4 bytes, such as two bfloat16 elements: the sum is two to four times faster.
+    `first_column` is the tensor's column at which the block begins. Bits of a word outside the block are 0.
     """
     itemsize = block.dtype.itemsize
     bits = block.view(_INTEGERS[itemsize])
     if itemsize >= 4:
-        return bits, first
-    per_word = 4 // itemsize
-    pad_left, pad_right = first % per_word, -(first + block.shape[1]) % per_word
+        return bits, first_column
+    elements_per_word = 4 // itemsize
+    pad_left, pad_right = first_column % elements_per_word, -(first_column + block.shape[1]) % elements_per_word
     if pad_left or pad_right:
         bits = torch.nn.functional.pad(bits, (pad_left, pad_right))
-    elif bits.storage_offset() % per_word:
+    elif bits.storage_offset() % elements_per_word:
         # A view as words must begin at a whole word of the storage.
         bits = bits.clone()
     # Flat first: torch refuses the view if a single row has an odd stride.
-    return bits.view(-1).view(torch.int32).view(len(bits), -1), first // per_word
+    return bits.view(-1).view(torch.int32).view(len(bits), -1), first_column // elements_per_word
 
 
-def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _iterate_blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield blocks [rows, columns] of a box [*shape], each with at most _CHUNK[device] elements.
 
     With each block come the random odd numbers of its rows, int64 [rows], and its first column.
     """
     shape = values.shape or torch.Size((1,))
-    begin = tuple(start or (0,) * len(shape))
-    rows = _row_numbers(begin[:-1], tuple(shape[:-1]), values.device)
+    start_index = tuple(start or (0,) * len(shape))
+    rows = _row_numbers(start_index[:-1], tuple(shape[:-1]), values.device)
     matrix = values.detach().reshape(len(rows), shape[-1])
-    chunk = _CHUNK[values.device.type]
-    width = min(shape[-1], chunk)
-    height = max(1, chunk // max(width, 1))
-    for row in range(0, len(rows), height):
-        for column in range(0, shape[-1], max(width, 1)):
-            num_rows, num_columns = min(height, len(rows) - row), min(width, shape[-1] - column)
+    max_numel = _CHUNK[values.device.type]
+    block_columns = min(shape[-1], max_numel)
+    block_rows = max(1, max_numel // max(block_columns, 1))
+    for row in range(0, len(rows), block_rows):
+        for column in range(0, shape[-1], max(block_columns, 1)):
+            num_rows, num_columns = min(block_rows, len(rows) - row), min(block_columns, shape[-1] - column)
             block = matrix.narrow(0, row, num_rows).narrow(1, column, num_columns)
             # A view as integers needs elements of a row side by side.
-            yield block.contiguous(), rows.narrow(0, row, num_rows), begin[-1] + column
+            yield block.contiguous(), rows.narrow(0, row, num_rows), start_index[-1] + column
 
 
 # Without caches, these numbers take several times as long as the sums of a small tensor. A model has few shapes.
@@ -169,12 +169,12 @@ def _row_numbers(start: tuple[int, ...], shape: tuple[int, ...], device: torch.d
     rows = torch.ones(1, dtype=torch.int64, device=device)
     for dim, (first, size) in enumerate(zip(start, shape, strict=True), -len(shape) - 1):
         # Each index has its own number, so the shape of the larger tensor is not needed.
-        rows = torch.outer(rows, _random(first, size, dim, device)).flatten()
+        rows = torch.outer(rows, _random_numbers(first, size, dim, device)).flatten()
     return rows
 
 
 @lru_cache(maxsize=1024)
-def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
+def _random_numbers(first: int, count: int, dim: int, device: torch.device) -> Tensor:
     """Return a random odd number for each index from `first` to `first + count` of a dimension, int64 [count].
 
     The function is SplitMix64 (Steele, Lea and Flood, 2014). `dim` counts from the last dimension, -1.
@@ -189,7 +189,7 @@ def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
 
 def _signs(numbers: Tensor) -> Tensor:
     """Return NUM_PROJECTIONS random signs for each random number [count]: float64 [count, NUM_PROJECTIONS]."""
-    # Use the high bits, in which products of numbers (as in `_blocks`) are distributed best.
+    # Use the high bits, in which products of numbers (as in `_iterate_blocks`) are distributed best.
     bits = torch.arange(63 - NUM_PROJECTIONS, 63, device=numbers.device)
     return ((numbers[:, None] >> bits) & 1).to(torch.float64) * 2 - 1
 

@@ -71,22 +71,15 @@ class LedgerComparison:
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(values)
-        expected = torch.full((self._num_boxes,), _NOT_STORED, dtype=torch.int64, device=self._device)
-        expected.scatter_(0, self._source_numbers, source_values)
+        expected_values = torch.full((self._num_boxes,), _NOT_STORED, dtype=torch.int64, device=self._device)
+        expected_values.scatter_(0, self._source_numbers, source_values)
         if self._num_ranks > 1:
             # All trainers with a box should have the same value: the minimum.
-            work = dist.all_reduce(expected, dist.ReduceOp.MIN, self._group, async_op=True)
-            cross_world.finish(work, self._group, is_on_host=expected.is_cpu)
-        is_other = (source_values != expected.gather(0, self._source_numbers)).tolist()
+            work = dist.all_reduce(expected_values, dist.ReduceOp.MIN, self._group, async_op=True)
+            cross_world.finish(work, self._group, is_on_host=expected_values.is_cpu)
+        is_other = (source_values != expected_values.gather(0, self._source_numbers)).tolist()
         outlier = self._source_pieces[is_other.index(True)].box.name if any(is_other) else None
-        is_wrong = (engine_values != expected.gather(0, self._engine_numbers)).tolist()
-        fault = None
-        if any(is_wrong):
-            piece = self._engine_pieces[is_wrong.index(True)]
-            fault = piece.storage, f"the trainer's {piece.box.name}", f"{sum(is_wrong)} of this rank's boxes"
-        elif differing:
-            expected_text = "the trainer's weights as vLLM quantises them"
-            fault = differing[0], expected_text, f"{len(differing)} of this rank's tensors"
+        fault = self._find_fault(engine_values != expected_values.gather(0, self._engine_numbers), differing)
         faults = [(fault, outlier)]
         if self._num_ranks > 1:
             faults = signed.gather((fault, outlier), self._group, purpose="verification")
@@ -98,10 +91,21 @@ class LedgerComparison:
             )
         for rank, (fault, _) in enumerate(faults):
             if fault is not None:
-                raise MegarlError(
-                    f"rank {rank}: the engine's parameter {fault[0]} does not hold {fault[1]} after a reshard "
-                    f"({fault[2]} differ). Please report this with the recipe."
-                )
+                raise MegarlError(f"rank {rank}: {fault}. Please report this with the recipe.")
+
+    def _find_fault(self, is_wrong: Tensor, differing: Sequence[str]) -> str | None:
+        """Return in words this rank's first wrong parameter. `is_wrong`: bool [engine pieces]."""
+        wrong_flags = is_wrong.tolist()
+        if any(wrong_flags):
+            piece = self._engine_pieces[wrong_flags.index(True)]
+            parameter, expected_text = piece.storage, f"the trainer's {piece.box.name}"
+            count_text = f"{sum(wrong_flags)} of this rank's boxes"
+        elif differing:
+            parameter, expected_text = differing[0], "the trainer's weights as vLLM quantises them"
+            count_text = f"{len(differing)} of this rank's tensors"
+        else:
+            return None
+        return f"the engine's parameter {parameter} does not hold {expected_text} after a reshard ({count_text} differ)"
 
     def _stack(self, values: Mapping[int, Tensor]) -> Tensor:
         ordered = [values[number] for number in range(len(values))]
@@ -118,7 +122,7 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
     """
 
     @cache
-    def roles(overlap: Overlap) -> list[tuple[bool, bool]]:
+    def roles_in_flows(overlap: Overlap) -> list[tuple[bool, bool]]:
         """Return for each flow whether this rank holds its source, and whether it takes a copy."""
         return [(rank in flow.holders, rank in flow.takers) for flow in overlap.flows]
 
@@ -126,7 +130,7 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
     destinations: dict[int, Piece] = {}
     number = 0
     for tensor, overlap, _, _ in plan.steps:
-        for flow, (is_holder, is_taker) in zip(overlap.flows, roles(overlap), strict=True):
+        for flow, (is_holder, is_taker) in zip(overlap.flows, roles_in_flows(overlap), strict=True):
             for region in flow.regions:
                 if is_holder:
                     holding = next(holding for holding in region.sources if rank in holding.ranks)

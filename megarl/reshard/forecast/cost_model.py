@@ -17,7 +17,7 @@ from megarl.config import LoraConfig
 from megarl.config.parallel import RANK_ORDERS, ParallelConfig
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
-from megarl.reshard.layouts.placed import reshard_ends
+from megarl.reshard.layouts.placed import make_reshard_layouts
 from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.overlap import Overlap
@@ -178,10 +178,10 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     bucket_numels = np.zeros((len(plan.exchanged), 4, num_ranks), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
     # Equal kinds of tensors share their counts, so each kind is counted once.
-    count_turn = cache(partial(_count_turn, plan))
+    count_tensor = cache(partial(_count_tensor, plan))
     count_missing, count_gathered = (cache(partial(f, plan)) for f in (_lower_bound, _count_gathered))
-    for tensor, overlap, turn, buckets in plan.steps:
-        counts, width = count_turn(overlap, turn=turn, num_slices=len(buckets)), plan.width(tensor)
+    for tensor, overlap, rotation, buckets in plan.steps:
+        counts, width = count_tensor(overlap, rotation=rotation, num_slices=len(buckets)), plan.width(tensor)
         received += width * counts.received
         sent += width * counts.sent
         copies += counts.copies
@@ -225,10 +225,10 @@ def reshard_plan(
 
     The arguments are those of `forecast`.
     """
-    ends = reshard_ends(model, parallel, parallel.num_ranks, adapter=adapter)
+    layouts = make_reshard_layouts(model, parallel, parallel.num_ranks, adapter=adapter)
     return make_plan(
-        ends.sources,
-        ends.destinations,
+        layouts.sources,
+        layouts.destinations,
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
         topology=_topology(parallel, ranks_per_node=ranks_per_node, engine_ranks_per_node=engine_ranks_per_node),
@@ -299,7 +299,7 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
+class _TensorCounts:
     """Elements sent and received, and copies, of one tensor for one choice among equal source ranks.
 
     Arrays are [tier, rank] or [rank]. `pairs` encodes each remote pair as `source * num_ranks + destination`.
@@ -311,13 +311,13 @@ class _Turn:
     pairs: NDArray[np.int64]
 
 
-def _count_turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
+def _count_tensor(plan: Plan, overlap: Overlap, *, rotation: int, num_slices: int) -> _TensorCounts:
     num_ranks = plan.num_ranks
     received, sent = np.zeros((2, 3, num_ranks), np.int64)
     copies = np.zeros(num_ranks, np.int64)
     pairs = []
     for index, flow in enumerate(overlap.flows):
-        takers, sources = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
+        takers, sources = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, rotation + index)
         numel = sum(region.numel for region in flow.regions)
         # 0, 1 and 2 are the indices of TIERS: local, same_node, other_node.
         tier = np.where(sources == takers, 0, np.where(plan.nodes[sources] == plan.nodes[takers], 1, 2))
@@ -327,7 +327,7 @@ def _count_turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> 
         np.add.at(copies, takers, copy_templates)
         np.add.at(copies, sources[tier > 0], copy_templates)
         pairs.append((sources * num_ranks + takers)[tier > 0])
-    return _Turn(received=received, sent=sent, copies=copies, pairs=np.concatenate(pairs))
+    return _TensorCounts(received=received, sent=sent, copies=copies, pairs=np.concatenate(pairs))
 
 
 def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:

@@ -98,12 +98,14 @@ def forecast_resize(
         needed_layouts = [tuple(pieces) for pieces in pieces_by_rank]
         copied_layouts = [old_state.copies(element_bytes, origins) for origins in nearest_origins]
         least_bytes += int(
-            _traffic(
+            _count_traffic(
                 copied_layouts, [*needed_layouts, *(() for _ in receivers_by_origin)], element_bytes, nearest_topology
             ).lower_bound.sum()
         )
         copied_layouts = [old_state.copies(element_bytes, origins) for origins in readable_origins]
-        bytes_from_others = _traffic(copied_layouts, needed_layouts, element_bytes, new_topology).received[1:].sum(0)
+        bytes_from_others = (
+            _count_traffic(copied_layouts, needed_layouts, element_bytes, new_topology).received[1:].sum(0)
+        )
         received_bytes += int(bytes_from_others.sum())
         for rank, num_bytes in enumerate(bytes_from_others.tolist()):
             bytes_by_rank[rank] += num_bytes
@@ -111,9 +113,11 @@ def forecast_resize(
     return ResizeBytes(state_bytes, handed_over_bytes, received_bytes, max(bytes_by_rank.values()), least_bytes)
 
 
-def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, places: RankTopology) -> Traffic:
+def _count_traffic(
+    sources: Sequence[Layout], destinations: Sequence[Layout], element_bytes: int, topology: RankTopology
+) -> Traffic:
     # One huge bucket avoids the work of slicing tensors.
-    return count(make_plan(sources, needs, itemsize=size, bucket_bytes=1 << 62, topology=places))
+    return count(make_plan(sources, destinations, itemsize=element_bytes, bucket_bytes=1 << 62, topology=topology))
 
 
 class _StateLayouts:

@@ -18,7 +18,7 @@ from megarl.families.shape import ModelShape, sizes_of
 from megarl.families.tensors.names import TensorName
 from megarl.families.tensors.rules import Rule
 from megarl.reshard.boxes import contiguous_strides
-from megarl.reshard.world import Holding, Layouts, StorageSlot
+from megarl.reshard.world import Holding, Layouts, StoragePattern
 from megarl.types import ConfigError
 
 
@@ -50,11 +50,11 @@ def parameter_shapes(
                 layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
             else:
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
-            slot = layouts.slot(rule, chunk, coordinates.ep)
-            shape = _local_shape(rule, layouts.cut(rule))
+            storage_pattern = layouts.storage_pattern(rule, chunk, coordinates.ep)
+            shape = _local_shape(rule, layouts.part_lengths(rule))
             layers = [layer for layer in layers if rule.has_layer(layer)]
             for layer, expert in product(layers, experts if rule.is_expert else (0,)):
-                shapes[slot.locate(TensorName("", layer, expert))[0]] = shape
+                shapes[storage_pattern.find_storage(TensorName("", layer, expert))[0]] = shape
     return shapes
 
 
@@ -114,7 +114,7 @@ class MegatronLayouts(Layouts):
         if model.num_experts % parallel.ep:
             raise ConfigError(f"ep {parallel.ep} does not divide the model's {model.num_experts} experts.")
         for rule in self.rules:
-            self.cut(rule)
+            self.part_lengths(rule)
 
     def __len__(self) -> int:
         return self.parallel.world_size
@@ -141,17 +141,17 @@ class MegatronLayouts(Layouts):
             )
         return self._holdings_by_kind[key]
 
-    def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """Return the place of a rule's parameter in a model chunk: its name, first layer and first expert.
+    def storage_pattern(self, rule: Rule, chunk: ModelChunk, ep: int) -> StoragePattern:
+        """Return the name pattern of a rule's parameter in a model chunk, with the first layer and the first expert.
 
         `ep`: expert-parallel coordinate of the storing ranks.
         """
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
-        return StorageSlot(
+        return StoragePattern(
             chunk_prefix(chunk.vp_stage, self.parallel.vpp) + rule.parameter, chunk.first_layer, first_expert
         )
 
-    def cut(self, rule: Rule) -> tuple[int, ...]:
+    def part_lengths(self, rule: Rule) -> tuple[int, ...]:
         """Return the length of a rank's part of each fused block, along the split dimension of the parameter.
 
         tp 2, q of 8 rows fused with k of 4 rows: (4, 2). Raises ConfigError if a block cannot be divided evenly.
@@ -159,7 +159,7 @@ class MegatronLayouts(Layouts):
         lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
         # Megatron splits the padded vocabulary, so the real rows end inside the last ranks' parts.
         lengths = [self.padded_vocab_size] if rule.padded else lengths
-        splits = self.splits(rule)
+        splits = self.count_splits(rule)
         for length in lengths:
             if length % splits:
                 axis = "etp" if rule.is_expert else "tp"
@@ -167,7 +167,7 @@ class MegatronLayouts(Layouts):
                 raise ConfigError(f"{axis} {splits} does not divide the model's {sizes}; use a size that does.")
         return tuple(length // splits for length in lengths)
 
-    def splits(self, rule: Rule) -> int:
+    def count_splits(self, rule: Rule) -> int:
         """Return the number of ranks over which a parameter is split."""
         return 1 if rule.dim is None else self.parallel.etp if rule.is_expert else self.parallel.tp
 
@@ -213,9 +213,12 @@ class MegatronLayouts(Layouts):
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
-        dim, part_lengths, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
-        storage_slot, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, part_lengths))
-        for tensor_rank in range(self.splits(rule)):
+        dim, part_lengths, shape = rule.dim or 0, self.part_lengths(rule), dict(rule.tensors)[template]
+        storage_pattern, strides = (
+            self.storage_pattern(rule, chunk, ep),
+            contiguous_strides(_local_shape(rule, part_lengths)),
+        )
+        for tensor_rank in range(self.count_splits(rule)):
             ranks = self.ranks[rule.is_expert, chunk.stage, ep, tensor_rank if rule.dim is not None else None]
             block_offset = 0
             for block, part_length in zip(rule.blocks, part_lengths, strict=True):
@@ -236,7 +239,7 @@ class MegatronLayouts(Layouts):
                             segment.start + overlap_stop - segment_offset,
                         )
                         offset = (block_offset + overlap_start - part_start) * strides[dim]
-                        yield Holding(tuple(box_start), tuple(box_stop), ranks, storage_slot, offset, strides)
+                        yield Holding(tuple(box_start), tuple(box_stop), ranks, storage_pattern, offset, strides)
                     segment_offset += segment_length
                 block_offset += part_length
 

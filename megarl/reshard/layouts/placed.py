@@ -14,7 +14,7 @@ from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.world import Layouts, PlacedLayouts
 
 
-class Ends(NamedTuple):
+class ReshardLayouts(NamedTuple):
     """The computed layouts of trainer and engines on all ranks, and the first rank with an engine."""
 
     sources: Layouts
@@ -22,7 +22,7 @@ class Ends(NamedTuple):
     first_engine: int
 
 
-def reshard_ends(
+def make_reshard_layouts(
     model: ModelShape,
     parallel: ParallelConfig,
     num_ranks: int,
@@ -30,7 +30,7 @@ def reshard_ends(
     transformer_engine: bool = False,
     engine: ModelShape | None = None,
     adapter: LoraConfig | None = None,
-) -> Ends:
+) -> ReshardLayouts:
     """Return the layouts of trainer and engines over `num_ranks` ranks.
 
     With separate engines, only the running replicas count. `engine`: the engines' model if it has fewer tensors than
@@ -41,14 +41,14 @@ def reshard_ends(
     first = parallel.world_size if parallel.is_separate else 0
     engines = VllmLayouts(engine or model, parallel.rollout_tp, num_ranks - first, parallel.rollout_ep)
     if adapter is None:
-        return _place_ends(trainer, engines, first, num_ranks)
+        return _place_layouts(trainer, engines, first, num_ranks)
     targets, rank = adapter.targets, adapter.rank
-    return _place_ends(
+    return _place_layouts(
         adapter_layouts(trainer, targets, rank), VllmAdapterLayouts(engines, targets, rank), first, num_ranks
     )
 
 
-def _place_ends(trainer: Layouts, engines: Layouts, first: int, num_ranks: int) -> Ends:
+def _place_layouts(trainer: Layouts, engines: Layouts, first: int, num_ranks: int) -> ReshardLayouts:
     if not first:
-        return Ends(trainer, engines, first)
-    return Ends(PlacedLayouts(trainer, 0, num_ranks), PlacedLayouts(engines, first, num_ranks), first)
+        return ReshardLayouts(trainer, engines, first)
+    return ReshardLayouts(PlacedLayouts(trainer, 0, num_ranks), PlacedLayouts(engines, first, num_ranks), first)

@@ -16,7 +16,7 @@ from megarl.families.tensors.names import TensorName
 from megarl.families.tensors.rules import Rule
 from megarl.families.tensors.stacks import Stack
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
-from megarl.reshard.world import Holding, Layouts, StorageSlot
+from megarl.reshard.world import Holding, Layouts, StoragePattern
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM 0.30 makes slots (`vllm.config.lora.MaxLoRARanks`)."""
@@ -96,10 +96,10 @@ class VllmAdapterLayouts(Layouts):
         """
         stack, index, letter = self._places[template]
         shape, world = self.shapes[template], len(self.engine)
-        slot = StorageSlot(slot_name(stack.storage.removesuffix(".weight"), letter, index))
+        slot_pattern = StoragePattern(slot_name(stack.storage.removesuffix(".weight"), letter, index))
         if not _is_split(stack, letter):
             width = shape[1] if letter == "A" else slot_rank(self.rank)
-            yield Holding((0, 0), shape, range(world), slot, 0, (width, 1))
+            yield Holding((0, 0), shape, range(world), slot_pattern, 0, (width, 1))
             return
         for rank in range(self.engine.tp):
             start, stop, stored = self.engine.range_on(stack, stack.parts[index], rank)
@@ -107,7 +107,7 @@ class VllmAdapterLayouts(Layouts):
             corner[stack.dim], end[stack.dim] = start, stop
             width = stored if letter == "A" else slot_rank(self.rank)
             ranks = range(rank, world, self.engine.tp)
-            yield Holding(tuple(corner), tuple(end), ranks, slot, 0, (width, 1))
+            yield Holding(tuple(corner), tuple(end), ranks, slot_pattern, 0, (width, 1))
 
     @cached_property
     def _rules(self) -> tuple[Rule, ...]:

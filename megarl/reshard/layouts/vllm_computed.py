@@ -25,7 +25,7 @@ from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
 from megarl.families.tensors.names import TensorName
 from megarl.families.tensors.stacks import Part, Stack
 from megarl.reshard.boxes import contiguous_strides
-from megarl.reshard.world import Holding, Layouts, StorageSlot
+from megarl.reshard.world import Holding, Layouts, StoragePattern
 from megarl.types import ConfigError
 
 
@@ -130,13 +130,13 @@ class VllmLayouts(Layouts):
                 first_expert = self._first_expert(owner) if owner >= 0 else 0
                 # Experts follow each other in the stacked parameter: a step is a whole expert.
                 expert_stride = strides[0] * shape[0] if stack.stacks_experts else 0
-                storage_slot = StorageSlot(stack.storage, 0, first_expert, expert_stride)
+                storage_pattern = StoragePattern(stack.storage, 0, first_expert, expert_stride)
                 ranks = range(rank, self.world_size, self.tp)
                 rows_before = index if stack.alternates else sum(stored_rows[:index])
                 offset = rows_before * strides[stack.dim]
                 if stack.alternates:
                     strides = tuple(s * len(stored_rows) if dim == stack.dim else s for dim, s in enumerate(strides))
-                yield Holding(tuple(box_start), tuple(box_stop), ranks, storage_slot, offset, strides)
+                yield Holding(tuple(box_start), tuple(box_stop), ranks, storage_pattern, offset, strides)
 
     def _owner(self, expert: int) -> int:
         """Return the engine rank of an expert. As in vLLM, remaining experts go to the first ranks.

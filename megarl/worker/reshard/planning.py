@@ -23,7 +23,7 @@ from megarl.files.model_folder import find_folder
 from megarl.reshard.adapters import AdapterReshard, record_slots
 from megarl.reshard.boxes import Layout
 from megarl.reshard.drafters import ReshardWithDrafter, record_drafter
-from megarl.reshard.layouts.placed import Ends, reshard_ends
+from megarl.reshard.layouts.placed import ReshardLayouts, make_reshard_layouts
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
 from megarl.reshard.live import DirectReshard, GatheredReshard, LiveReshard, LoadTensors, record
 from megarl.reshard.plan import RankTopology
@@ -114,7 +114,7 @@ class _Planner:
     def plan_weights(self, load: LoadTensors | None) -> ReshardPlan:
         """Plan the copies of all weights. Raises ConfigError if the recipe needs an engine written in place."""
         ends, recipe = self._ends, self._ends.recipe
-        layouts = reshard_ends(
+        layouts = make_reshard_layouts(
             self._trainer_shape,
             ends.parallel,
             len(ends.topology),
@@ -163,7 +163,7 @@ class _Planner:
         with without_adapters(model):
             engine_layout, refusal = record(model, self._engine_shape, self._dtype, ends.group)
         base_layouts, adapter_layouts = (
-            reshard_ends(
+            make_reshard_layouts(
                 self._engine_shape,
                 ends.parallel,
                 len(ends.topology),
@@ -223,7 +223,7 @@ class _Planner:
 
     def _plan_direct(
         self,
-        layouts: Ends,
+        layouts: ReshardLayouts,
         engine_layout: Layout,
         sent_weights: Mapping[str, Tensor],
         model: torch.nn.Module | None = None,

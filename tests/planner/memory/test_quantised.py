@@ -14,10 +14,10 @@ from megarl.planner.memory.engine_bytes import engine_weights, unquantised_bytes
 from megarl.planner.memory.phases import memory_table
 from megarl.planner.predictions import models_of
 from megarl.planner.sizes import parallel_of
-from megarl.reshard.layouts.placed import reshard_ends
+from megarl.reshard.layouts.placed import make_reshard_layouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import make_plan
-from megarl.reshard.quantised import shared_places, spans_of
+from megarl.reshard.quantised import assign_buffer_places, find_bucket_spans
 
 
 def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> None:
@@ -92,14 +92,14 @@ def test_few_layers_wait_at_a_time(name: str, sizes: dict[str, int], large: Call
     recipe = large(name, *changes, f"rollout.tp={sizes['rollout']}", "rollout.vllm={}")
     parallel = parallel_of(recipe)
     shape = models_of(recipe, parallel).policy.shape
-    ends = reshard_ends(shape, parallel, ranks)
+    ends = make_reshard_layouts(shape, parallel, ranks)
     bucket = 256 << 20
     plan = make_plan(ends.sources, ends.destinations, itemsize=2, bucket_bytes=bucket, bounds_local=True)
     layouts = ends.destinations
     assert isinstance(layouts, VllmLayouts)
     modules = modules_of(layouts, 0)
-    spans = spans_of(modules, plan, layouts[0])
-    _, room = shared_places([(*spans[module], sum(names.values())) for module, names in modules.items()])
+    spans = find_bucket_spans(modules, plan, layouts[0])
+    _, room = assign_buffer_places([(*spans[module], sum(names.values())) for module, names in modules.items()])
     whole = sum(sum(names.values()) for names in modules.values())
     assert 2 * room < unquantised_bytes(layouts, 0, itemsize=2, bucket_bytes=bucket, stages=parallel.pp)
     assert room < whole / 5
