@@ -38,9 +38,9 @@ def grpo(
     centered = _center(rewards, group, sizes)
     deviation = torch.ones_like(sizes)
     if normalize_by_std:
-        variance = _sums(centered.square(), group, sizes) / (sizes - 1).clamp(min=1)
+        variance = _group_sums(centered.square(), group, sizes) / (sizes - 1).clamp(min=1)
         deviation = torch.where(sizes > 1, variance.sqrt(), 1.0) + epsilon
-    return _with_lone_samples(centered, rewards, sizes[group], lone_sample) / deviation[group]
+    return _set_lone_samples(centered, rewards, sizes[group], lone_sample) / deviation[group]
 
 
 def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
@@ -48,7 +48,7 @@ def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tenso
     group, sizes = _index_groups(groups, rewards)
     # Reward minus the mean of the others equals n / (n - 1) times reward minus the mean of all n.
     advantages = _center(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
-    return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
+    return _set_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
 def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
@@ -60,9 +60,9 @@ def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tens
     Maximum likelihood RL (arXiv 2602.02710).
     """
     group, sizes = _index_groups(groups, rewards)
-    means = (_sums(rewards, group, sizes) / sizes)[group]
+    means = (_group_sums(rewards, group, sizes) / sizes)[group]
     advantages = torch.where(means > 0, _center(rewards, group, sizes) / means, 0.0)
-    return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
+    return _set_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = "zero") -> Tensor:
@@ -74,8 +74,8 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = 
     weights = lengths.to(rewards.dtype)
     # Centring first gives exact zeros for equal rewards.
     centered = _center(rewards, group, sizes)
-    baseline = _sums(centered * weights, group, sizes) / _sums(weights, group, sizes).clamp(min=1)
-    return _with_lone_samples(centered - baseline[group], rewards, sizes[group], lone_sample)
+    baseline = _group_sums(centered * weights, group, sizes) / _group_sums(weights, group, sizes).clamp(min=1)
+    return _set_lone_samples(centered - baseline[group], rewards, sizes[group], lone_sample)
 
 
 def reinforce_plus_plus(
@@ -101,7 +101,7 @@ def reinforce_plus_plus_baseline(
     centered = grpo(rewards, groups, normalize_by_std=False, lone_sample=lone_sample)
     if not normalize_by_std:
         return centered
-    return centered / (_deviation(centered) + epsilon)
+    return centered / (_standard_deviation(centered) + epsilon)
 
 
 def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
     group, sizes = _index_groups(groups, rewards)
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
     sizes = sizes.to(torch.float64)
-    failures = sizes - _sums(passes, group, sizes)
+    failures = sizes - _group_sums(passes, group, sizes)
     rate_of_failing_sets = _binomials(failures, k) / _binomials(sizes, k)
     mean, deviation = 1 - rate_of_failing_sets, (rate_of_failing_sets * (1 - rate_of_failing_sets)).sqrt()
     pass_rate_with_failed_sample = 1 - _binomials(failures - 1, k - 1) / _binomials(sizes - 1, k - 1)
@@ -204,7 +204,11 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     if len(masked) < 2:
         return torch.zeros_like(values)
     centered = masked - masked.mean()
-    centered = torch.zeros_like(masked) if masked.min() == masked.max() else centered / (_deviation(centered) + epsilon)
+    centered = (
+        torch.zeros_like(masked)
+        if masked.min() == masked.max()
+        else centered / (_standard_deviation(centered) + epsilon)
+    )
     return torch.zeros_like(values).masked_scatter(mask, centered)
 
 
@@ -228,13 +232,13 @@ def _index_groups(groups: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     return group, sizes.to(rewards.dtype)
 
 
-def _sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
+def _group_sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     return torch.zeros_like(sizes).index_add(0, group, values)
 
 
 def _center(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     """Return each reward minus its group's mean, [samples]; exactly zero in a group with equal rewards."""
-    centered = rewards - (_sums(rewards, group, sizes) / sizes)[group]
+    centered = rewards - (_group_sums(rewards, group, sizes) / sizes)[group]
     # The rounded mean of equal rewards may differ from them. A tiny deviation would then turn this error into
     # advantages of size 1.
     lowest = torch.zeros_like(sizes).scatter_reduce(0, group, rewards, "amin", include_self=False)
@@ -242,13 +246,13 @@ def _center(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     return centered.masked_fill((lowest == highest)[group], 0.0)
 
 
-def _with_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
+def _set_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
     if lone_sample == "zero":
         return advantages
     return torch.where(group_sizes == 1, rewards, advantages)
 
 
-def _deviation(centered: Tensor) -> Tensor:
+def _standard_deviation(centered: Tensor) -> Tensor:
     return (centered.square().sum() / max(len(centered) - 1, 1)).sqrt()
 
 

@@ -19,34 +19,35 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     logprobs, advantages = (torch.where(mask, values, 0.0).double() for values in (logprobs, advantages))
     # Without masked tokens the means would be 0 / 0, which is NaN.
     count = mask.sum().clamp(min=1)
-    parts = (logprobs - logprobs.sum() / count) * (advantages - advantages.sum() / count)
-    return torch.where(mask, parts, 0.0)
+    token_covariances = (logprobs - logprobs.sum() / count) * (advantages - advantages.sum() / count)
+    return torch.where(mask, token_covariances, 0.0)
 
 
-def highest_covariance_mask(parts: Tensor, mask: Tensor, draws: Tensor, *, share: float) -> Tensor:
+def highest_covariance_mask(token_covariances: Tensor, mask: Tensor, draws: Tensor, *, share: float) -> Tensor:
     """Return bool [tokens]: the fraction `share` of masked tokens with the highest covariance (KL-Cov penalises them).
 
-    `parts` is the result of `covariances`. Among equal values, the tokens with the smallest `draws` are chosen. All
-    arguments are [tokens].
+    `token_covariances` is the result of `covariances`. Among equal values, the tokens with the smallest `draws` are
+    chosen. All arguments are [tokens].
     """
     if not mask.any():
         return mask
     count = _count_chosen(mask, share)
-    threshold = torch.topk(parts[mask], count).values[-1]
+    threshold = torch.topk(token_covariances[mask], count).values[-1]
     # Many tokens have log-prob 0 and the same advantage. A threshold alone would take all of them.
-    is_above, is_at_threshold = mask & (parts > threshold), mask & (parts == threshold)
+    is_above, is_at_threshold = mask & (token_covariances > threshold), mask & (token_covariances == threshold)
     return is_above | _choose_smallest_draws(draws, is_at_threshold, count - int(is_above.sum()))
 
 
 def drawn_covariance_mask(
-    parts: Tensor, mask: Tensor, draws: Tensor, *, share: float, low: float, high: float
+    token_covariances: Tensor, mask: Tensor, draws: Tensor, *, share: float, low: float, high: float
 ) -> Tensor:
     """Return bool [tokens]: random tokens with a covariance between `low` and `high` (Clip-Cov drops their loss).
 
-    Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds. `parts` [tokens]
-    is the result of `covariances`. The tokens with the smallest `draws` [tokens] are chosen.
+    Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds.
+    `token_covariances` [tokens] is the result of `covariances`. The tokens with the smallest `draws` [tokens] are
+    chosen.
     """
-    is_candidate = mask & (parts > low) & (parts < high)
+    is_candidate = mask & (token_covariances > low) & (token_covariances < high)
     count = min(_count_chosen(mask, share), int(is_candidate.sum()))
     return _choose_smallest_draws(draws, is_candidate, count)
 

@@ -65,12 +65,14 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
     vote_counts = (sum(is_correct), tuple(sorted(wrong_counts.values())), num_silent, k)
     if not any(is_correct):
         return 0.0
-    return _majority(*vote_counts) if num_attempts <= MAX_EXACT else _majority_of_draws(*vote_counts, problem)
+    return (
+        _exact_majority_at_k(*vote_counts) if num_attempts <= MAX_EXACT else _drawn_majority_at_k(*vote_counts, problem)
+    )
 
 
 @lru_cache(maxsize=1 << 14)
-def _majority_of_draws(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
-    """Estimate `_majority` from random subsets of the attempts."""
+def _drawn_majority_at_k(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
+    """Estimate `_exact_majority_at_k` from random subsets of the attempts."""
     generator = np.random.default_rng(seed)
     drawn_counts = generator.multivariate_hypergeometric([num_correct, *wrong_counts, num_silent], k, size=NUM_DRAWN)
     votes = drawn_counts[:, :-1]
@@ -82,30 +84,32 @@ def _majority_of_draws(num_correct: int, wrong_counts: tuple[int, ...], num_sile
 
 
 @lru_cache(maxsize=1 << 14)
-def _majority(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int) -> float:
+def _exact_majority_at_k(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int) -> float:
     """Return majority@k exactly. The counts are of correct attempts, of each wrong answer (ascending), and of no
     answer.
     """
     weighted_wins = 0.0
     for votes in range(1, min(num_correct, k) + 1):
-        # ways[t, d]: the ways to draw d other attempts such that t wrong answers have equally many votes and none has
-        # more.
+        # ways_by_ties[t, d]: the ways to draw d other attempts such that t wrong answers have equally many votes and
+        # none has more.
         num_others = k - votes
-        ways = np.zeros((num_others // votes + 1, num_others + 1))
+        ways_by_ties = np.zeros((num_others // votes + 1, num_others + 1))
         # Answers with too few attempts to reach `votes` can be drawn without any condition.
         num_unrestricted = num_silent + sum(answer_count for answer_count in wrong_counts if answer_count < votes)
-        ways[0, : num_unrestricted + 1] = [
+        ways_by_ties[0, : num_unrestricted + 1] = [
             float(comb(num_unrestricted, num_drawn)) for num_drawn in range(min(num_unrestricted, num_others) + 1)
         ]
         for answer_count in wrong_counts[bisect_left(wrong_counts, votes) :]:
-            ways_with_answer = ways.copy()
+            ways_with_answer = ways_by_ties.copy()
             for num_drawn in range(1, min(votes - 1, num_others) + 1):
-                ways_with_answer[:, num_drawn:] += comb(answer_count, num_drawn) * ways[:, : num_others + 1 - num_drawn]
+                ways_with_answer[:, num_drawn:] += (
+                    comb(answer_count, num_drawn) * ways_by_ties[:, : num_others + 1 - num_drawn]
+                )
             if votes <= num_others:
-                ways_with_answer[1:, votes:] += comb(answer_count, votes) * ways[:-1, : num_others + 1 - votes]
-            ways = ways_with_answer
+                ways_with_answer[1:, votes:] += comb(answer_count, votes) * ways_by_ties[:-1, : num_others + 1 - votes]
+            ways_by_ties = ways_with_answer
         # If t wrong answers tie with the correct one, it is chosen with probability 1 / (t + 1).
-        win_weights = ways[:, num_others] / np.arange(1, len(ways) + 1)
+        win_weights = ways_by_ties[:, num_others] / np.arange(1, len(ways_by_ties) + 1)
         weighted_wins += comb(num_correct, votes) * float(win_weights.sum())
     win_share = weighted_wins / comb(num_correct + sum(wrong_counts) + num_silent, k)
     # Sums of large counts are rounded, but a certain result must be exactly 0 or 1.

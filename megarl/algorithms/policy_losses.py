@@ -104,7 +104,7 @@ def clipped(
     """
     ratios = ratio(policy_logprobs, old_logprobs)
     clamped = ratios if max_ratio is None else ratios.clamp(max=max_ratio)
-    loss, metrics = _surrogate(clamped, advantages.detach(), clip_low, clip_high, dual_clip)
+    loss, metrics = _clipped_surrogate(clamped, advantages.detach(), clip_low, clip_high, dual_clip)
     is_clamped = (clamped != ratios).to(loss.dtype)
     return loss, metrics | {
         "ratio": ratios.detach(),
@@ -132,7 +132,7 @@ def gspo(
     mean_log_ratio = broadcast_to_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))
     # The value is the sequence's ratio; the gradient is the token's own (GSPO-token, eq. 13).
     ratios = (mean_log_ratio + (log_ratios - log_ratios.detach())).exp()
-    return _surrogate(ratios, advantages.detach(), clip_low, clip_high, None)
+    return _clipped_surrogate(ratios, advantages.detach(), clip_low, clip_high, None)
 
 
 def gmpo(
@@ -303,7 +303,7 @@ def _masked_surrogate(
     return loss, {"ratio": ratios.detach(), "clip_fraction": is_masked.to(loss.dtype)}
 
 
-def _surrogate(
+def _clipped_surrogate(
     ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossAndMetrics:
     """Return the clipped loss of probability ratios [tokens], and its metrics, all [tokens]."""

@@ -132,7 +132,9 @@ def _try_policy_loss(
     old_logprobs = leaf.detach() + 0.3 * (torch.arange(len(mask)) % 2)
     advantages = torch.linspace(-1.0, 1.0, len(mask))
     sequence_arguments = (cu_seqlens, mask) if is_sequence_loss(policy_loss) else ()
-    result = _call(policy_loss, (policy_logprobs, old_logprobs, advantages, *sequence_arguments), settings)
+    result = _call_with_toy_tensors(
+        policy_loss, (policy_logprobs, old_logprobs, advantages, *sequence_arguments), settings
+    )
     loss, metrics = checked_policy_loss(result, policy_logprobs)
     refuse_missing_metrics(metrics, needed_metrics)
     for name, values in {"loss": loss, **metrics}.items():
@@ -157,7 +159,7 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
     # A run passes float64: a function with float32 buffers of its own must fail here.
     rewards = torch.where(groups == 0, (sample_index % 2).double(), 1.0)
     optional_arguments = supported_kwargs(advantage, {"lengths": 5 + sample_index, "passes": rewards > 0})
-    result = _call(advantage, (rewards, groups), {**optional_arguments, **settings})
+    result = _call_with_toy_tensors(advantage, (rewards, groups), {**optional_arguments, **settings})
     advantages = checked_advantages(result, rewards)
     if not advantages.isfinite().all():
         raise ResultError(
@@ -166,7 +168,9 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
         )
 
 
-def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings: Mapping[str, Any]) -> object:
+def _call_with_toy_tensors(
+    function: Callable[..., Any], arguments: tuple[Tensor, ...], settings: Mapping[str, Any]
+) -> object:
     try:
         return function(*arguments, **settings)
     except Exception as error:  # The recipe's author wrote the function: it may raise anything.

@@ -35,7 +35,7 @@ from megarl.engine.parts.engine_part import EnginePart  # noqa: E402
 from megarl.engine.progress import Progress  # noqa: E402
 from megarl.engine.random_state import preserved_random_state  # noqa: E402
 from megarl.engine.sleep import EngineSleep  # noqa: E402
-from megarl.engine.vllm_arguments import engine_arguments, engine_config, refusals_named  # noqa: E402
+from megarl.engine.vllm_arguments import engine_arguments, engine_config, name_refused_field  # noqa: E402
 from megarl.tracking.metric_rows import MetricRow  # noqa: E402
 
 METRICS = (
@@ -87,8 +87,8 @@ class RolloutEngine:
         for part in self._parts:
             part.prepare()
         libraries.check_vllm_build()
-        as_config_error = functools.partial(refusals_named, config, max_model_len, self._parts)
-        with as_config_error(ValueError, TypeError, AssertionError, KeyError):
+        name_field_on = functools.partial(name_refused_field, config, max_model_len, self._parts)
+        with name_field_on(ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(
                 model_path,
                 config,
@@ -107,9 +107,9 @@ class RolloutEngine:
         self._channel = _open_channel(config.tp)
         # During construction vLLM reseeds the global generators. The trainer's random state must not change.
         with preserved_random_state():
-            with as_config_error(ValueError, TypeError, AssertionError, KeyError):
+            with name_field_on(ValueError, TypeError, AssertionError, KeyError):
                 vllm_config = engine_config(arguments, config, self._parts)
-            with as_config_error(ValueError, NotImplementedError):
+            with name_field_on(ValueError, NotImplementedError):
                 self._start(vllm_config)
         self.model: torch.nn.Module = self._worker.get_model()
         for part in self._parts:

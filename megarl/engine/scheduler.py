@@ -31,7 +31,16 @@ HAS_SHORT_PATHS = vllm_version.startswith("0.30.")
 class SampledTokens:
     """The tokens that a request has sampled so far, with their log-probs."""
 
-    __slots__ = ("all_token_ids", "ends", "is_plain", "limit", "logprobs", "request", "token_ids", "top_tokens")
+    __slots__ = (
+        "all_token_ids",
+        "stop_token_ids",
+        "ends_by_tokens_only",
+        "max_tokens",
+        "logprobs",
+        "request",
+        "token_ids",
+        "top_tokens",
+    )
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         sampling = request.sampling_params
@@ -44,10 +53,10 @@ class SampledTokens:
         """Log-prob of each sampled token [new_tokens]; empty if the request does not ask for log-probs."""
         self.top_tokens: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
         """Ids and log-probs [requested number] of the most likely tokens at each position; empty: none requested."""
-        self.ends = frozenset({*(sampling.stop_token_ids or ()), sampling.eos_token_id})
-        self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
+        self.stop_token_ids = frozenset({*(sampling.stop_token_ids or ()), sampling.eos_token_id})
+        self.max_tokens = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         """Number of sampled tokens at which the request must end."""
-        self.is_plain = (
+        self.ends_by_tokens_only = (
             sampling.num_logprobs == 0
             and sampling.prompt_logprobs is None
             # To find stop strings, vLLM's output processor needs each token.
@@ -98,11 +107,11 @@ class RecordingScheduler(Scheduler):
             )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        decoding = self._decoding_requests() if self._has_short_schedules and not throttle_prefills else []
+        decoding = self._list_decoding_requests() if self._has_short_schedules and not throttle_prefills else []
         return self._schedule_decoding(decoding) if decoding else super().schedule(throttle_prefills)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        num_remaining = self._continue_requests(scheduler_output, model_runner_output)
+        num_remaining = self._record_continuing_requests(scheduler_output, model_runner_output)
         records = {request_id: self.sampled[request_id] for request_id in num_remaining if request_id in self.sampled}
         num_tokens_before = {request_id: len(sampled.token_ids) for request_id, sampled in records.items()}
         # vLLM handles the remaining requests, but must not collect log-probs: they are recorded below.
@@ -140,7 +149,7 @@ class RecordingScheduler(Scheduler):
                 ids, values = (np.array(column[:, 1 : num_top + 1]) for column in columns)
                 sampled.top_tokens += zip(ids.astype(np.int32), values.astype(np.float32), strict=True)
 
-    def _decoding_requests(self) -> list[Request]:
+    def _list_decoding_requests(self) -> list[Request]:
         """Return the running requests if each decodes one token in this step, else an empty list.
 
         Changes nothing, so vLLM's `schedule` can still be called.
@@ -179,30 +188,13 @@ class RecordingScheduler(Scheduler):
     def _schedule_decoding(self, decoding: list[Request]) -> SchedulerOutput:
         """Schedule one token of each of these requests, with the same result and changes as vLLM's `schedule`."""
         self.current_step += 1
-        # Allocate KV cache blocks for the requests that begin or complete a block.
-        cache, block_size = self.kv_cache_manager, self._block_size
+        cache = self.kv_cache_manager
         cache.new_step_starts()
         request_ids = [request.request_id for request in decoding]
         num_computed_tokens = [request.num_computed_tokens for request in decoding]
-        new_block_ids: list[tuple[list[int], ...] | None] = [None] * len(decoding)
-        for index, num_computed in enumerate(num_computed_tokens):
-            # The first token in a block needs the block. The last one completes it.
-            if num_computed % block_size == 0 or (num_computed + 1) % block_size == 0:
-                blocks = cache.allocate_slots(decoding[index], 1, num_lookahead_tokens=self.num_lookahead_tokens)
-                assert blocks is not None, "the free blocks were counted"
-                new_block_ids[index] = blocks.get_block_ids(allow_none=True)
-        # The V1 model runner needs all tokens of a request that was not in the previous step.
+        new_block_ids = self._allocate_blocks(decoding)
         num_scheduled_tokens = dict.fromkeys(request_ids, 1)
-        all_token_ids: dict[str, list[int]] = {}
-        if not self.use_v2_model_runner:
-            ids_of_previous_step = self.prev_step_scheduled_req_ids
-            all_token_ids = {
-                request.request_id: request.all_token_ids.copy()
-                for request in decoding
-                if request.request_id not in ids_of_previous_step
-            }
-            ids_of_previous_step.clear()
-            ids_of_previous_step.update(request_ids)
+        all_token_ids = {} if self.use_v2_model_runner else self._list_tokens_for_v1(decoding)
         self.prefill_capacity_bound = bool(self.waiting)
         copies, retained_blocks = cache.take_kv_cache_block_copies()
         assert not copies and not retained_blocks, "only a cache hit of a new request copies a block"
@@ -238,7 +230,52 @@ class RecordingScheduler(Scheduler):
         self._update_after_schedule(output)
         return output
 
-    def _continue_requests(
+    def _allocate_blocks(self, decoding: list[Request]) -> list[tuple[list[int], ...] | None]:
+        """Allocate KV cache blocks for the requests that begin or complete a block.
+
+        Return each request's new blocks.
+        """
+        block_size = self._block_size
+        new_block_ids: list[tuple[list[int], ...] | None] = [None] * len(decoding)
+        for index, request in enumerate(decoding):
+            num_computed = request.num_computed_tokens
+            # The first token in a block needs the block. The last one completes it.
+            if num_computed % block_size == 0 or (num_computed + 1) % block_size == 0:
+                blocks = self.kv_cache_manager.allocate_slots(
+                    request, 1, num_lookahead_tokens=self.num_lookahead_tokens
+                )
+                assert blocks is not None, "the free blocks were counted"
+                new_block_ids[index] = blocks.get_block_ids(allow_none=True)
+        return new_block_ids
+
+    def _list_tokens_for_v1(self, decoding: list[Request]) -> dict[str, list[int]]:
+        """Return all tokens of each request that was not in the previous step: the V1 model runner needs them."""
+        ids_of_previous_step = self.prev_step_scheduled_req_ids
+        all_token_ids = {
+            request.request_id: request.all_token_ids.copy()
+            for request in decoding
+            if request.request_id not in ids_of_previous_step
+        }
+        ids_of_previous_step.clear()
+        ids_of_previous_step.update(request.request_id for request in decoding)
+        return all_token_ids
+
+    def _takes_short_path(self, model_runner_output: ModelRunnerOutput) -> bool:
+        """Return whether a step's output has nothing that needs vLLM's own code for all requests."""
+        logprobs = model_runner_output.logprobs
+        return (
+            self._has_short_updates
+            # Sampling masks and routed experts need vLLM's output processor for each token.
+            and not self.return_sampling_mask
+            and not self.enable_return_routed_experts
+            and logprobs is not None
+            and logprobs.cu_num_generated_tokens is None
+            and not model_runner_output.num_nans_in_logits
+            and model_runner_output.kv_connector_output is None
+            and bool(model_runner_output.sampled_token_ids)
+        )
+
+    def _record_continuing_requests(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[str, int]:
         """Record the tokens of requests that decoded one token and continue.
@@ -246,17 +283,7 @@ class RecordingScheduler(Scheduler):
         Returns the number of scheduled tokens of each remaining request, for vLLM's `update_from_output`.
         """
         scheduled, logprobs = scheduler_output.num_scheduled_tokens, model_runner_output.logprobs
-        if (
-            not self._has_short_updates
-            # Sampling masks and routed experts need vLLM's output processor for each token.
-            or self.return_sampling_mask
-            or self.enable_return_routed_experts
-            or logprobs is None
-            or logprobs.cu_num_generated_tokens is not None
-            or model_runner_output.num_nans_in_logits
-            or model_runner_output.kv_connector_output is not None
-            or not model_runner_output.sampled_token_ids
-        ):
+        if logprobs is None or not self._takes_short_path(model_runner_output):
             return scheduled
         # A request stays with vLLM's own code unless it certainly continues.
         remaining: dict[str, int] = {}
@@ -266,15 +293,15 @@ class RecordingScheduler(Scheduler):
         running = RequestStatus.RUNNING
         for request_id, num_tokens in scheduled.items():
             sampled = sampled_by_request.get(request_id)
-            if sampled is None or not sampled.is_plain or num_tokens != 1:
+            if sampled is None or not sampled.ends_by_tokens_only or num_tokens != 1:
                 remaining[request_id] = num_tokens
                 continue
             request, row = sampled.request, row_of_request[request_id]
             new_token_ids = token_ids[row]
             if (
                 len(new_token_ids) != 1
-                or new_token_ids[0] in sampled.ends
-                or len(sampled.token_ids) + 1 >= sampled.limit
+                or new_token_ids[0] in sampled.stop_token_ids
+                or len(sampled.token_ids) + 1 >= sampled.max_tokens
                 # The first token reports the hits of the prefix cache.
                 or request.prefill_stats is not None
                 or request.num_stale_output_tokens

@@ -40,7 +40,7 @@ REASON_LENGTH = 400
 
 
 @contextmanager
-def refusals_named(
+def name_refused_field(
     config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart], *error_classes: type[Exception]
 ) -> Iterator[None]:
     """Turn vLLM's errors of these classes into a ConfigError that names the recipe field.

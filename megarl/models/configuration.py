@@ -117,7 +117,7 @@ def _recompute_settings(recompute: str, modules: Sequence[str]) -> dict[str, Any
 
 
 @contextmanager
-def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
+def name_refused_overrides(overrides: Mapping[str, Any]) -> Iterator[None]:
     """Context that turns Megatron-Core's errors into a ConfigError naming `trainer.megatron`.
 
     Without `overrides`, errors pass unchanged: the recipe is not their cause.

@@ -69,14 +69,18 @@ class Worker(TrainerWorker):
         return report
 
     def advance(
-        self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
+        self,
+        requests_and_aborts: tuple[Sequence[Request], Sequence[str]],
+        budget_seconds: float,
+        leave_after: int | None,
     ) -> list[Completion]:
         """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `work` is (new requests, ids of requests to abort). Returns after `budget_seconds` or `leave_after` completions.
+        `requests_and_aborts` is (new requests, ids of requests to abort). Returns after `budget_seconds` or
+        `leave_after` completions.
         """
         assert self.engine is not None
-        return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
+        return self.engine.advance(*requests_and_aborts, budget_seconds, leave_after=leave_after)
 
     def engine_metrics(self) -> dict[str, Metric]:
         return self.engine.metrics() if self.engine else {}

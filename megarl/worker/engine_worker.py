@@ -44,13 +44,17 @@ class EngineWorker:
         return [*numa.notices(), *self._cross_world_reshard.notices]
 
     def advance(
-        self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
+        self,
+        requests_and_aborts: tuple[Sequence[Request], Sequence[str]],
+        budget_seconds: float,
+        leave_after: int | None,
     ) -> list[Completion]:
         """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `work` is (new requests, ids of requests to abort). Returns after `budget_seconds` or `leave_after` completions.
+        `requests_and_aborts` is (new requests, ids of requests to abort). Returns after `budget_seconds` or
+        `leave_after` completions.
         """
-        return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
+        return self._engine.advance(*requests_and_aborts, budget_seconds, leave_after=leave_after)
 
     def sampled_so_far(self, _: None) -> dict[str, int]:
         return self._engine.sampled_so_far()

@@ -11,7 +11,7 @@ from megarl.checkpoint import safetensors
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
-from megarl.models.configuration import refusals_named, uses_transformer_engine
+from megarl.models.configuration import name_refused_overrides, uses_transformer_engine
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.training.host_arena import HostArena
 from megarl.training.model import ModelShard
@@ -36,7 +36,7 @@ class ModelBuilder:
 
     def build(
         self,
-        kind: Callable[..., Model],
+        model_class: Callable[..., Model],
         folder: str,
         *,
         has_value_head: bool = False,
@@ -44,7 +44,7 @@ class ModelBuilder:
         parallel: ParallelConfig | None = None,
         replica: Replica | None = None,
     ) -> Model:
-        """Build a model of the class `kind`, and load its weights from a folder.
+        """Build a model of the class `model_class`, and load its weights from a folder.
 
         `has_value_head` adds a new value head if the folder has none, `with_draft_layers` the folder's draft layers.
         `parallel` and `replica` default to the trainer's.
@@ -63,8 +63,10 @@ class ModelBuilder:
                 folder, layouts[self.rank], tensors, override=override, with_draft_layers=with_draft_layers
             )
 
-        with refusals_named(self.recipe.trainer.megatron):
-            return kind(self.recipe, parallel, shape, load_weights, replica=replica or self._replica, arena=self._arena)
+        with name_refused_overrides(self.recipe.trainer.megatron):
+            return model_class(
+                self.recipe, parallel, shape, load_weights, replica=replica or self._replica, arena=self._arena
+            )
 
     def build_policy(self) -> TrainingEngine:
         recipe, is_reward_model = self.recipe, self.recipe.loop == "reward_model"

@@ -13,7 +13,7 @@ from megarl.training.state.checkpoint import Model
 from megarl.training.training_engine import StartingPolicy, TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.rank_state import RankState
-from megarl.worker.teachers import teacher_kind
+from megarl.worker.teachers import choose_teacher_class
 from megarl.worker.trainer_part import TrainerPart
 
 
@@ -30,9 +30,9 @@ class ScoringModels(TrainerPart):
     def build_models(self) -> None:
         recipe = self._recipe
         if recipe.has_reference and not recipe.lora.rank:
-            kind = teacher_kind(self._builder, recipe.model.folder, self._targets)
-            kind = partial(kind, parts=ModelParts(exact_blocks=recipe.exact_blocks))
-            self.models["reference"] = self._builder.build(kind, recipe.model.folder)
+            reference_class = choose_teacher_class(self._builder, recipe.model.folder, self._targets)
+            reference_class = partial(reference_class, parts=ModelParts(exact_blocks=recipe.exact_blocks))
+            self.models["reference"] = self._builder.build(reference_class, recipe.model.folder)
         if (folder := recipe.further_models.get("reward.model")) is not None:
             self.models["reward_model"] = self._builder.build(FrozenModel, folder, has_value_head=True)
 

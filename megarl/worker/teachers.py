@@ -66,20 +66,22 @@ class Teachers(TrainerPart):
 
     def _build_teacher(self, folder: str) -> FrozenModel | ModelInOwnGroups:
         """Build the teacher model in a folder, with process groups of its own if the policy's do not fit."""
-        kind = teacher_kind(self._builder, folder, self.targets)
+        teacher_class = choose_teacher_class(self._builder, folder, self.targets)
         teacher_has_experts, policy_has_experts = (
             bool(self._builder.shape_of(model).num_experts) for model in (folder, self._recipe.model.folder)
         )
         # Expert-parallel groups exist only for models with experts (MoE), so both models must agree in that.
         if self._parallel == self._builder.parallel and teacher_has_experts == policy_has_experts:
-            return self._builder.build(kind, folder)
+            return self._builder.build(teacher_class, folder)
         # NCCL communicators take device memory, so teachers with equal groups share them.
         key = self._parallel, teacher_has_experts
         if key not in self._separate_groups:
             self._separate_groups[key] = RankGroups(), Replica(self._parallel)
         groups, replica = self._separate_groups[key]
         with groups.in_place():
-            return ModelInOwnGroups(self._builder.build(kind, folder, parallel=self._parallel, replica=replica), groups)
+            return ModelInOwnGroups(
+                self._builder.build(teacher_class, folder, parallel=self._parallel, replica=replica), groups
+            )
 
     def _make_target_feed(self, policy: TrainingEngine) -> TargetFetcher:
         """Return the feed of the teachers' targets for the policy's update.
@@ -123,7 +125,7 @@ class Teachers(TrainerPart):
         return lambda: last_chunk.head_weight().detach()
 
 
-def teacher_kind(builder: ModelBuilder, folder: str, targets: StoredTargets) -> Callable[..., FrozenModel]:
+def choose_teacher_class(builder: ModelBuilder, folder: str, targets: StoredTargets) -> Callable[..., FrozenModel]:
     """Return the class of a frozen model: a teacher that stores `targets` if the recipe learns whole distributions."""
     recipe = builder.recipe
     if recipe.loop != "distillation" or recipe.has_advantages:

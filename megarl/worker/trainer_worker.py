@@ -105,8 +105,8 @@ class TrainerWorker:
     def _build_critic(self) -> TrainingEngine:
         # While it is built, the critic needs as much memory as the policy, so offload the policy first.
         self.policy.offload()
-        kind = partial(TrainingEngine, role="critic", memory_owner=self.policy)
-        critic = self.builder.build(kind, self._critic_source, has_value_head=True)
+        critic_class = partial(TrainingEngine, role="critic", memory_owner=self.policy)
+        critic = self.builder.build(critic_class, self._critic_source, has_value_head=True)
         critic.offload()
         self.policy.onload(("parameters",))
         return critic

@@ -535,7 +535,7 @@ def refusals(model_path: str) -> list[str]:
 def refused_caches() -> list[str]:
     """The messages for errors that vLLM raises on other machines: on a GPU, and on a CPU without AVX-512."""
     from megarl.engine.parts.choice import EngineFeatures, build_parts
-    from megarl.engine.vllm_arguments import refusals_named
+    from megarl.engine.vllm_arguments import name_refused_field
 
     found = []
     for settings, text in (
@@ -545,7 +545,7 @@ def refused_caches() -> list[str]:
     ):
         config = RolloutConfig.model_validate(settings)
         parts = list(build_parts("", config, None, EngineFeatures()))
-        with pytest.raises(ConfigError) as caught, refusals_named(config, 128, parts, ValueError):
+        with pytest.raises(ConfigError) as caught, name_refused_field(config, 128, parts, ValueError):
             raise ValueError(text)
         found.append(str(caught.value))
     return found

@@ -77,7 +77,7 @@ class CrossWorldReshard:
         `topology` has the nodes and switches of the group's ranks. An earlier group is left first. A collective of all
         ranks in the group.
         """
-        self._note_changes()
+        self._store_changes()
         self.leave()
         if self._snapshot is not None:
             self._snapshot.take(version)
@@ -86,19 +86,19 @@ class CrossWorldReshard:
             ends = replace(self._ends, topology=topology, group=self._group)
             self.rank_reshard = RankReshard(ends, version=version)
         except Exception as error:
-            return self._report_loss(error)
+            return self._leave_and_report_loss(error)
         return self._with_changes(self.rank_reshard.first_report)
 
     def run(self, verify: bool, version: int) -> ReshardReport | LostPeer:
         """Send or receive the weights of this version. With `verify` they are compared afterwards."""
         assert self.rank_reshard is not None
-        self._note_changes()
+        self._store_changes()
         if self._snapshot is not None:
             self._snapshot.take(version)
         try:
             return self._with_changes(self.rank_reshard.run(verify=verify, version=version))
         except Exception as error:
-            return self._report_loss(error)
+            return self._leave_and_report_loss(error)
 
     def start(self, verify: bool, version: int) -> None:
         """Copy the policy's weights into the snapshot, and start sending the snapshot in the background.
@@ -128,16 +128,16 @@ class CrossWorldReshard:
         try:
             return background.finish(sending)
         except Exception as error:
-            return self._report_loss(error)
+            return self._leave_and_report_loss(error)
 
     def compare_weights(self) -> RankChanges | None:
         """Return the changes of the engine's weights since the last reshard; None if the weights were not recorded."""
-        self._note_changes()
+        self._store_changes()
         changes, self._unreported_changes = self._unreported_changes, None
         return changes
 
-    def _note_changes(self) -> None:
-        """Note which of the engine's weights changed since the last update, before they are overwritten."""
+    def _store_changes(self) -> None:
+        """Store which of the engine's weights changed since the last update, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
         # Report the first changes, because they show when the fault began.
         if changes is not None and not (self._unreported_changes and self._unreported_changes.boxes):
@@ -151,7 +151,7 @@ class CrossWorldReshard:
         leave_group(self._group)
         self.rank_reshard = self._group = None
 
-    def _report_loss(self, error: Exception) -> LostPeer:
+    def _leave_and_report_loss(self, error: Exception) -> LostPeer:
         """Leave the process group, so that peers waiting for this rank fail too. Return the report of a lost peer."""
         report = report_loss(error)
         self.leave()

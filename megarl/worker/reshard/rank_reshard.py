@@ -32,7 +32,7 @@ class RankReshard:
 
     def __init__(self, ends: ReshardEnds, *, version: int | None = None) -> None:
         self._ends = ends
-        with self._in_memory(version):
+        with self._weights_on_device(version):
             # Planning and verifying need the live weights of both sides in memory.
             plan = plan_reshard(ends, None if ends.engine is None else self._load)
             self.live_reshard = plan.live_reshard
@@ -63,7 +63,7 @@ class RankReshard:
         """
         faults.reach("reshard")
         seconds = self._wait_for_ranks()
-        with self._in_memory(version):
+        with self._weights_on_device(version):
             with span("move weights"):
                 copies = self.live_reshard.run()
             faults.reach("resharded", self._engine_weights)
@@ -108,7 +108,7 @@ class RankReshard:
         return {"meet": time.perf_counter() - started}
 
     @contextmanager
-    def _in_memory(self, version: int | None) -> Iterator[None]:
+    def _weights_on_device(self, version: int | None) -> Iterator[None]:
         """Context with only the weights of trainer and engine in device memory. Afterwards the engine can sample.
 
         A trainer without an engine on its device leaves everything in place.
