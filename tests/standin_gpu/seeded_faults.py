@@ -58,8 +58,8 @@ FAULTS = {
     "missing wait": Fault(
         "reshard",
         STAGING,
-        "cross_world.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)",
-        "self._travelling.popleft()",
+        "cross_world.wait(self._in_flight.popleft(), self._group, is_on_host=self._slots[0].is_cpu)",
+        "self._in_flight.popleft()",
         r"missing wait: aten::_foreach_copy_ at .*/megarl/reshard/transport\.py:\d+ .* reads .*, which ncclRecv at ",
         STAGING,
         "work = dist.all_to_all_single(incoming, outgoing, received, sent",
@@ -76,8 +76,8 @@ FAULTS = {
     "CPU and CUDA mixed": Fault(
         "reshard",
         FINGERPRINT,
-        "columns = _random(first_word, words.shape[1], -1, block.device)",
-        'columns = _random(first_word, words.shape[1], -1, torch.device("cpu"))',
+        "columns = _random_numbers(first_word, words.shape[1], -1, block.device)",
+        'columns = _random_numbers(first_word, words.shape[1], -1, torch.device("cpu"))',
         r"two devices, cuda:\d and cpu! \(stand-in, aten::mul",
         FINGERPRINT,
         "products = torch.mul(words, columns, out=",

@@ -218,7 +218,7 @@ class TrainerCost:
             compute=rank_tokens * (projection_flops + self.score_flops) * share_of_model / flops_per_second,
             launches=self.constants.layer_seconds * stage_layers,
             tensor_exchange=tensor_exchange_seconds,
-            context_exchange=self._context_exchange_seconds(layouts, tokens, stage_layers),
+            context_exchange=self._context_exchange_seconds(layouts, tokens=tokens, stage_layers=stage_layers),
         )
         feed_forward = CauseSeconds(
             compute=rank_tokens * (work.layer_flops - projection_flops) * share_of_model / flops_per_second,
@@ -226,10 +226,10 @@ class TrainerCost:
             tensor_exchange=tensor_exchange_seconds * (1 - work.num_expert_layers / work.num_layers),
         )
         if work.num_expert_layers:
-            feed_forward += self._expert_seconds(layouts, rank_tokens, stage_layers)
+            feed_forward += self._expert_seconds(layouts, rank_tokens=rank_tokens, stage_layers=stage_layers)
         return LayerSeconds(attention, feed_forward)
 
-    def _context_exchange_seconds(self, layouts: Layouts, tokens: Numbers, stage_layers: Numbers) -> Numbers:
+    def _context_exchange_seconds(self, layouts: Layouts, *, tokens: Numbers, stage_layers: Numbers) -> Numbers:
         """Return the seconds in which context-parallel ranks exchange a row's keys and values [layouts].
 
         Layers with linear attention exchange none.
@@ -240,7 +240,7 @@ class TrainerCost:
         attention_layers = stage_layers * self.work.num_attention_layers / self.work.num_layers
         return received_tokens * key_value_bytes / layouts.tp / bytes_per_second * attention_layers
 
-    def _expert_seconds(self, layouts: Layouts, rank_tokens: Numbers, stage_layers: Numbers) -> CauseSeconds:
+    def _expert_seconds(self, layouts: Layouts, *, rank_tokens: Numbers, stage_layers: Numbers) -> CauseSeconds:
         """Return the seconds of a row's forward pass through a stage's experts, with their all-to-all."""
         work, constants = self.work, self.constants
         share_of_model = stage_layers / work.num_layers
