@@ -33,11 +33,11 @@ class SampledTokens:
 
     __slots__ = (
         "all_token_ids",
-        "stop_token_ids",
         "ends_by_tokens_only",
-        "max_tokens",
         "logprobs",
+        "max_tokens",
         "request",
+        "stop_token_ids",
         "token_ids",
         "top_tokens",
     )
