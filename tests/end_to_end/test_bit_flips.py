@@ -140,7 +140,7 @@ def test_a_flip_in_a_separate_engine_after_the_last_reshard_is_named(
     )
     flip = flip.replace("if self.weight_version == 2 and self.rank == self.rank", "if True")
     flip_in_copy(
-        tmp_path, "worker/reshard/cross_world_reshard.py", "        self._note_changes()\n        changes, self", flip
+        tmp_path, "worker/reshard/cross_world_reshard.py", "        self._store_changes()\n        changes, self", flip
     )
     done = train(
         "name=flip", "rollout.placement=separate", "rollout.ranks=1", "cluster.ranks_per_node=2", "train.steps=1"

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.config import Recipe
-from megarl.loops.models import models_of, sharing_notices
+from megarl.loops.models import make_rank_models, sharing_notices
 from megarl.planner.sizes import parallel_of
 
 
@@ -46,7 +46,7 @@ def test_a_model_shares_prefixes_unless_a_reason_is_named(
         | {"model": {"path": str(tiny_model(**model))}, "trainer": trainer}
     )
     ranks: Any = None
-    models = models_of(recipe, parallel_of(recipe), ranks)
+    models = make_rank_models(recipe, parallel_of(recipe), ranks)
     packings = {name: made.packing for name, made in models.items()}
     assert all(isinstance(packing, SharedPrefixes) for packing in packings.values())
     found, notices = packings["policy"].problem, sharing_notices(models)
@@ -60,7 +60,7 @@ def test_a_model_shares_prefixes_unless_a_reason_is_named(
     assert packings["reference"].problem == (found if is_of_shape else None)
     assert (
         sharing_notices(
-            models_of(
+            make_rank_models(
                 recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"share_prefixes": "off"})}),
                 parallel_of(recipe),
                 ranks,

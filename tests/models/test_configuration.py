@@ -29,7 +29,7 @@ from megarl.models.configuration import (
     _expert_settings,
     _model_settings,
     _split_settings,
-    refusals_named,
+    name_refused_overrides,
     transformer_config,
 )
 from megarl.models.policy import accumulate_in_main_gradients
@@ -178,9 +178,9 @@ def test_what_megatron_refuses_while_it_builds_is_a_config_error(config: Callabl
         WrappedTorchNorm(config(**overrides), 8)
 
     told = r"trainer\.megatron\.persist_layer_norm = True\. Megatron-Core refuses it: persist_layer_norm not"
-    with pytest.raises(ConfigError, match=told), refusals_named(overrides):
+    with pytest.raises(ConfigError, match=told), name_refused_overrides(overrides):
         build()
-    with pytest.raises(AssertionError, match="persist_layer_norm"), refusals_named({}):
+    with pytest.raises(AssertionError, match="persist_layer_norm"), name_refused_overrides({}):
         build()
 
 
