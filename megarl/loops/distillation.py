@@ -1,4 +1,4 @@
-"""On-policy distillation."""
+"""The loop of on-policy distillation: the policy samples, and learns from its teachers' distributions or log-probs."""
 
 from __future__ import annotations
 

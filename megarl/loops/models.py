@@ -52,7 +52,7 @@ def trained_shape(recipe: Recipe, shape: ModelShape) -> ModelShape:
     return shape.with_draft_layers(recipe.trainer.trains_draft_layers)
 
 
-def models_of(
+def make_rank_models(
     recipe: Recipe, parallel: ParallelConfig, ranks: WorkerGroup, spikes: SpikeDetector | None = None
 ) -> dict[str, RankModel]:
     """Return the recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.

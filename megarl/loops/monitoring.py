@@ -37,7 +37,7 @@ class RunMonitor:
     ) -> None:
         await self._stack.aclose()
 
-    async def begin_attempt(self, tracker: Tracker) -> None:
+    async def begin_start(self, tracker: Tracker) -> None:
         """Show the metrics of `tracker`. The first call starts the server.
 
         Raises ConfigError if the port is in use.

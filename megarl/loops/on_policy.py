@@ -36,7 +36,7 @@ class OnPolicyRollout:
         self._run, self._recipe = run, run.recipe
         # A resume reshards first, so the engines begin with the version of the first step.
         self._engine_version = run.remaining_steps.start
-        self._balance = _balance(run)
+        self._balance = _make_balance(run)
         # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
         buffer.on_sampled = run.reshard_schedule.sleep_engines
 
@@ -148,7 +148,7 @@ def _open_journal(run: Run) -> AttemptJournal:
     )
 
 
-def _balance(run: Run) -> Balance | None:
+def _make_balance(run: Run) -> Balance | None:
     """Return the detector of the bottleneck, or None if trainer and engines share their ranks."""
     recipe = run.recipe
     if recipe.rollout.placement == "colocated":

@@ -190,7 +190,7 @@ class Performance:
         self._work = models["policy"].work
         self._peak_tflops = recipe.cluster.peak_tflops
         self._knows_peak = self._peak_tflops is not None
-        self._goes_on = recipe.rollout.carries_groups
+        self._samples_between_steps = recipe.rollout.carries_groups
         self._has_begun = False
         self._first_began: float | None = None
         self._engine_request: asyncio.Future[_EngineMeasurements] | None = None
@@ -237,7 +237,7 @@ class Performance:
         computed_work = self._work.take()
         update_tokens = computed_work.update_tokens if seconds.get("time/train_seconds") else 0.0
         self._last_step = _MeasuredStep(update_tokens, *self._busy_seconds(activities), step_seconds)
-        metrics = engines | memory | self._predicted_metrics(memory) | self._shares(self._last_step)
+        metrics = engines | memory | self._predicted_metrics(memory) | self._idle_metrics(self._last_step)
         return metrics | self._compute_throughput(computed_work, seconds, scalars)
 
     async def measure_evaluation(self, seconds: Mapping[str, float]) -> EvaluationMetrics:
@@ -251,7 +251,7 @@ class Performance:
         whole_step: dict[str, float] = {}
         if last_step is not None:
             busy_seconds = self._busy_seconds(activities)
-            whole_step = self._shares(
+            whole_step = self._idle_metrics(
                 _MeasuredStep(
                     last_step.update_tokens,
                     last_step.busy_seconds + busy_seconds.all_ranks,
@@ -264,7 +264,7 @@ class Performance:
     def _busy_seconds(self, activities: Sequence[Activity]) -> _BusySeconds:
         return _BusySeconds(mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size]))
 
-    def _shares(self, step: _MeasuredStep) -> dict[str, float]:
+    def _idle_metrics(self, step: _MeasuredStep) -> dict[str, float]:
         """Return the idle shares of ranks and trainers in a step, and its training throughput."""
         metrics = {"time/ranks_idle": idle_share(step.busy_seconds, step.seconds)}
         if self._ranks.is_separate:
@@ -303,7 +303,7 @@ class Performance:
         metrics: dict[str, float] = {}
         if work.update_tokens and train_seconds:
             metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train_seconds / num_trainers
-        if self._goes_on:
+        if self._samples_between_steps:
             # Sampling continues between steps, so it starts at the reshard and not at the begin of the phase.
             rollout_seconds = max(
                 rollout_seconds, min(step_seconds, step_metrics.get("perf/engines_open_seconds", 0.0))
@@ -384,7 +384,7 @@ class Balance:
             sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True)
         )
         balanced_ranks = self._compute_balanced_ranks(mean_trainer_idle, mean_engines_idle)
-        self._judge(mean_trainer_idle, mean_engines_idle, balanced_ranks)
+        self._report_bottleneck(mean_trainer_idle, mean_engines_idle, balanced_ranks)
         return step_metrics | {"rollout/balanced_ranks": balanced_ranks}
 
     def _compute_balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
@@ -395,7 +395,7 @@ class Balance:
         # The bound avoids 0 / 0 if both sides were idle throughout.
         return (self._num_trainers + self._num_engines) * sampling / max(training + sampling, 1e-9)
 
-    def _judge(self, trainer_idle: float, engines_idle: float, balanced_ranks: float) -> None:
+    def _report_bottleneck(self, trainer_idle: float, engines_idle: float, balanced_ranks: float) -> None:
         """Report which side is the bottleneck, if that changed. `balanced_ranks` engine ranks would balance both."""
         difference = trainer_idle - engines_idle
         slow_side = "engines" if difference > MARGIN else "trainer" if difference < -MARGIN else "neither"

@@ -1,4 +1,4 @@
-"""Preference learning for a policy or reward model."""
+"""The loop of preference learning: a policy or reward model learns from pairs of answers, or from judged answers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ async def train(run: Run) -> None:
         async with run.step(number, evaluate) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
             indices = order.batch(number - 1)
-            batch = _batch([answers[index] for index in indices])
+            batch = _make_batch([answers[index] for index in indices])
             with tracker.phase("logprobs"):
-                await _add_reference(run, batch)
+                await _add_reference_logprobs(run, batch)
             is_judged = recipe.sequences_per_example == 1
             # Computed before the update, to measure the policy that the update starts from.
             kto_kl = await _estimate_kto_kl(run, batch) if is_judged else None
@@ -59,12 +59,12 @@ async def train(run: Run) -> None:
             await run.checkpoints.begin(number)
 
 
-def _batch(answers: Sequence[Answers]) -> TokenBatch:
+def _make_batch(answers: Sequence[Answers]) -> TokenBatch:
     """Return all answers as one batch, with the two answers of a pair one after the other."""
     return TokenBatch.from_sequences([sequence for example in answers for sequence in example])
 
 
-async def _add_reference(run: Run, batch: TokenBatch) -> None:
+async def _add_reference_logprobs(run: Run, batch: TokenBatch) -> None:
     if run.recipe.has_reference:
         batch.per_token["reference_logprobs"] = await run.models["reference"].forward(batch)
 
@@ -86,7 +86,7 @@ async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
         mismatched.append(TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt)))
     batch = TokenBatch.from_sequences(mismatched)
     with run.tracker.phase("logprobs"):
-        await _add_reference(run, batch)
+        await _add_reference_logprobs(run, batch)
         logprobs = await run.models["policy"].forward(batch)
     return max(0.0, float(np.mean(answer_scores(batch, logprobs, by_length=False))))
 
@@ -102,11 +102,11 @@ async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: i
     policy = run.models["policy"]
     with run.tracker.phase("evaluation"), policy.work.uncounted():
         for name, answers in held_out.items():
-            batch = _batch(answers)
-            await _add_reference(run, batch)
+            batch = _make_batch(answers)
+            await _add_reference_logprobs(run, batch)
             by_length = run.recipe.preference.normalize_by_length
             scores = answer_scores(batch, await policy.forward(batch), by_length=by_length)
-            # `_batch` stores the chosen and the rejected answer of a pair alternately.
+            # `_make_batch` stores the chosen and the rejected answer of a pair alternately.
             better_scores, worse_scores = scores[::2], scores[1::2]
             if run.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0

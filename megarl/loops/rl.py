@@ -1,4 +1,7 @@
-"""Reinforcement learning."""
+"""The loop of reinforcement learning: each step samples, scores, weighs, updates, saves and reshards.
+
+`run` calls it once the ranks are ready. The phases are in `rollout`; `on_policy` has the sampling of all such loops.
+"""
 
 from __future__ import annotations
 

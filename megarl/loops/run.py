@@ -21,9 +21,9 @@ from megarl.data.chat import tokenizer_of
 from megarl.datasets.counts import RecordDigests
 from megarl.datasets.reading import Dropped
 from megarl.loops import distillation, preference, rl, sft
-from megarl.loops.models import export, models_of, sharing_notices
+from megarl.loops.models import export, make_rank_models, sharing_notices
 from megarl.loops.monitoring import RunMonitor
-from megarl.loops.observers.instabilities import spike_detector
+from megarl.loops.observers.instabilities import make_spike_detector
 from megarl.loops.observers.selection import make_observers
 from megarl.loops.observers.step_checks import StepChecks
 from megarl.loops.observers.weight_checks import WeightChecks
@@ -31,8 +31,8 @@ from megarl.loops.performance import Performance, Profiles
 from megarl.loops.ranks.rank_processes import RankProcesses
 from megarl.loops.ranks.rank_start import (
     construct_workers,
-    count_of_ranks,
-    hardware,
+    describe_hardware,
+    format_rank_count,
     replacing_lost_engines,
     start_ranks,
 )
@@ -94,14 +94,14 @@ async def run(
             warn = partial(_warn, folder, display)
             while True:
                 try:
-                    async with _attempt(folder, origin, processes, monitor, stop, display) as started:
+                    async with _run_from_origin(folder, origin, processes, monitor, stop, display) as started:
                         await LOOPS[started.recipe.loop](started)
                     return
                 except (PeerLostError, ResizeAskedError) as error:
                     earlier_stop, stop = stop, StopRequest(has_progress=True)
                     # The next attempt handles a signal during the change: it saves after its first step.
                     with stop.listening(warn, folder.path):
-                        await processes.change(error, earlier_stop, folder, warn)
+                        await processes.prepare_next_start(error, earlier_stop, folder, warn)
                     folder.end_attempt(error)
                 copied_state = processes.find_copied_state(origin, folder.earlier)
                 if copied_state is not None:
@@ -118,7 +118,7 @@ def _warn(folder: RunFolder, display: Display, text: str) -> None:
 
 
 @asynccontextmanager
-async def _attempt(
+async def _run_from_origin(
     folder: RunFolder,
     origin: Origin,
     processes: RankProcesses,
@@ -224,7 +224,7 @@ async def _start_run(
         stack.enter_context(stop.listening(tracker.notice, folder.path))
         start = _Start(folder, origin, processes, monitor, stop, display, tracker, stack)
         # Before all heavy work: a port that another program took since the checks ends the run at once.
-        await monitor.begin_attempt(tracker)
+        await monitor.begin_start(tracker)
         checks = StepChecks(recipe, folder, tracker)
         checks.check_learning_rate()
         tokenizer = tokenizer_of(recipe.model)
@@ -254,12 +254,12 @@ async def _start_ranks(start: _Start, stacks: StackRequest) -> _StartedRanks:
     """Start the ranks and build their models. From then on, lost separate engines are replaced."""
     recipe, folder, tracker, processes = start.recipe, start.folder, start.tracker, start.processes
     with tracker.phase("start"):
-        with start.display.phase(f"starting {count_of_ranks(recipe)}", is_printed=True):
+        with start.display.phase(f"starting {format_rank_count(recipe)}", is_printed=True):
             ranks = await start_ranks(processes, folder, tracker, start.stop, stacks)
         reshard_calls = ReshardCalls(ranks)
         with start.display.phase("building models", is_printed=True):
             await construct_workers(processes, folder, tracker, ranks, reshard_calls)
-        folder.describe({"machine": await hardware(ranks)})
+        folder.describe({"machine": await describe_hardware(ranks)})
     replacements = await start.stack.enter_async_context(
         replacing_lost_engines(recipe, start.parallel, folder, tracker, ranks)
     )
@@ -292,9 +292,9 @@ async def _make_run(
     """Make everything that the loop uses: models, reshards, checkpoints and observers of the steps."""
     recipe, folder, tracker, stack = start.recipe, start.folder, start.tracker, start.stack
     ranks, reshard_calls, replacements = started_ranks
-    spikes = spike_detector(recipe, start.origin.spikes)
+    spikes = make_spike_detector(recipe, start.origin.spikes)
     # The driver's proxies of the models on the ranks.
-    models = models_of(recipe, start.parallel, ranks.trainers, spikes)
+    models = make_rank_models(recipe, start.parallel, ranks.trainers, spikes)
     for notice in sharing_notices(models):
         tracker.notice(notice)
     planned_memory = predicted_memory(recipe)

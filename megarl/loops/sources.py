@@ -118,23 +118,23 @@ def start_rewards(
 def _start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
     """Start each source's environment processes, closed with `stack`. Environments in the driver have none."""
     pools: dict[str, EnvironmentPool] = {}
-    num_started = 0
+    num_logs = 0
     for source in recipe.sources:
         rollout = source.recipe.rollout
-        num_source_processes = (
+        num_environment_processes = (
             num_processes(rollout.environment, rollout.environment_processes) if recipe.has_engine else 0
         )
-        if num_source_processes == 0:
+        if num_environment_processes == 0:
             continue
         pools[source.name] = EnvironmentPool(
             process_settings(rollout.environment, _settings(source.recipe), rollout.environment_memory_gib),
-            num_processes=num_source_processes,
+            num_processes=num_environment_processes,
             log_folder=log_folder,
-            first_log=num_started,
+            first_log=num_logs,
             make_server=server_processes(recipe.cluster),
         )
         stack.callback(pools[source.name].close)
-        num_started += num_source_processes
+        num_logs += num_environment_processes
     return pools
 
 

@@ -162,9 +162,9 @@ def test_context_parallel_ranks_compute_the_same(cp: int, window: int, has_sinks
     gathered = [torch.cat([x[row.local] for row in rows]) for x in (k, v)]
     expected = attend_each(q, k, v, lengths, width**-0.5, window, attention.softmax_offset)
     for row in rows:
-        assert row.order is not None
+        assert row.output_order is not None
         outs = torch.cat([attention.attend(q[row.local], *gathered, part) for part in row.parts])
-        torch.testing.assert_close(outs[row.order], expected[row.local], rtol=0, atol=1e-12)
+        torch.testing.assert_close(outs[row.output_order], expected[row.local], rtol=0, atol=1e-12)
 
 
 class CalledOperators(TorchDispatchMode):

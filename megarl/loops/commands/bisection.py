@@ -42,13 +42,13 @@ def bisect(first: Path, second: Path) -> Bisection:
         raise ConfigError(f"{first} and {second}: have no recorded step in common; record both with train.record")
     records_by_step: dict[int, tuple[StepRecord, StepRecord]] = {}
 
-    def records_of(step: int) -> tuple[StepRecord, StepRecord]:
+    def load_records(step: int) -> tuple[StepRecord, StepRecord]:
         if step not in records_by_step:
             records_by_step[step] = StepRecord.load(first / RECORDS, step), StepRecord.load(second / RECORDS, step)
         return records_by_step[step]
 
-    def compare(step: int) -> tuple[Difference, ...]:
-        first_record, second_record = records_of(step)
+    def list_differences(step: int) -> tuple[Difference, ...]:
+        first_record, second_record = load_records(step)
         if first_record.layout != second_record.layout and first_record.layout.get("dtype") != "float32":
             raise ConfigError(
                 f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
@@ -57,22 +57,23 @@ def bisect(first: Path, second: Path) -> Bisection:
 
     compared_chains: set[int] = set()
 
+    def count_read() -> int:
+        return len(records_by_step.keys() | compared_chains)
+
     def differs_until(step: int) -> bool:
         compared_chains.add(step)
         return chain_of(first / RECORDS, step) != chain_of(second / RECORDS, step)
 
-    first_run_last, second_run_last = records_of(common_steps[-1])
+    first_run_last, second_run_last = load_records(common_steps[-1])
     if first_run_last.layout == second_run_last.layout:
         index = bisect_left(common_steps, True, key=differs_until)
         if index == len(common_steps):
-            return Bisection(None, (), common_steps[-1], len(records_by_step.keys() | compared_chains))
-        if step_differences := compare(common_steps[index]):
-            return Bisection(
-                common_steps[index], step_differences, common_steps[-1], len(records_by_step.keys() | compared_chains)
-            )
+            return Bisection(None, (), common_steps[-1], count_read())
+        if step_differences := list_differences(common_steps[index]):
+            return Bisection(common_steps[index], step_differences, common_steps[-1], count_read())
     # Compare step by step: chains also differ if the runs have different parallel sizes, if one run began to record
     # later, or if it records other contents.
     for step in common_steps:
-        if step_differences := compare(step):
-            return Bisection(step, step_differences, common_steps[-1], len(records_by_step.keys() | compared_chains))
-    return Bisection(None, (), common_steps[-1], len(records_by_step.keys() | compared_chains))
+        if step_differences := list_differences(step):
+            return Bisection(step, step_differences, common_steps[-1], count_read())
+    return Bisection(None, (), common_steps[-1], count_read())

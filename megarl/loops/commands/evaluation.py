@@ -103,19 +103,7 @@ def prepare(
         override_text(f"{prefix}evaluation.{name}", value) for prefix in prefixes for name, value in options.items()
     ]
     loaded = load(recipe_file, all_overrides, is_of_run=recipe.is_dir())
-    # Refuse what cannot be evaluated. Recipes of other loops have no sampling parameters or engines, so there is
-    # nothing to sample with.
-    if loaded.loop not in ("rl", "sft", "distillation"):
-        raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe with loop rl, sft or distillation")
-    set_names = [name for source in loaded.sources for name in source.recipe.data.validation]
-    if not set_names:
-        raise ConfigError(f"{recipe_file}: has no data.validation, so there is nothing to evaluate; give sets by name")
-    if unknown := [name for name in sets if name not in set_names]:
-        raise ConfigError(f"--set {unknown[0]}: is not a validation set of {recipe_file}; give {either(set_names)}")
-    # Leave out of the recipe what an evaluation does not need.
-    if not loaded.mixture:
-        # The training data may be missing on this machine.
-        loaded = loaded.model_copy(update={"data": _without_training_data(loaded.data)})
+    _refuse_unsampled(loaded, recipe_file, sets)
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
     is_override_given = any(override.startswith("model.override_config") for override in overrides)
@@ -123,18 +111,43 @@ def prepare(
         # `override_config` describes the recipe's model. A model exported from it has the changed fields already.
         plain_model = loaded.model.model_copy(update={"override_config": {}})
         loaded = loaded.model_copy(update={"model": plain_model})
-    if loaded.cluster.groups.engines is not None:
-        # Ranks of one group need nodes of one kind, and here all ranks are engines of one group.
-        cluster = loaded.cluster.model_copy(update={"groups": GroupsConfig()})
-        rollout = loaded.rollout.model_copy(update={"placement": "colocated", "ranks": None})
-        loaded = loaded.model_copy(update={"cluster": cluster, "rollout": rollout})
+    loaded = _without_training(loaded)
     # Critics, reward models and teachers do not start here.
     download_missing(loaded, notify, with_models=False)
     loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
     parallel = _check_parallel(loaded)
     run_folder = model if (model / "config.yaml").is_file() else Path()
     output_folder = _make_folder(out, run_folder / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
-    return Evaluation(folder, loaded, parallel, frozenset(sets or set_names), output_folder)
+    return Evaluation(folder, loaded, parallel, frozenset(sets or _list_sets(loaded)), output_folder)
+
+
+def _list_sets(recipe: Recipe) -> list[str]:
+    return [name for source in recipe.sources for name in source.recipe.data.validation]
+
+
+def _refuse_unsampled(recipe: Recipe, recipe_file: Path, sets: Sequence[str]) -> None:
+    """Raise ConfigError for a recipe that cannot be evaluated, or for an unknown set in `sets`."""
+    # Recipes of other loops have no sampling parameters or engines, so there is nothing to sample with.
+    if recipe.loop not in ("rl", "sft", "distillation"):
+        raise ConfigError(f"loop = {recipe.loop}: samples no answers; give a recipe with loop rl, sft or distillation")
+    set_names = _list_sets(recipe)
+    if not set_names:
+        raise ConfigError(f"{recipe_file}: has no data.validation, so there is nothing to evaluate; give sets by name")
+    if unknown := [name for name in sets if name not in set_names]:
+        raise ConfigError(f"--set {unknown[0]}: is not a validation set of {recipe_file}; give {either(set_names)}")
+
+
+def _without_training(recipe: Recipe) -> Recipe:
+    """Return the recipe without training data and separate engines, which an evaluation does not need."""
+    if not recipe.mixture:
+        # The training data may be missing on this machine.
+        recipe = recipe.model_copy(update={"data": _without_training_data(recipe.data)})
+    if recipe.cluster.groups.engines is None:
+        return recipe
+    # Ranks of one group need nodes of one kind, and here all ranks are engines of one group.
+    cluster = recipe.cluster.model_copy(update={"groups": GroupsConfig()})
+    rollout = recipe.rollout.model_copy(update={"placement": "colocated", "ranks": None})
+    return recipe.model_copy(update={"cluster": cluster, "rollout": rollout})
 
 
 def _without_training_data(data: DataConfig) -> DataConfig:

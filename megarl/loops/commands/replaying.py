@@ -33,7 +33,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.datasets.counts import with_steps
 from megarl.datasets.reading import Dropped
 from megarl.files.temporary_folder import temporary_folder
-from megarl.loops.models import models_of, move_reference
+from megarl.loops.models import make_rank_models, move_reference
 from megarl.loops.observers.step_recorder import layout_values, make_record
 from megarl.loops.rl import conversations_of
 from megarl.loops.saving.checkpointing import plain_recipe
@@ -279,7 +279,7 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         problems = {source: train for source, (train, _) in data.items()}
         find_problem = problem_lookup(problems, "the record", "restore the run's data")
         trainers = await _start_trainers(recipe, parallel, run / LOGS, stack)
-        steps = _Steps(prepared, trainers, conversations_at, find_problem)
+        steps = _StepExecutor(prepared, trainers, conversations_at, find_problem)
         if prepared.checkpoint is not None:
             await trainers.call("load_checkpoint", prepared.checkpoint)
         # Execute the steps before the replayed one, and compare each with its record.
@@ -318,7 +318,7 @@ async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, 
     return ranks.trainers
 
 
-class _Steps:
+class _StepExecutor:
     """Executes recorded steps one after the other on trainer ranks."""
 
     def __init__(
@@ -326,18 +326,18 @@ class _Steps:
         prepared: Replay,
         trainers: WorkerGroup,
         conversations_at: Callable[[int], TokenBatch | None],
-        find: FindProblem,
+        find_problem: FindProblem,
     ) -> None:
         self._prepared, self._trainers = prepared, trainers
-        self._models = models_of(prepared.recipe, prepared.parallel, trainers)
-        self._conversations_at, self._find = conversations_at, find
+        self._models = make_rank_models(prepared.recipe, prepared.parallel, trainers)
+        self._conversations_at, self._find_problem = conversations_at, find_problem
 
     @property
     def _policy(self) -> RankModel:
         return self._models["policy"]
 
     async def compare(self, step: int) -> StepComparison:
-        record = StepRecord.load(self._prepared.run / RECORDS, step, self._find)
+        record = StepRecord.load(self._prepared.run / RECORDS, step, self._find_problem)
         batch, _, metrics = await self._execute(record, self._prepared.recipe, self._models, record.groups)
         comparison = await self._compare_record(record, batch, metrics)
         # After the fingerprints, as in a run.
@@ -352,7 +352,7 @@ class _Steps:
         `state` is a folder for the trainer's state in between. `pools` score completions with the changed rewards.
         """
         prepared = self._prepared
-        record = StepRecord.load(prepared.run / RECORDS, number, self._find)
+        record = StepRecord.load(prepared.run / RECORDS, number, self._find_problem)
         # As in the run.
         state.mkdir()
         await self._trainers.call("save_checkpoint", state, False, False)
@@ -370,7 +370,7 @@ class _Steps:
             # A step uses its record's coefficient, because algorithm.kl_target may adapt it. So change the record too.
             record = replace(record, kl_coefficient=changed.algorithm.kl_coefficient)
         # Some objectives need all segments of a sample in one microbatch.
-        models = models_of(changed, prepared.parallel, self._trainers)
+        models = make_rank_models(changed, prepared.parallel, self._trainers)
         changed_batch, changed_groups, other_metrics = await self._execute(record, changed, models, rescored)
         other_logprobs = await self._policy.forward(changed_batch)
         effect = Effect(
@@ -445,10 +445,10 @@ def _compute_sample_effects(
 ) -> list[SampleEffect]:
     """Return the effect of a change on each sample. `logprobs` [tokens] are those after the updates."""
     effects = []
-    batch_before, batch_now = batches
-    mask = batch_before.loss_mask
-    for sample, (sample_before, sample_now) in enumerate(zip(*map(flatten, groups), strict=True)):
-        first, end = batch_before.cu_samples[sample : sample + 2]
+    recorded_batch, changed_batch = batches
+    mask = recorded_batch.loss_mask
+    for sample, (recorded_sample, changed_sample) in enumerate(zip(*map(flatten, groups), strict=True)):
+        first, end = recorded_batch.cu_samples[sample : sample + 2]
         trained_indices = first + mask[first:end].nonzero()[0]
         if not len(trained_indices):
             continue
@@ -459,10 +459,10 @@ def _compute_sample_effects(
 
         effects.append(
             SampleEffect(
-                prompt=sample_before.group,
-                attempt=sample_before.number,
-                reward=(_score(sample_before), _score(sample_now)),
-                advantage=(mean(batch_before.per_token["advantages"]), mean(batch_now.per_token["advantages"])),
+                prompt=recorded_sample.group,
+                attempt=recorded_sample.number,
+                reward=(_score(recorded_sample), _score(changed_sample)),
+                advantage=(mean(recorded_batch.per_token["advantages"]), mean(changed_batch.per_token["advantages"])),
                 logprob=(mean(logprobs[0]), mean(logprobs[1])),
                 largest_token=int(trained_indices[distances.argmax()] - first),
             )

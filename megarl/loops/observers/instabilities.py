@@ -31,7 +31,7 @@ METRICS = (
 )
 
 
-def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:
+def make_spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:
     """Return a recipe's spike detector, or None if spikes are ignored. `saved` is its state in a checkpoint."""
     train = recipe.train
     if train.on_spike == "ignore":

@@ -162,7 +162,7 @@ class WeightChecks(StepObserver):
         )
 
     def _make_error(self, problem: str, boxes: Sequence[Box]) -> MegarlError:
-        box_names = ", ".join(_text_of(box) for box in boxes[:_MOST_NAMED])
+        box_names = ", ".join(_format_box(box) for box in boxes[:_MOST_NAMED])
         remainder = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
         return MegarlError(
             f"weights.check_every = {self._weights.check_every}: {problem}: {box_names}{remainder}. "
@@ -171,6 +171,6 @@ class WeightChecks(StepObserver):
         )
 
 
-def _text_of(box: Box) -> str:
+def _format_box(box: Box) -> str:
     ranges = ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True))
     return f"{box.name}[{ranges}]"

@@ -66,18 +66,18 @@ class RankProcesses:
         self._places: list[RankPlace] = []
         """Places of the trainers in the next start; empty: the first places of the living nodes."""
         self._folder = PrivateFolder()
-        self._lost_at: float | None = None
+        self._first_loss_time: float | None = None
         """Time of the first loss in this recovery; None: no recovery is in progress."""
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
         """Number of lost trainer ranks that the run has survived."""
-        self._full: ResizeAskedError | None = None
+        self._full_size: ResizeAskedError | None = None
         """Recipe and sizes before losses made the run smaller; None: it has its full size, or cannot grow."""
-        self._search: asyncio.Task[None] | None = None
+        self._node_search: asyncio.Task[None] | None = None
         """Background search for nodes for the full size. When the task is done, there are enough."""
         self.checked_nodes: set[str] = set()
         """Nodes that passed the checks before models were built."""
-        self._received = 0.0
+        self._restored_bytes = 0.0
         """Bytes that ranks received from other nodes to restore the state."""
         self._has_copies = False
         """Whether the agents have copies of the whole state after the newest copied step."""
@@ -121,7 +121,7 @@ class RankProcesses:
         self._ranks.nodes, self._places = self.nodes, self._ranks.trainers.places
         return self._ranks
 
-    async def change(
+    async def prepare_next_start(
         self,
         cause: PeerLostError | ResizeAskedError,
         stop: StopRequest,
@@ -138,14 +138,14 @@ class RankProcesses:
         lost_ranks = [] if isinstance(cause, ResizeAskedError) else self._find_lost_ranks(cause)
         stop.refuse_recovery(cause, folder.path)
         # If another rank is lost during the recovery, keep the time of the first loss.
-        self._lost_at = self._lost_at or time.monotonic()
+        self._first_loss_time = self._first_loss_time or time.monotonic()
         self._stop_search()
         if self._ranks is not None:
             await self._ranks.close_groups()
         if isinstance(cause, ResizeAskedError):
             notify(f"resize from {self.parallel} to {cause.parallel}")
             # The requested sizes are the run's full sizes from now on.
-            self._full, self._places = None, []
+            self._full_size, self._places = None, []
             self.recipe, self.parallel = cause.recipe, cause.parallel
         else:
             await self._replace_lost(cause, lost_ranks, notify)
@@ -191,26 +191,26 @@ class RankProcesses:
             self._places = []
             return
         # shrink: whole data-parallel replicas go on. The full size is remembered, to return to it.
-        full_size = self._full or ResizeAskedError(self.recipe, self.parallel)
+        full_size = self._full_size or ResizeAskedError(self.recipe, self.parallel)
         try:
             shrunk_recipe = shrink_to(self.recipe, self.parallel, living_ranks)
         except MegarlError as refusal:
             raise error from refusal
         self.recipe, self.parallel = shrunk_recipe.recipe, shrunk_recipe.parallel
-        self._full = full_size if can_grow(self.recipe) else None
+        self._full_size = full_size if can_grow(self.recipe) else None
         self._places = [self._places[rank] for rank in shrunk_recipe.continuing_ranks] if self._places else []
         notify(
             f"{error}. {len(living_ranks)} of {num_before} ranks are left; the run continues on "
             f"{self.parallel.world_size} of them: {self.parallel}"
         )
-        if self._full is not None:
+        if self._full_size is not None:
             # Each loss doubles the pause: a node that fails again and again must not cost a restart in every step.
             pause_seconds = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
-            self._search = asyncio.create_task(self._await_nodes(self._full.parallel, pause_seconds, notify))
+            self._node_search = asyncio.create_task(self._await_nodes(self._full_size.parallel, pause_seconds, notify))
 
     def growth(self) -> ResizeAskedError | None:
         """Return the resize back to the full size if the nodes for it have been found, else None."""
-        return self._full if self._search is not None and self._search.done() else None
+        return self._full_size if self._node_search is not None and self._node_search.done() else None
 
     async def _await_nodes(
         self, parallel: ParallelConfig, pause_seconds: float, notify: Callable[[str], object]
@@ -238,15 +238,15 @@ class RankProcesses:
             return
 
     def _stop_search(self) -> None:
-        if self._search is not None:
-            self._search.cancel()
-            self._search = None
+        if self._node_search is not None:
+            self._node_search.cancel()
+            self._node_search = None
 
     async def restore(self, trainers: WorkerGroup, step: int) -> None:
         """Load the state after a step from the agents' copies into all trainer ranks."""
         assert self.nodes is not None
         files_of_ranks = await files_for_ranks(self.nodes.agents, step, trainers.places)
-        self._received = float(sum(await trainers.scatter("replicated_state.restore", files_of_ranks)))
+        self._restored_bytes = float(sum(await trainers.scatter("replicated_state.restore", files_of_ranks)))
         # Drop later copies of the lost attempt. Otherwise they are mixed with new copies of the same steps.
         await drop_others(self.nodes.agents, step)
 
@@ -274,11 +274,11 @@ class RankProcesses:
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of a recovery once, when its first step begins; empty otherwise."""
-        if self._lost_at is None:
+        if self._first_loss_time is None:
             return {}
-        seconds, self._lost_at = time.monotonic() - self._lost_at, None
+        seconds, self._first_loss_time = time.monotonic() - self._first_loss_time, None
         return {
             "fault/recoveries": float(self.num_recoveries),
             "fault/recovery_seconds": seconds,
-            "fault/restored_bytes": self._received,
+            "fault/restored_bytes": self._restored_bytes,
         }

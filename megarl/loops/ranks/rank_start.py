@@ -29,7 +29,7 @@ COLOCATED_WORKER = "megarl.worker.colocated:Worker"
 """Class of a worker that trains and samples. Benchmarks replace it by a measuring class."""
 
 
-def count_of_ranks(recipe: Recipe) -> str:
+def format_rank_count(recipe: Recipe) -> str:
     count, nodes = recipe.cluster.world_size, recipe.cluster.num_nodes
     text = f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
     if recipe.separate_ranks:
@@ -152,7 +152,7 @@ async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: Parall
     await group.construct("megarl.worker.engine_worker:EngineWorker", settings)
 
 
-async def hardware(ranks: RunRanks) -> dict[str, str]:
+async def describe_hardware(ranks: RunRanks) -> dict[str, str]:
     """Return the number of ranks by node, and the GPUs of the driver's node, for attempt.json."""
     on_nodes = Counter(place[0] for place in ranks.topology)
     gpu_counts = Counter(await asyncio.to_thread(gpus))

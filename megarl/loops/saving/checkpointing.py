@@ -65,7 +65,7 @@ class Checkpoints:
         self._checksum_after, self._check_weights = checksum_after, check_weights
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs, self._spikes, self._position = inputs, spikes, position
-        self._spikes_then: Mapping[str, Any] | None = None
+        self._spikes_at_save: Mapping[str, Any] | None = None
         """State of the spike detector when the save began: later updates change it before a background save ends."""
         self._step_in_progress: int | None = None
         self._exported_at: int | None = None
@@ -89,7 +89,7 @@ class Checkpoints:
         # Before the checkpoint: both need the engines asleep, and the evaluation follows only after the reshard.
         await self._best.take(step)
         if is_saved:
-            await self._begin(step, save_driver, config.asynchronous, is_resharded=False)
+            await self._begin_save(step, save_driver, config.asynchronous, is_resharded=False)
         await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._spike_state())
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -111,7 +111,7 @@ class Checkpoints:
         """Save the state after a step and its reshard, and wait. Does nothing if the checkpoint exists."""
         await self._check_weights()
         if self._step_in_progress != step and not self._checkpoint_folder(step).exists():
-            await self._begin(step, save_driver, False, is_resharded=True)
+            await self._begin_save(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
 
     async def copy(self, step: int, save_driver: Callable[[Path], None] | None) -> None:
@@ -131,7 +131,7 @@ class Checkpoints:
     def _spike_state(self) -> Mapping[str, Any] | None:
         return None if self._spikes is None else self._spikes.as_json()
 
-    async def _begin(
+    async def _begin_save(
         self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool, *, is_resharded: bool
     ) -> None:
         """Start a save of this step. With `asynchronous`, the ranks write in the background."""
@@ -140,7 +140,7 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._step_in_progress = step
-        self._spikes_then = self._spike_state()
+        self._spikes_at_save = self._spike_state()
         if save_driver:
             with self._removed_when_full(), disk_full_named(partial, 0):
                 save_driver(partial)
@@ -168,7 +168,7 @@ class Checkpoints:
         driver_values = {
             "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
             "checksum": self._checksum_after(step),
-            "spikes": self._spikes_then, "drawn": self._position.after(step, self._recipe).as_json(),
+            "spikes": self._spikes_at_save, "drawn": self._position.after(step, self._recipe).as_json(),
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver_values, indent=2) + "\n")
         # The manifest comes last, then the rename: only a complete save gets a checkpoint's name.
