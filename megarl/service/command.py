@@ -16,7 +16,7 @@ from megarl.config.recipe import error_page
 from megarl.families.shape import read_model_shape
 from megarl.files.atomic import storage_faults_named
 from megarl.files.folder_lock import FolderLock
-from megarl.loops.models import models_of
+from megarl.loops.models import make_rank_models
 from megarl.loops.stopping import leaving_on_signals
 from megarl.planner.defaults import with_memory_defaults
 from megarl.preflight import check, download_missing, load
@@ -247,7 +247,7 @@ def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path, report: C
         service.served,
         ranks,
         pool,
-        models_of(recipe, parallel, ranks.trainers)["policy"],
+        make_rank_models(recipe, parallel, ranks.trainers)["policy"],
         idle_folder=idle_folder,
         num_slots=service.num_slots,
         num_sequences=num_running * len(parallel.leaders()),

@@ -122,7 +122,7 @@ async def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
 
 
 def test_the_flops_are_of_models_as_the_recipe_has_them(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    from megarl.loops.models import models_of
+    from megarl.loops.models import make_rank_models
 
     folder = shutil.copytree(tiny_model(num_layers=2), tmp_path / "scaled")
     config = json.loads((folder / "config.json").read_text())
@@ -134,7 +134,7 @@ def test_the_flops_are_of_models_as_the_recipe_has_them(tiny_model: Callable[...
             "model": {"path": str(folder), "override_config": {"rope_scaling": None}},
         }
     )  # fmt: skip
-    models = models_of(recipe, ParallelConfig(1, 1, 1, 1), Ranks((None, None)))  # type: ignore[arg-type]
+    models = make_rank_models(recipe, ParallelConfig(1, 1, 1, 1), Ranks((None, None)))  # type: ignore[arg-type]
     assert models.keys() == {"policy", "reference", "critic"}
     assert [model.shape is not None and model.shape.rotary.scaling for model in models.values()] == ["default"] * 3
 

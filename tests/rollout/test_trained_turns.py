@@ -123,7 +123,7 @@ async def sample(recipe: Recipe, parallel: ParallelConfig, count: int, logs: Pat
     """Sample `count` trajectories. Returns them, the number of tokens that differ, and the trainer's log-probs."""
     from megarl.cluster.launchers.run_nodes import start_ranks
     from megarl.data.chat import load_tokenizer
-    from megarl.loops.models import models_of
+    from megarl.loops.models import make_rank_models
 
     tokenizer = load_tokenizer(recipe.model.path)
     forgetful = copy.deepcopy(tokenizer)
@@ -154,7 +154,7 @@ async def sample(recipe: Recipe, parallel: ParallelConfig, count: int, logs: Pat
             trajectories += half
         await ranks.call("sleep_engine")
         batch = RLBatch.from_groups([[trajectory] for trajectory in trajectories])
-        trained = await models_of(recipe, parallel, ranks.trainers)["policy"].forward(batch)
+        trained = await make_rank_models(recipe, parallel, ranks.trainers)["policy"].forward(batch)
     gap = np.abs(trained - batch.per_token["rollout_logprobs"])[batch.loss_mask]
     return {
         "trajectories": trajectories, "differing": num_differing, "sampled": num_sampled,

@@ -42,7 +42,7 @@ class ExchangedDevices(TorchDispatchMode):
 
 def forget_numbers() -> None:
     """Clear the caches of fingerprints: tensors of one fake mode cannot be mixed with those of another."""
-    fingerprint._random.cache_clear()
+    fingerprint._random_numbers.cache_clear()
     fingerprint._row_numbers.cache_clear()
 
 
