@@ -40,7 +40,7 @@ def test_the_slots_of_a_peer_that_has_ended_or_left_are_those_of_one_that_is_gon
     ended.wait()
     for process, number in ((ended.pid, 0), (os.getpid(), 1 << 20)):
         slots = SharedSlots.__new__(SharedSlots)
-        slots._ended = select.poll()
+        slots._peer_ends = select.poll()
         with pytest.raises(PeerGoneError):
             slots._map([(process, number)])
 

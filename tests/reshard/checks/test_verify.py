@@ -102,11 +102,11 @@ def test_a_plan_binds_to_tensors_on_the_gpu(cuda_world: None, name: str, rank: i
         for side in (sources, destinations)
     )
     bound = Transport(plan, here, there, dtype=torch.bfloat16)
-    assert {view.device for step in bound._steps for view in views(step)} <= {CUDA}
+    assert {view.device for bucket in bound._buckets for view in views(bucket)} <= {CUDA}
 
 
-def views(step: Any) -> Iterator[torch.Tensor]:
-    for copies in (step.local, step.pack, step.unpack):
+def views(bucket: Any) -> Iterator[torch.Tensor]:
+    for copies in (bucket.local, bucket.pack, bucket.unpack):
         for pairs in (copies.tensors, copies.small, copies.on_cpu):
             yield from (tensor for pair in pairs for tensor in pair)
 
