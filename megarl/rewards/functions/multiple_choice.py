@@ -79,8 +79,8 @@ def _read_choice(text: str, choices: Choices) -> str | None:
     marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
     if marks:
         return choices.letter(max(marks).text)
-    lines = text.strip().splitlines()
-    last_line = lines[-1].strip() if lines else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last_line = lines[-1] if lines else ""
     called_right = letter_called_right(last_line)
     if called_right is not None and called_right in choices.letters:
         return called_right
@@ -91,7 +91,10 @@ def _read_choice(text: str, choices: Choices) -> str | None:
     if stated_text is not None and (letter := choices.by_own_name(stated_text)) is not None:
         return letter
     label = _LABELLED.fullmatch(last_line)
-    return choices.letter(label[1] if label else last_line)
+    letter = choices.letter(label[1] if label else last_line)
+    # Choices in consecutive lines are the question's list, not an answer.
+    is_listed = len(lines) > 1 and choices.letter(lines[-2]) not in (None, letter)
+    return None if is_listed else letter
 
 
 def _read_agreeing_letter(statement: Statement, choices: Choices) -> str | None:
