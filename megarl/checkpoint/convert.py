@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.kept import FILE as KEPT
-from megarl.checkpoint.kept import UnchangedTensor, file_content, kept_and_copies, kept_tensors, total_bytes
+from megarl.checkpoint.kept import (
+    UnchangedTensor,
+    file_content,
+    list_unchanged_tensors,
+    split_unchanged_tensors,
+    total_bytes,
+)
 from megarl.checkpoint.manifest import MANIFEST, ManifestWriter, check_hashes, check_sizes, new_folder
 from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
@@ -123,7 +129,7 @@ def to_megatron(
             stored = _write_chunks(source, chunks, manifest)
             _write_records(manifest, model, parallel, chunks, stored)
             _copy_companions(hf, manifest, f"{COMPANIONS}/", dtype)
-            num_unchanged = _write_unchanged(kept_tensors(hf, model), f"{COMPANIONS}/{KEPT}", manifest)
+            num_unchanged = _write_unchanged(list_unchanged_tensors(hf, model), f"{COMPANIONS}/{KEPT}", manifest)
             if dtype is None and (hf / INDEX).exists():
                 manifest.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
             manifest.append(TRACKER, RELEASE.encode())
@@ -177,7 +183,7 @@ def to_hf(
         source = CheckpointReader(checkpoint, model)
         model = source.model
         dtypes = _converted_dtypes(source, model, dtype)
-        unchanged_tensors, copies = kept_and_copies(model_folder, model)
+        unchanged_tensors, copies = split_unchanged_tensors(model_folder, model)
         # Shape and dtype of each tensor in the files. A copy has those of its original.
         stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
         stored |= {name: stored[original] for name, original in copies.items()}

@@ -63,7 +63,7 @@ class UnchangedTensor(NamedTuple):
                 yield piece
 
 
-def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTensor]:
+def list_unchanged_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTensor]:
     """Return the tensors in a folder that training leaves unchanged and exports copy, by name.
 
     Raises DataError for a truncated file.
@@ -79,13 +79,13 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, UnchangedTe
     return dict(sorted(tensors.items()))
 
 
-def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, UnchangedTensor], dict[str, str]]:
+def split_unchanged_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, UnchangedTensor], dict[str, str]]:
     """Return the tensors that training leaves unchanged, and the draft layer's duplicates of trained tensors.
 
     The first are read from `folder`. The second are {name: name of the trained tensor}. Raises DataError for a
     truncated file.
     """
-    tensors = kept_tensors(folder, model)
+    tensors = list_unchanged_tensors(folder, model)
     copies = {name: original for name, original in list_draft_copies(model).items() if name in tensors}
     return {name: tensor for name, tensor in tensors.items() if name not in copies}, copies
 

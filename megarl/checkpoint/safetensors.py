@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.checkpoint.kept import UnchangedTensor, file_content, kept_and_copies, total_bytes
+from megarl.checkpoint.kept import UnchangedTensor, file_content, split_unchanged_tensors, total_bytes
 from megarl.checkpoint.mxfp4 import dequantise
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.checkpoint.weight_checksums import check_weights, checksums_text, compute_checksums
@@ -219,7 +219,7 @@ def export(
     atomically. Raises OSError if the disk is full.
     """
     tensors = checkpoint_tensors(model)
-    unchanged_tensors, copies = kept_and_copies(source, model)
+    unchanged_tensors, copies = split_unchanged_tensors(source, model)
     tensors |= {name: tensors[original] for name, original in copies.items()}
     dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
     shapes_and_dtypes = {name: (shape, dtypes[name]) for name, shape in tensors.items()}

@@ -58,8 +58,8 @@ class DraftLayers(Protocol):
         """
         ...
 
-    def stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
-        """Yield the parameters of vLLM's draft model.
+    def make_draft_stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
+        """Yield the stacks (composed parameters) of vLLM's draft model.
 
         `templates` are the draft layers' tensors, `stacks` the policy's parameters. `layer` is the prefix of the
         policy's layers in the checkpoint.

@@ -54,7 +54,9 @@ def list_draft_stacks(model: ModelShape) -> tuple[Stack, ...]:
         return ()
     layers = layers_by_template(list_rules(model), model)
     templates = (name for name, numbers in layers.items() if is_draft_tensor(model, TensorName(name, numbers[-1])))
-    return tuple(draft_layers.stacks(list_stacks(model), templates, checkpoint_name("model.layers.{layer}.", model)))
+    return tuple(
+        draft_layers.make_draft_stacks(list_stacks(model), templates, checkpoint_name("model.layers.{layer}.", model))
+    )
 
 
 def is_draft_tensor(model: ModelShape, tensor: TensorName) -> bool:

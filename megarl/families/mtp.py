@@ -87,7 +87,7 @@ class MtpForm(NamedTuple):
         yield move_to_last_stage(column(PARAMETERS + "eh_proj.weight", self.projection, (hidden, 2 * hidden)))
         yield move_to_last_stage(replicate(PARAMETERS + "final_layernorm.weight", self.final_norm, (hidden,)))
 
-    def stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
+    def make_draft_stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
         """Yield the parameters of vLLM's draft model: first the fused ones, as in the policy's layers, then others."""
         names_without_stack = list(templates)
         for stack in stacks:

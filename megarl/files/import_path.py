@@ -43,7 +43,7 @@ class Choices:
     table: Mapping[str, str]
     takes_files: bool = True
 
-    def locate(self, name: str) -> str:
+    def find_import_path(self, name: str) -> str:
         """Return the import path of a name, without importing it. Raises ConfigError for an unknown name."""
         path = self.table.get(name, name)
         if is_import_path(path, takes_files=self.takes_files):
@@ -57,7 +57,7 @@ class Choices:
         )
 
     def load(self, name: str) -> Callable[..., Any]:
-        return import_object(self.locate(name), self.field, self.kind)
+        return import_object(self.find_import_path(name), self.field, self.kind)
 
 
 def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) -> Callable[..., Any]:

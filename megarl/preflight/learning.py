@@ -283,7 +283,7 @@ def check_trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Itera
 
     `is_trained`: trackers are imported. An evaluation uses none, so only their names are checked.
     """
-    from megarl.tracking.trackers import check, locate
+    from megarl.tracking.trackers import check, find_import_path
 
     # A job's environment variables differ from those of the submitting node.
     runs_here = is_start or recipe.cluster.launcher == "local"
@@ -292,7 +292,7 @@ def check_trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Itera
             if is_trained:
                 check(name, is_here=runs_here)
             else:
-                locate(name)
+                find_import_path(name)
         except ConfigError as error:
             yield str(error)
 

@@ -9,7 +9,7 @@ from megarl.config import Recipe
 from megarl.config.judges import REMEDY, accuracy_needs, judges_answers
 from megarl.datasets.fields import system_prompt
 from megarl.preflight.registry import Cost, checks
-from megarl.rewards import locate, metric_name
+from megarl.rewards import find_import_path, metric_name
 from megarl.types import ConfigError
 
 
@@ -32,7 +32,7 @@ def check_reward_fields(recipe: Recipe) -> Iterator[str]:
             )
     for name in names:
         try:
-            locate(name)
+            find_import_path(name)
         except ConfigError as error:
             yield str(error)
     try:

@@ -118,11 +118,11 @@ _TASK = re.compile(r"reasoning_gym\.(\w+)", re.ASCII)
 _SERVED_NAME = re.compile(rf"({'|'.join(SERVED)})(?:\.[\w-]+)?", re.ASCII)
 
 
-def locate(name: str) -> str:
+def find_import_path(name: str) -> str:
     """Return the import path of a reward named in a recipe. Raises ConfigError for an unknown name."""
     if task := _TASK.fullmatch(name):
         return f"megarl.rewards.functions.reasoning_gym:{task[1]}"
-    return _CHOICES.locate(server_kind(name) or name)
+    return _CHOICES.find_import_path(server_kind(name) or name)
 
 
 def server_kind(name: str) -> str | None:
@@ -154,4 +154,4 @@ def metric_name(name: str) -> str:
 
 def resolve(name: str) -> Callable[..., Any]:
     """Import and return a recipe's reward function. Raises ConfigError if it or its module cannot be imported."""
-    return import_object(locate(name), "reward.functions")
+    return import_object(find_import_path(name), "reward.functions")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.checkpoint.kept import kept_tensors
+from megarl.checkpoint.kept import list_unchanged_tensors
 from megarl.families.shape import ModelShape
 
 
 def untrained_notices(folder: str, shape: ModelShape) -> Iterator[str]:
     """Yield a notice if the model's folder has untrained tensors."""
-    if names := kept_tensors(folder, shape):
+    if names := list_unchanged_tensors(folder, shape):
         yield f"{len(names)} tensors of {folder} are not trained, such as {min(names)}; exports copy them unchanged"

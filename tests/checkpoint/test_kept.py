@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import to_hf, to_megatron
-from megarl.checkpoint.kept import file_content, kept_tensors
+from megarl.checkpoint.kept import file_content, list_unchanged_tensors
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import INDEX, SINGLE
 from megarl.types import DataError
@@ -23,7 +23,7 @@ def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     """Reading at the end of a file returns no bytes, at once and forever."""
     folder = vision_folder(tmp_path / "model")
     save_file(KEPT, folder / SINGLE)
-    found = kept_tensors(folder, read_model_shape(folder))
+    found = list_unchanged_tensors(folder, read_model_shape(folder))
     assert found.keys() == KEPT.keys()
     with (folder / SINGLE).open("rb+") as file:
         file.truncate(max(kept.stop for kept in found.values()) - 3)

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from megarl.rewards import REWARDS, SERVED, locate, metric_name, resolve, server_kind
+from megarl.rewards import REWARDS, SERVED, find_import_path, metric_name, resolve, server_kind
 from megarl.rewards.scoring.calling import Sample, bind
 from megarl.types import ConfigError
 
@@ -18,8 +18,8 @@ def test_table_names_resolve_to_working_functions(name):
 
 
 def test_names_of_tasks_and_of_further_servers():
-    assert locate("reasoning_gym.chain_sum") == "megarl.rewards.functions.reasoning_gym:chain_sum"
-    assert locate("judge.style") == locate("judge") == SERVED["judge"]
+    assert find_import_path("reasoning_gym.chain_sum") == "megarl.rewards.functions.reasoning_gym:chain_sum"
+    assert find_import_path("judge.style") == find_import_path("judge") == SERVED["judge"]
     assert (server_kind("judge.style"), server_kind("judge.py:f"), server_kind("judges")) == ("judge", None, None)
     assert metric_name("judge.style") == "judge.style" and metric_name("my/judge.py:f") == "f"
 
@@ -28,7 +28,7 @@ def test_a_function_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/my-rewards.py").write_text("def length(completion_text): return 3 * len(completion_text)\n")
     monkeypatch.chdir(tmp_path)
-    assert locate("mine/my-rewards.py:length") == "mine/my-rewards.py:length"
+    assert find_import_path("mine/my-rewards.py:length") == "mine/my-rewards.py:length"
     assert resolve("mine/my-rewards.py:length")("four") == 12
     assert resolve(f"{tmp_path}/mine/my-rewards.py:length") is resolve("mine/my-rewards.py:length")
 
@@ -56,7 +56,7 @@ def test_user_function(tmp_path, monkeypatch):
 )
 def test_names_that_cannot_be_a_reward(name, message):
     with pytest.raises(ConfigError, match=message):
-        locate(name)
+        find_import_path(name)
     with pytest.raises(ConfigError, match=message):
         resolve(name)
 
@@ -76,7 +76,7 @@ def test_names_that_cannot_be_a_reward(name, message):
     ],
 )
 def test_paths_that_lead_nowhere(name, message):
-    assert locate(name) == name
+    assert find_import_path(name) == name
     with pytest.raises(ConfigError, match=message):
         resolve(name)
 

@@ -14,7 +14,7 @@ from megarl.config import RewardConfig, SandboxConfig
 from megarl.config.judges import judging
 from megarl.config.sections.rewards import RewardFunctionConfig
 from megarl.processes.server_process import RequestLimits, ServerSettings
-from megarl.rewards import locate, server_kind
+from megarl.rewards import find_import_path, server_kind
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.results import read_scores
 from megarl.sandbox.sandbox import SandboxSettings
@@ -117,7 +117,7 @@ def _is_in(folder: str, name: str) -> bool:
     if ":" not in name:
         return False
     with suppress(ConfigError):
-        module = locate(name).rpartition(":")[0]
+        module = find_import_path(name).rpartition(":")[0]
         return not module.endswith(".py") and PathFinder.find_spec(module.partition(".")[0], [folder]) is not None
     return False
 

@@ -53,9 +53,9 @@ class RunTracker(Protocol):
 _CHOICES = Choices("trackers", "tracker", "class", TRACKERS, takes_files=False)
 
 
-def locate(name: str) -> str:
+def find_import_path(name: str) -> str:
     """Return the `package.module:Class` of a tracker named in a recipe. Raises ConfigError for an unknown name."""
-    return _CHOICES.locate(name)
+    return _CHOICES.find_import_path(name)
 
 
 def check(name: str, *, is_here: bool) -> None:
