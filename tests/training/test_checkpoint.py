@@ -329,15 +329,15 @@ def build_frozen(recipe: Recipe, parallel: ParallelConfig, scale: float) -> Any:
 def visits_of(reference: Any) -> list[None]:
     """Grows whenever a frozen model goes onto the device."""
     visits: list[None] = []
-    in_memory = reference.in_memory
+    on_device = reference.on_device
 
     @contextmanager
     def counted(**kwargs: Any) -> Iterator[None]:
         visits.append(None)
-        with in_memory(**kwargs):
+        with on_device(**kwargs):
             yield
 
-    reference.in_memory = counted
+    reference.on_device = counted
     return visits
 
 
