@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -41,12 +42,14 @@ from megarl.report.model_card import write_card
 from megarl.report.page import render, render_evaluations
 from megarl.report.replays import replay_contents
 from megarl.report.watched import WatchedRun
+from megarl.rollout.journal.state import JournaledAnswer, JournaledTry, JournalState
+from megarl.rollout.recording import RecordedCall
 from megarl.rollout.state import RLState
 from megarl.rollout.step.step_record import StepRecord
 from megarl.tracking.draws import DrawEvents, account
 from megarl.tracking.run_folder import _forget_lines
 from megarl.tracking.run_record import RunRecord, refuse_other_schema, run_state
-from megarl.types import Problem
+from megarl.types import Completion, FinishReason, Problem
 from tools.make_tiny_model import make_tiny_model
 
 RECIPE = """
@@ -438,6 +441,11 @@ def _run_folder() -> Iterator[Format]:
         "run: draws.jsonl", "tracking.draws.account", ledger, lambda path: account(path.parent), max_values=None
     )
 
+    # Without checksums: a mutated line with its checksum would never reach the parser.
+    yield Format(
+        "run: attempts.journal", "rollout.journal.state", _journal_lines, _read_journal_lines, max_values=LARGE
+    )
+
     def evaluation(name: str) -> Callable[[Path], Path]:
         def make(folder: Path) -> Path:
             (folder / "answers.jsonl").write_text(
@@ -459,6 +467,48 @@ def _run_folder() -> Iterator[Format]:
             lambda path: render_evaluations([read_evaluation(path.parent)]),
             max_values=SMALL if name == "config.yaml" else MEDIUM,
         )
+
+
+def _journal_lines(folder: Path) -> Path:
+    """Write the records of a journal of agents' attempts, one JSON object a line."""
+
+    def completion(reason: FinishReason) -> Completion:
+        tokens = np.array([5, 6], np.int64)
+        return Completion("r", tokens, np.array([-0.5, -1], np.float32), reason, np.array([2, 3], np.int32))
+
+    def call(identity: str, reason: FinishReason) -> RecordedCall:
+        return RecordedCall(np.array([1, 2], np.int32), [completion(reason)], is_done=True, identity=identity)
+
+    agent_try = JournaledTry("s/0#1", "s/0", "settings", first_step=1)
+    agent_try.add(0, JournaledAnswer(2, 3, call("c0", "stop"), is_repeatable=True, request="r0", identity="c0"))
+    agent_try.add(1, JournaledAnswer(4, 3, None, is_repeatable=False, identity="c1"))
+    agent_try.refused = [(1, call("c2", "error"))]
+    agent_try.aborted["c3"] = 5
+    dropped_try = JournaledTry("s/1#1", "s/1", "settings", first_step=1, dropped_step=2)
+    records = [
+        JournalState(used_from=0).totals(),
+        {"kind": "called", "id": "c4"},
+        *agent_try.records(),
+        *dropped_try.records(),
+        {"kind": "engine_lost", "try": "s/0#1", "tokens": 3, "is_all": True},
+        {"kind": "step", "step": 3, "tries": [["s/0#1", 2]]},
+        {"kind": "start", "version": 4},
+    ]
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def _read_journal_lines(path: Path) -> None:
+    journal = path.with_name("attempts.journal")
+    lines = path.read_bytes().split(b"\n")
+    journal.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines if line))
+    state = JournalState(used_from=0)
+    state.read(journal)
+    state.forget_settled(saved_steps=[2])
+    state.account()
+    for agent_try in state.tries.values():
+        list(agent_try.records())
 
 
 def _rollout_state() -> Iterator[Format]:
