@@ -180,15 +180,17 @@ else
     has_extension() {
         "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null
     }
+    # Like setuptools: the first word is the program, as in CXX="ccache g++".
+    read -ra compiler <<<"${CXX:-c++}"
     if [ "$engine_source" = cached ] && [ -z "$has_wheel" ]; then
         echo "launch/setup.sh: no extension of Transformer Engine $engine for torch $torch in $wheels: left out"
         # The core alone could not be imported, which megarl reports as a broken installation.
         left_out=(transformer-engine transformer-engine-cu13)
         engine=""
-    elif [ -z "$has_wheel" ] && ! has_extension && ! command -v "${CXX:-c++}" >/dev/null; then
+    elif [ -z "$has_wheel" ] && ! has_extension && ! command -v "${compiler[0]}" >/dev/null; then
         # Said before gigabytes are installed.
         echo "launch/setup.sh: Transformer Engine $engine's extension for torch $torch must be built here, but there is no" \
-            "C++ compiler (${CXX:-c++}). Install one, name the folder of a built wheel (MEGARL_WHEELS=DIR), or go without" \
+            "C++ compiler (${compiler[*]}). Install one, name the folder of a built wheel (MEGARL_WHEELS=DIR), or go without" \
             "it: TRANSFORMER_ENGINE=cached launch/setup.sh${1:+ $1}" >&2
         exit 1
     fi
@@ -230,8 +232,8 @@ else
                 --wheel-dir "$built" "transformer-engine-torch==$engine"; then
                 echo "launch/setup.sh: Transformer Engine $engine's extension was not built (above). Each compiler takes" \
                     "up to 2 GiB of memory: MAX_JOBS=N limits how many run at once. Mend that and run this again. Or go" \
-                    "without it: $venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13, then" \
-                    "TRANSFORMER_ENGINE=cached launch/setup.sh${1:+ $1}" >&2
+                    "without it: $venv/bin/uv pip uninstall --python $venv/bin/python transformer-engine transformer-engine-cu13, then" \
+                    "VENV=$venv TRANSFORMER_ENGINE=cached launch/setup.sh${1:+ $1}" >&2
                 exit 1
             fi
             mv "$built"/*.whl "$wheels/"

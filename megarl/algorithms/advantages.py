@@ -40,7 +40,7 @@ def grpo(
     if normalize_by_std:
         variance = _group_sums(centered.square(), group, sizes) / (sizes - 1).clamp(min=1)
         deviation = torch.where(sizes > 1, variance.sqrt(), 1.0) + epsilon
-    return _set_lone_samples(centered, rewards, sizes[group], lone_sample) / deviation[group]
+    return _replace_lone_samples(centered, rewards, sizes[group], lone_sample) / deviation[group]
 
 
 def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
@@ -48,7 +48,7 @@ def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tenso
     group, sizes = _index_groups(groups, rewards)
     # Reward minus the mean of the others equals n / (n - 1) times reward minus the mean of all n.
     advantages = _center(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
-    return _set_lone_samples(advantages, rewards, sizes[group], lone_sample)
+    return _replace_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
 def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
@@ -62,7 +62,7 @@ def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tens
     group, sizes = _index_groups(groups, rewards)
     means = (_group_sums(rewards, group, sizes) / sizes)[group]
     advantages = torch.where(means > 0, _center(rewards, group, sizes) / means, 0.0)
-    return _set_lone_samples(advantages, rewards, sizes[group], lone_sample)
+    return _replace_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = "zero") -> Tensor:
@@ -75,7 +75,7 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = 
     # Centring first gives exact zeros for equal rewards.
     centered = _center(rewards, group, sizes)
     baseline = _group_sums(centered * weights, group, sizes) / _group_sums(weights, group, sizes).clamp(min=1)
-    return _set_lone_samples(centered - baseline[group], rewards, sizes[group], lone_sample)
+    return _replace_lone_samples(centered - baseline[group], rewards, sizes[group], lone_sample)
 
 
 def reinforce_plus_plus(
@@ -246,7 +246,7 @@ def _center(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     return centered.masked_fill((lowest == highest)[group], 0.0)
 
 
-def _set_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
+def _replace_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
     if lone_sample == "zero":
         return advantages
     return torch.where(group_sizes == 1, rewards, advantages)

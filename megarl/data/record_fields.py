@@ -41,18 +41,17 @@ _REMEDIES = {
          "reference_logps", "reference_KL_logps"),
         "the reference's log-probs are computed from model.path; remove the field",
     ),
-    **dict.fromkeys(
-        ("sampling_params", "sampling_kwargs", "generation_kwargs", "stop_strings"),
-        "set rollout.sampling in the recipe, for all records alike, and remove the field",
-    ),
     "functions": "give the tools in the field tools",
 }  # fmt: skip
 """Remedies for a value in a field, keyed by the field's name in other programs."""
+_SAMPLING_FIELDS = ("sampling_params", "sampling_kwargs", "generation_kwargs", "stop_strings")
+"""Fields of a problem's own sampling settings. In records that are not sampled they only say how an answer was made."""
 ENVIRONMENT_FIELDS = ("agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class", "agent_ref")
 """Fields by which verl, SkyRL and NeMo Gym choose a record's environment, at the top or in `extra_info`."""
 REWARD_MODEL = "reward.model"
 """Name of a recipe's reward model among its rewards."""
 _MODELS = ("judge", "remote", REWARD_MODEL)
+"""Rewards that can score any record: a model, or the user's own server."""
 _BOXED = ("boxed", "math_competition", "math_verify")
 _MATHS = (*_BOXED, "think_answer_tags", "gsm8k")
 _REWARDS_OF_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -109,6 +108,23 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
     return None
 
 
+def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str] | None) -> str | None:
+    """Return an error for the first field of a problem that the run would not read, or None.
+
+    The field chooses an environment, sampling settings or another reward than the recipe's `rewards`. None: the rewards
+    are not checked.
+    """
+    if (fault := unread_environment_field(fields, environment)) is not None:
+        return fault
+    for name in _SAMPLING_FIELDS:
+        if not says_nothing(fields.get(name)) and not _is_own(environment):
+            return (
+                f"'{name}' is {shown(fields[name])}, which is not read; set rollout.sampling in the recipe, for all "
+                "records alike, and remove the field"
+            )
+    return None if rewards is None else unread_reward_field(fields, environment, rewards)
+
+
 def unread_reward_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str]) -> str | None:
     """Return an error for the first field that chooses another reward than the recipe's `rewards`, or None.
 
@@ -123,7 +139,7 @@ def unread_reward_field(fields: Mapping[str, Any], environment: str, rewards: Co
         names = value if isinstance(value, list) else [value]
         for name in (name for name in names if isinstance(name, str) and name.strip()):
             fitting_rewards = rewards_of_values.get(name.strip(), () if place in _ALL_VALUES else None)
-            if fitting_rewards is None or not {*fitting_rewards}.isdisjoint(rewards):
+            if fitting_rewards is None or not {*fitting_rewards, *_MODELS}.isdisjoint(rewards):
                 continue
             remedy = f"set it to {' or '.join(fitting_rewards)}" if fitting_rewards else "give a function of your own"
             return (

@@ -110,7 +110,7 @@ class Record:
             return
         for name in GOLD_ANSWERS:
             other = self.at(name)
-            if name == field or is_blank(other) or str(other).strip() == str(value).strip():
+            if name == field or is_blank(other) or _is_same_answer(other, value):
                 continue
             raise self.error(
                 f"'{name}' is {shown(other)}, but the gold answer is read from '{field}', {shown(value)}; remove one "
@@ -304,3 +304,13 @@ class Record:
                 f"'{self.field(self.format.tools)}' is {shown(value)}: {error}; give a list of tools, each "
                 '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
             ) from error
+
+
+def _is_same_answer(first: Any, second: Any) -> bool:
+    """Return whether two gold answers are equal: as texts, as numbers (4 and 4.0), or as the one item of a list."""
+    answers = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in (first, second)]
+    texts = [str(value).strip() for value in answers]
+    try:
+        return texts[0] == texts[1] or float(texts[0]) == float(texts[1])
+    except ValueError:
+        return False

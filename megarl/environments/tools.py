@@ -192,9 +192,8 @@ class ToolEnvironment:
             return Step(done=True, metrics=metrics)
         invalid_calls = [call for call in turn.calls if call.error is not None]
         is_cut = turn.finish_reason == "length" and turn.calls[-1].error is not None
-        metrics["tools/invalid"] = float(
-            len(invalid_calls) - is_cut
-        )  # The length limit broke the last call, not the policy.
+        # The length limit broke the last call, not the policy.
+        metrics["tools/invalid"] = float(len(invalid_calls) - is_cut)
         messages = await asyncio.gather(*(self._reply(call, metrics) for call in turn.calls))
         return Step(tuple(messages), metrics=metrics)
 

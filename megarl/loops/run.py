@@ -99,7 +99,7 @@ async def run(
                     return
                 except (PeerLostError, ResizeAskedError) as error:
                     earlier_stop, stop = stop, StopRequest(has_progress=True)
-                    # The next attempt handles a signal during the change: it saves after its first step.
+                    # The next start handles a signal during the change: it saves after its first step.
                     with stop.listening(warn, folder.path):
                         await processes.prepare_next_start(error, earlier_stop, folder, warn)
                     folder.end_attempt(error)

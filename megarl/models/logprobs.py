@@ -254,7 +254,7 @@ class Truncation:
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
         """Store the sets `support`.
 
-        This rank's vocabulary part starts at `first_token_id` and is truncation into `blocks`.
+        This rank's vocabulary part starts at `first_token_id` and is cut into `blocks`.
         """
         self._blocks = blocks
         self._is_cut = support.counts > 0

@@ -41,7 +41,7 @@ RECORD_CHECKS = {
     "think_answer_tags": "megarl.rewards.functions.final_answers:check_gold_answer",
     "code": "megarl.rewards.functions.code_cases:check_record",
     "math_competition": "megarl.rewards.functions.final_answers:check_gold_answers",
-    "math_verify": "megarl.rewards.functions.final_answers:check_gold_answers",
+    "math_verify": "megarl.rewards.functions.final_answers:check_gold_texts",
     "gsm8k": "megarl.rewards.functions.gsm8k:check_record",
     "multiple_choice": "megarl.rewards.functions.multiple_choice:check_record",
     "length": "megarl.rewards.functions.length:check_record",

@@ -401,7 +401,7 @@ class Ledger:
             sequence.waiting_since = self._clock()
 
     def _use_up_missing_numbers(self, model_id: str, sequence: _Sequence) -> None:
-        """Fail the missing numbers before the first waiting request, in their turn. Then release this request."""
+        """Fail the missing numbers before the first waiting request, in their turn. Then queue this request."""
         for number in range(sequence.next_number, min(sequence.early_work)):
             message = f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
             promise = self._use_up_number(sequence, model_id, number, f"request {number} did not arrive", message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -62,12 +62,16 @@ class Body(BaseModel):
 class Settings(Body):
     """Settings of training or sampling. A setting that this version does not know is refused, unless it is null."""
 
+    _known_type: ClassVar[str | None] = None
+    """The `type` of the settings; None: any. Optimizers of other types have other settings."""
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, values: Any) -> Any:
-        if isinstance(values, dict):
+        # `check_optimizer` refuses another optimizer, so its settings need no error of their own.
+        if isinstance(values, dict) and cls._known_type in (None, values.get("type", cls._known_type)):
             for name, value in values.items():
-                # Each SDK class writes its name as `type`.
+                # Requests of the SDK write their name as `type`. Newer settings may too.
                 if name not in cls.model_fields and name != "type" and value is not None:
                     raise ValueError(
                         f"{name:.50} = {value!r:.50} is not supported; leave it out, or use one of "
@@ -126,6 +130,7 @@ class LoraSettings(Settings):
 
 
 class OptimizerKind(Settings):
+    _known_type = "adamw"
     type: str = "adamw"
 
 

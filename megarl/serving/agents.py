@@ -311,7 +311,7 @@ class AgentProgram:
                 except ContainerError:
                     self.sessions.cease_to_expect(earlier.key)
                     engine.begin_again()
-            yield container or await stack.enter_async_context(self._start_container(task, harbor))
+            yield container or await stack.enter_async_context(self._container_context(task, harbor))
 
     async def _open_session(
         self, task: Task, limits: Limits, engine: AttemptEngine, container: AttemptContainer | None
@@ -326,7 +326,9 @@ class AgentProgram:
             log.open_session(session.name, session.secret, container.node.name, container.name)
         return session
 
-    def _start_container(self, task: Task, harbor: HarborTask | None) -> AbstractAsyncContextManager[AttemptContainer]:
+    def _container_context(
+        self, task: Task, harbor: HarborTask | None
+    ) -> AbstractAsyncContextManager[AttemptContainer]:
         """Return the attempt's container. A Harbor task's image and limits replace the recipe's."""
         if harbor is None:
             return self.containers.container(task.name)

@@ -395,7 +395,8 @@ REWARDS_OF_RECORDS = [
 def test_a_record_s_choice_of_another_reward_is_refused(tmp_path, record, field, fitting_reward):
     path = write(tmp_path / "data.jsonl", record)
     settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 100}
-    for rewards in ((fitting_reward,), ("boxed", fitting_reward), None):
+    # A judge, a reward model or the user's own server can score any record.
+    for rewards in ((fitting_reward,), ("boxed", fitting_reward), ("boxed", "remote"), ("judge",), None):
         read_examples(path, Problems(rewards=rewards, **settings))
     remedy = "a function of your own" if ":" in fitting_reward else rf"set it to .*\b{fitting_reward}\b.*"
     with pytest.raises(DataError, match=rf"line 1: '{field}' is .* = boxed; .*{remedy}, or remove the field"):
@@ -429,9 +430,10 @@ def test_a_record_s_choice_of_the_recipe_s_reward_changes_nothing(tmp_path, reco
         {"messages": [ASKED, ANSWERED], "reasoning": "detailed", "thinking": None},
         {"messages": [ASKED, ANSWERED | {"content": "<think>so so</think>It is 4."}], "reasoning": "so so\n"},
         {"prompt": [ASKED], "chosen": "It is 4.", "rejected": "BAD", "reasoning": "on"},
+        {"messages": [ASKED, ANSWERED], "generation_kwargs": {"temperature": 0.7}},
     ],
 )
-def test_labels_and_repeated_reasoning_change_nothing(tmp_path, record):
+def test_labels_and_notes_change_nothing(tmp_path, record):
     assert "It is 4.<|im_end|>" in texts_of(tmp_path, record)[1]
 
 
@@ -454,10 +456,17 @@ def test_a_named_field_is_read_once(tmp_path, record, fields, num_users):
 def test_equal_answers_and_a_named_one_are_taken(tmp_path):
     settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 100}
     same = problem(ground_truth="4 ", solution="2 + 2 = 4")
+    listed, number = problem(ground_truth=["4"]), problem(ground_truth=4.0)
     clear = {"prompt": [ASKED], "reward_model": {"ground_truth": "4"}, "answer": "2 + 2 = 4"}
     two = problem(ground_truth="5")
     by_name = FieldNames(fields={"answer": "answer"}), FieldNames(answer_field="answer"), FieldNames("rl2")
-    for record, names in ((same, None), (clear, None), *((two, names) for names in by_name)):
+    for record, names in (
+        (same, None),
+        (listed, None),
+        (number, None),
+        (clear, None),
+        *((two, names) for names in by_name),
+    ):
         [made] = read_examples(write(tmp_path / "data.jsonl", record), Problems(**settings), names=names)
         assert made.answer == "4"
 

@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards.functions.final_answers import check_gold_answer, check_gold_answers, last_boxed
+from megarl.rewards.functions.final_answers import check_gold_answer, check_gold_answers, check_gold_texts, last_boxed
 from megarl.rewards.functions.marked_answers import boxed
 from megarl.types import Reward
 
@@ -68,6 +68,12 @@ def test_boxed(text, answer, expected):
         (r"\(\boxed{4}\) or \(\boxed{5}\)", 0.0),
         (r"\boxed{4}\text{ or }\boxed{5}", 0.0),
         (r"$\boxed{5}$ and $\boxed{5}$", 1.0),
+        (r"\boxed{\frac{\sqrt{2}}{3}} or \boxed{5}", 0.0),
+        (r"\boxed{4},\ \boxed{5}", 0.0),
+        (r"\boxed{4} \quad\text{or}\quad \boxed{5}", 0.0),
+        (r"**\boxed{4}** or **\boxed{5}**", 0.0),
+        (r"\boxed{\frac{10}{2}}, or \boxed{5}", 1.0),
+        (r"\boxed{5} <think>check</think> Done.", 1.0),
         (r"First \boxed{4}. Then it is \boxed{5}", 1.0),
     ],
 )
@@ -86,6 +92,9 @@ def test_a_gold_answer_that_no_answer_equals_is_refused():
     check_gold_answers(solution, {})
     check_gold_answers(["4", "5"], {})
     check_gold_answer(r"x = \boxed{3} meters per second", {})
+    check_gold_answer(r"\boxed{\text{red and blue}} and \boxed{\text{green or dark yellow}}", {})
+    # math-verify reads solutions itself.
+    check_gold_texts("She sold 72 in May.\n#### 72", {})
     for gold in (solution, ["4", "5"], {"a": 1}):
         with pytest.raises(ValueError, match="math_competition"):
             check_gold_answer(gold, {})

@@ -17,7 +17,6 @@ import torch.cuda.nccl
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from megarl.cluster.checks.node_checks import inspect
 from megarl.cluster.checks.node_report import NodeReport, gpus
@@ -185,9 +184,14 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
 
 
 def _has_run(package: str, installed: Mapping[str, str], name: str) -> bool:
-    """Whether an installed package has run on a GPU with the installed version of `name`."""
-    versions_that_ran = _RAN_TOGETHER.get((package, Version(installed[package]).public, name))
-    return versions_that_ran is not None and versions_that_ran.contains(installed[name])
+    """Return whether an installed package has run on a GPU with the installed version of `name`."""
+    return any(
+        # The local part, as in 0.30.0+cu130, does not matter.
+        (package, name) == (known_package, known_name)
+        and installed[package].partition("+")[0] == known_version
+        and versions_that_ran.contains(installed[name])
+        for (known_package, known_version, known_name), versions_that_ran in _RAN_TOGETHER.items()
+    )
 
 
 def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:

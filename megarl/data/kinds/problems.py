@@ -12,7 +12,7 @@ import numpy as np
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import without_weights
-from megarl.data.record_fields import unread_environment_field, unread_reward_field
+from megarl.data.record_fields import unread_problem_field
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import check_prompt_written
 from megarl.data.tools.schemas import ToolSchema
@@ -77,12 +77,8 @@ class Problems(TokenisedKind):
     """Names of the rewards. Records with fields that choose another reward are refused. None: not checked."""
 
     def make(self, index: int, record: Record) -> Problem:
-        if (fault := unread_environment_field(record.fields, self.environment)) is not None:
+        if (fault := unread_problem_field(record.fields, self.environment, self.rewards)) is not None:
             raise record.error(fault)
-        if self.rewards is not None:
-            fault = unread_reward_field(record.fields, self.environment, self.rewards)
-            if fault is not None:
-                raise record.error(fault)
         for name, source in self.required_fields.items():
             if name not in record.fields:
                 raise record.error(

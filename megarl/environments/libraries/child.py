@@ -141,7 +141,7 @@ def answer_in_forks(connection, answer, frames, process_tree, end_seconds):
 
     request_by_pid, deadline_by_pid = {}, {}
 
-    def begin_to_end(pid):
+    def request_end(pid):
         if pid not in deadline_by_pid:
             deadline_by_pid[pid] = time.monotonic() + end_seconds
             if end_seconds:
@@ -176,9 +176,9 @@ def answer_in_forks(connection, answer, frames, process_tree, end_seconds):
                 frames.send(connection, {"id": request["id"], "error": f"no process can be forked: {error}"})
             continue
         for pid in [pid for pid, number in request_by_pid.items() if number == request["cancel"]]:
-            begin_to_end(pid)
+            request_end(pid)
     for pid in request_by_pid:
-        begin_to_end(pid)
+        request_end(pid)
     while request_by_pid:
         wait_for_events([])
 

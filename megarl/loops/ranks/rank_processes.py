@@ -162,7 +162,7 @@ class RankProcesses:
         """Return the trainer ranks that died and so caused `error`. Raises `error` if none died."""
         if self._ranks is not None and self._ranks.trainers.end.lost:
             return [handle.rank for handle in self._ranks.trainers.end.lost]
-        # The attempt ended while its ranks started.
+        # The start ended before its ranks had started.
         if self._ranks is None and isinstance(error, RankLostError) and error.rank < self.parallel.world_size:
             return [error.rank]
         raise error
@@ -247,7 +247,7 @@ class RankProcesses:
         assert self.nodes is not None
         files_of_ranks = await files_for_ranks(self.nodes.agents, step, trainers.places)
         self._restored_bytes = float(sum(await trainers.scatter("replicated_state.restore", files_of_ranks)))
-        # Drop later copies of the lost attempt. Otherwise they are mixed with new copies of the same steps.
+        # Drop later copies of the lost start. Otherwise they are mixed with new copies of the same steps.
         await drop_others(self.nodes.agents, step)
 
     def find_copied_state(self, origin: Origin, earlier: RunRecord) -> Origin | None:

@@ -191,11 +191,11 @@ class TrainerCost:
     def _count_rows(
         self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool
     ) -> tuple[Numbers, Numbers]:
-        """Return a data-parallel rank's number of num_rows, and the tokens per row: both [layouts]."""
+        """Return a data-parallel rank's number of rows, and the tokens per row: both [layouts]."""
         rank_tokens = tokens / layouts.dp
         num_rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
         if has_groups:
-            # The interleaved schedule takes pp num_rows at a time.
+            # The interleaved schedule takes pp rows at a time.
             num_rows = np.where(layouts.vpp > 1, np.ceil(num_rows / layouts.pp) * layouts.pp, num_rows)
         return num_rows, rank_tokens / num_rows
 

@@ -39,9 +39,12 @@ _BARE = re.compile(
     re.ASCII,
 )
 r"""Matches a \boxed without braces. Its contents begin with a sign, a digit, a command or a single letter."""
+_SPACE = r"(?:[\s$*]|\\[,;: ]|\\q?quad(?![A-Za-z]))*"
 _BOX_BEFORE = re.compile(
-    r"\\(?:boxed|fbox)\s*\{(?P<contents>(?:[^{}]|\{[^{}]*\})*)\}[\s$]*(?:\\[()\[\]])?"
-    r"(?P<connective>[,;]?\s*\\text\s*\{\s*(?:or|and)\s*\}|[,;]?\s*\b(?:or|and)\b|[,;])[\s$]*(?:\\[()\[\]])?\s*\Z"
+    r"\\(?:boxed|fbox)\s*\{(?P<contents>(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"
+    rf"{_SPACE}(?:\\[()\[\]])?{_SPACE}"
+    rf"(?P<connective>[,;]?{_SPACE}\\text\s*\{{\s*(?:or|and)\s*\}}|[,;]?{_SPACE}\b(?:or|and)\b|[,;])"
+    rf"{_SPACE}(?:\\[()\[\]])?{_SPACE}\Z"
 )
 """Matches a box and the connective between it and the next box, at the text's end."""
 _JOINED_CHARACTERS = 200
@@ -49,7 +52,6 @@ _MAX_JOINED = 10
 """Limits of a list of boxes: the characters of a box with its connective, and the number of boxes."""
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPEN, _CLOSE = _TAGS[2:]
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_WORDS_AROUND_BOX = 6
 """Words around the box of a final answer, as in `x = \\boxed{3} meters per second`. A solution has more."""
@@ -77,12 +79,17 @@ def last_box(text: str) -> Marked | None:
 
 
 def _join_boxes(text: str, box: Marked) -> Marked:
+    """Return the box with those before it that are joined to it by a connective."""
+    # Imported here: checks of data records import this module before the run, and need no comparison of formulas.
+    from megarl.rewards.maths.agreement import agreement
+
     for _ in range(_MAX_JOINED):
         beginning = max(0, box.start - _JOINED_CHARACTERS)
         previous = _BOX_BEFORE.search(text, beginning, box.start)
         if previous is None:
             break
-        is_repeated = previous["contents"].strip() == box.text.strip()
+        # The same answer in another form, as in \\boxed{\\frac12} or \\boxed{0.5}, is no second answer.
+        is_repeated = agreement(previous["contents"], box.text) == 1.0
         connective = " or " if "or" in previous["connective"] else ", "
         box = Marked(previous.start(), box.text if is_repeated else f"{previous['contents']}{connective}{box.text}")
     return box
@@ -168,8 +175,7 @@ def read_marked_line(text: str, mark: re.Match[str]) -> str:
 
 def last_tagged(text: str) -> str | None:
     """Return the text in the last <answer>...</answer> outside of <think>...</think>, or None."""
-    # The tags may stand before the thoughts: then only the format is wrong.
-    tags = last_tags(without_thoughts(_THOUGHTS.sub("", text)))
+    tags = last_tags(without_thoughts(text))
     return None if tags is None else tags.text
 
 
@@ -241,7 +247,7 @@ def answering_text(text: str, *, in_thoughts: bool = False) -> str:
 
 
 def final_text(text: str, *, in_thoughts: bool = False) -> str:
-    """Return the completion after its thoughts. An answer inside thoughts was only considered."""
+    """Return the completion without its thoughts. An answer inside thoughts was only considered."""
     return without_thoughts(answering_text(text, in_thoughts=in_thoughts))
 
 
@@ -308,12 +314,25 @@ def check_gold_answer(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> 
             f"the gold answer is {answer!r:.80}; give a text. The reward math_competition reads a list of alternatives"
         )
     _refuse_marked_solution(answer)
-    box = last_box(answer)
-    if box is not None and len(_WORD.findall(answer.replace(box.text, ""))) > _MAX_WORDS_AROUND_BOX:
+    if last_box(answer) is not None and len(_WORD.findall(_empty_boxes(answer))) > _MAX_WORDS_AROUND_BOX:
         raise ValueError(
             f"the gold answer is a solution with a box in it, {answer!r:.80}; give the final answer alone, or set the "
             "reward to math_competition, which reads the box"
         )
+
+
+def check_gold_texts(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
+    """Raise ValueError unless the gold answer is a text, a number or a list of texts and numbers."""
+    gold_texts(answer)
+
+
+def _empty_boxes(text: str) -> str:
+    r"""Return the text with nothing inside each \boxed{}."""
+    for command in _match_commands_from_the_end(text):
+        opening = _OPENING_BRACE.match(text, command.end())
+        if opening is not None and (contents := _read_until_brace(text, opening.end())) is not None:
+            text = text[: opening.end()] + text[opening.end() + len(contents) :]
+    return text
 
 
 def _refuse_marked_solution(text: str) -> None:

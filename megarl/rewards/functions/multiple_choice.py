@@ -92,8 +92,9 @@ def _read_choice(text: str, choices: Choices) -> str | None:
         return letter
     label = _LABELLED.fullmatch(last_line)
     letter = choices.letter(label[1] if label else last_line)
-    # Choices in consecutive lines are the question's list, not an answer.
-    is_listed = len(lines) > 1 and choices.letter(lines[-2]) not in (None, letter)
+    previous_letter = choices.letter(lines[-2]) if len(lines) > 1 else None
+    # A choice below the choice before it ends the question's list. It is no answer.
+    is_listed = letter is not None and previous_letter is not None and ord(letter) - ord(previous_letter) == 1
     return None if is_listed else letter
 
 

@@ -53,8 +53,8 @@ def reasoning_gym(
 def scorer_of(task: str) -> Callable[..., Reward]:
     r"""Return the reward function of one reasoning-gym task.
 
-    It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
-    multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
+    It passes the last <answer> tags, the last \boxed{} or the completion without thoughts (`place`) to the task's
+    scorer, and multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
     reasoning-gym's `metadata`, an object or its JSON, at the top or in `extra_info`. `config` has the task's settings,
     if its scorer depends on them. A completion ending inside its thoughts counts as empty. If the scorer evaluates
     answers as code, an answer that is neither literal nor formula counts as empty. Metric: `raw`, the scorer's own
@@ -158,7 +158,7 @@ def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags",
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
         raise ValueError(f"kwargs.place = {place!r}: is not a valid value; set it to one of {', '.join(places)}")
-    answer_text = places[place](answering_text(text) if place == "text" else final_text(text))
+    answer_text = places[place](final_text(text))
     return None if answer_text is None else answer_text.strip()
 
 

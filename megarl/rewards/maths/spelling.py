@@ -128,8 +128,8 @@ _NUMBER_SET = re.compile(r"\\in\s*(?:\\(?:mathbf|mathrm|bm)\s*)?(?:\{\s*([ZNRQC]
 _BETWEEN_WORDS = r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{|[{}\s])*"
 _INTEGER = re.compile(
     rf"(?:[,;(]|\\text\s*\{{){_BETWEEN_WORDS}(?:(?:where|with|for){_BETWEEN_WORDS})?"
-    rf"(?:(?P<subject>[A-Za-z]){_BETWEEN_WORDS}(?:is\s+(?:an|any)|is|an|any)\s+integer"
-    rf"|(?:(?:any|all|every|some|each){_BETWEEN_WORDS})?integers?{_BETWEEN_WORDS}(?P<object>[A-Za-z]))"
+    rf"(?:(?P<subject>[A-Za-z]){_BETWEEN_WORDS}(?:is\s+(?:an|any)|is|an|any)\s+integer(?![A-Za-z])"
+    rf"|(?:(?:any|all|every|some|each){_BETWEEN_WORDS})?integers?(?![A-Za-z]){_BETWEEN_WORDS}(?P<object>[A-Za-z]))"
     rf"{_BETWEEN_WORDS}\)?{_BETWEEN_WORDS}$"
 )
 """Matches words at the end for a parameter's values: `where k is an integer`, `for all integers n`."""

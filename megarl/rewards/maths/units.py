@@ -154,7 +154,9 @@ def _singular(word: str) -> str:
 _PLURALS = (
     ("feet", "foot"), ("people", "person"), ("men", "man"), ("children", "child"), ("dice", "die"),
     ("halves", "half"), ("knives", "knife"), ("vertices", "vertex"), ("hertz", "hertz"),
-    ("xes", "x"), ("sses", "ss"), ("shes", "sh"), ("tches", "tch"), ("nches", "nch"), ("ies", "y"),
+    ("xes", "x"), ("sses", "ss"), ("shes", "sh"), ("ches", "ch"), ("ies", "y"),
+    # The plural of `cache` ends like that of `beach`, so both lose the e.
+    ("xe", "x"), ("sse", "ss"), ("she", "sh"), ("che", "ch"),
 )  # fmt: skip
 _ORDINAL_ENDINGS = {"st", "nd", "rd", "th"}
 _ANY_UNIT = "unit"
@@ -280,20 +282,26 @@ _UNITS: dict[str, tuple[Fraction, dict[str, int]]] = {
     for name in names.split()
 }
 _PREFIXES = {"m": ("milli", Fraction(1, 1000)), "M": ("mega", Fraction(10**6)), "G": ("giga", Fraction(10**9))}
-# The case of a prefix matters: mW is no MW. Other units are read in any case.
+# The case of a prefix matters: mW is no MW. Other units are read in any case. In everyday texts mhz is MHz, mb is MB.
 _UNITS |= {
     name: (factor * _UNITS[symbol][0], _UNITS[symbol][1])
     for symbol, word in {"W": "watt", "J": "joule", "Pa": "pascal", "Hz": "hertz", "g": "gram", "m": "metre"}.items()
     for prefix, (prefix_word, factor) in _PREFIXES.items()
-    for name in (prefix + symbol, prefix_word + word)
+    for spelling in ({symbol, symbol.upper(), symbol.lower()} if len(symbol) == 2 and prefix != "m" else {symbol})
+    for name in (prefix + spelling, prefix_word + word)
     if name not in _UNITS and prefix + symbol not in ("Gg", "Gm")
+} | {
+    "mhz": (Fraction(10**6), {"second": -1}),
+    "mpa": (10**6 * _UNITS["Pa"][0], _UNITS["Pa"][1]),
 } | {
     name: (Fraction(1), dimensions)
     for names, dimensions in (
-        ("kB KB kilobyte", {"kilobyte": 1}), ("MB megabyte", {"megabyte": 1}), ("GB gigabyte", {"gigabyte": 1}),
-        ("kb kbit kilobit", {"kilobit": 1}), ("Mb Mbit megabit", {"megabit": 1}), ("Gb Gbit gigabit", {"gigabit": 1}),
-        ("kBps", {"kilobyte": 1, "second": -1}), ("MBps", {"megabyte": 1, "second": -1}),
-        ("kbps", {"kilobit": 1, "second": -1}), ("Mbps", {"megabit": 1, "second": -1}),
+        ("kB KB kb kilobyte", {"kilobyte": 1}), ("MB mb megabyte", {"megabyte": 1}),
+        ("GB gb gigabyte", {"gigabyte": 1}), ("Kb kbit kilobit", {"kilobit": 1}), ("Mb Mbit megabit", {"megabit": 1}),
+        ("Gb Gbit gigabit", {"gigabit": 1}), ("kBps KBps", {"kilobyte": 1, "second": -1}),
+        ("MBps", {"megabyte": 1, "second": -1}), ("GBps", {"gigabyte": 1, "second": -1}),
+        ("kbps Kbps", {"kilobit": 1, "second": -1}), ("Mbps mbps", {"megabit": 1, "second": -1}),
+        ("Gbps gbps", {"gigabit": 1, "second": -1}),
         ("mV millivolt", {"millivolt": 1}), ("MV megavolt", {"megavolt": 1}),
         ("meV", {"millielectronvolt": 1}), ("MeV", {"megaelectronvolt": 1}),
     )

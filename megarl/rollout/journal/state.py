@@ -297,6 +297,8 @@ class JournalState:
         counts them.
         """
         self.tries: dict[str, JournaledTry] = {}
+        self._tries_by_attempt: dict[str, dict[str, JournaledTry]] = {}
+        """The same tries by attempt and name: a run has many more attempts than an attempt has tries."""
         self.containers: dict[str, tuple[str, str]] = {}
         """(node, container) of each program that can outlive the driver, by the name of its try, until it ends."""
         self._used_from = used_from
@@ -404,7 +406,9 @@ class JournalState:
                 self._settled_tokens.dropped += agent_try.num_sampled
             else:
                 self._settled_tokens.lost += agent_try.num_sampled
-            del self.tries[name]
+            del self.tries[name], self._tries_by_attempt[agent_try.attempt_name][name]
+            if not self._tries_by_attempt[agent_try.attempt_name]:
+                del self._tries_by_attempt[agent_try.attempt_name]
 
     def totals(self) -> dict[str, Any]:
         """Return the record summarising all removed tries."""
@@ -423,15 +427,15 @@ class JournalState:
     def newest(self, attempt_name: str) -> JournaledTry | None:
         tries = [
             t
-            for t in self.tries.values()
-            if t.attempt_name == attempt_name and not t.is_replaced and t.settled_step is None
+            for t in self._tries_by_attempt.get(attempt_name, {}).values()
+            if not t.is_replaced and t.settled_step is None
         ]
         return tries[-1] if tries else None
 
     def _is_unused(self, agent_try: JournaledTry) -> bool:
         """Return whether a later try has replaced this one, and repeats none of its answers any more."""
         return agent_try.is_replaced and not any(
-            t.attempt_name == agent_try.attempt_name and t.is_open for t in self.tries.values()
+            t.is_open for t in self._tries_by_attempt[agent_try.attempt_name].values()
         )
 
     def _apply_totals(self, values: Mapping[str, Any]) -> None:
@@ -451,15 +455,15 @@ class JournalState:
         name, attempt_name, settings = (str(values[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError("a try began twice")
-        # Earlier versions of megarl never write the step.
+        # Only a rewritten record has it: a new try begins in the step after the newest settled one.
         first_step = _count(values["step"]) if "step" in values else self._last_step + 1
-        for earlier in self.tries.values():
-            if earlier.attempt_name == attempt_name:
-                first_step = min(first_step, earlier.first_step)
-                if earlier.settled_step is None:
-                    # Keep its answers, because the later try may repeat them.
-                    earlier.is_open, earlier.is_replaced = False, True
-        self.tries[name] = JournaledTry(name, attempt_name, settings, first_step)
+        tries_of_attempt = self._tries_by_attempt.setdefault(attempt_name, {})
+        for earlier in tries_of_attempt.values():
+            first_step = min(first_step, earlier.first_step)
+            if earlier.settled_step is None:
+                # Keep its answers, because the later try may repeat them.
+                earlier.is_open, earlier.is_replaced = False, True
+        self.tries[name] = tries_of_attempt[name] = JournaledTry(name, attempt_name, settings, first_step)
 
     def _apply_called(self, values: Mapping[str, Any]) -> None:
         self._calls_under_way.add(str(values["id"]))

@@ -212,7 +212,7 @@ _KEEPERS_BY_KIND = {
     "docker": _keep_command_line_container,
     "apptainer": _keep_apptainer_container,
 }
-"""Functions that hold a container, by the value of `rollout.agent.sandbox`."""
+"""Functions that keep a container running, by the value of `rollout.agent.sandbox`."""
 
 
 def unprivileged_user(proc: int) -> int:

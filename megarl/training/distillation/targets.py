@@ -6,7 +6,7 @@ token's other data, so the driver never gets it. Teacher and policy may have dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,8 +136,8 @@ class TargetFetcher(RowFeed):
         holders: Mapping[int, int],
         *,
         is_fetching: bool,
-    ) -> Iterator[TeacherTargets]:
-        """Yield one teacher's targets of each row, requested from the ranks that store them.
+    ) -> list[TeacherTargets]:
+        """Return one teacher's targets of each row, requested from the ranks that store them. A collective.
 
         `holders` has the storing rank by sequence number. Without `is_fetching`, the contents are empty memory.
         """
@@ -152,11 +152,15 @@ class TargetFetcher(RowFeed):
         run_holders = np.array([holders[number] for number in requested_runs[:, 0].tolist()], np.int64)
         run_targets = fetch_values(requested_runs, run_holders, self._stored_for, np.zeros((0, target_bytes), np.uint8))
         targets_by_row = iter(np.split(run_targets, _row_boundaries(runs_by_row)))
+        all_targets = []
         for _, indices in local_positions:
             contents = next(targets_by_row) if is_fetching else np.empty((len(indices), target_bytes), np.uint8)
-            yield TeacherTargets(
-                torch.from_numpy(indices), torch.from_numpy(contents), self._num_local_tokens[teacher], None
+            all_targets.append(
+                TeacherTargets(
+                    torch.from_numpy(indices), torch.from_numpy(contents), self._num_local_tokens[teacher], None
+                )
             )
+        return all_targets
 
     def apply(self, chunk: torch.nn.Module, values: Sequence[TeacherTargets]) -> None:
         if chunk.post_process:
