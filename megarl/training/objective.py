@@ -136,7 +136,21 @@ class _PolicyObjective:
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _select_gradient(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        loss, token_metrics = self._apply_policy_loss(policy_logprobs, old_logprobs, batch)
+        # Copies, because a user's loss may write into them, and the other terms read the originals.
+        arguments = policy_logprobs, old_logprobs.clone(), per_token["advantages"].clone()
+        try:
+            if self.takes_whole_row:
+                loss, loss_metrics = apply_to_whole_row(self.policy_loss, arguments, batch, self.settings)
+            else:
+                result = self.policy_loss(*arguments, **self.settings)
+                loss, loss_metrics = checked_policy_loss(result, policy_logprobs)
+            refuse_missing_metrics(loss_metrics, config.needed_loss_metrics)
+        except ResultError as error:
+            raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
+        ratios = loss_metrics.pop("ratio", None)
+        token_metrics: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in loss_metrics.items()}
+        if ratios is not None:
+            token_metrics[RATIO] = ratios
         token_metrics["train/entropy"] = entropies.detach()
         loss, weight_metrics = self._weigh(loss, policy_logprobs, old_logprobs, batch)
         token_metrics |= weight_metrics
@@ -152,33 +166,19 @@ class _PolicyObjective:
         if is_supervised is not None:
             loss = torch.where(is_supervised > 0, -output[0], loss)
             logged["train/ptx_loss"] = mean_of(-output[0], batch.mask & (is_supervised > 0))
-        # The mismatch between engine and trainer is only measured.
-        if (rollout_logprobs := per_token.get("rollout_logprobs")) is not None:
-            # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs, so take this pass's.
-            trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
-            logged |= mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
+        logged |= self._measure_mismatch(policy_logprobs, old_logprobs, batch, is_of_policy)
         total, count, means = weighted_loss(loss, token_metrics, batch, is_of_policy)
         return total, count, means | logged
 
-    def _apply_policy_loss(
-        self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch
-    ) -> tuple[Tensor, dict[str | Signal, Tensor]]:
-        """Return the policy loss and its metrics, [tokens] each."""
-        # Copies, because a user's loss may write into them, and the other terms read the originals.
-        arguments = policy_logprobs, old_logprobs.clone(), batch.per_token["advantages"].clone()
-        try:
-            if self.takes_whole_row:
-                loss, metrics = apply_to_whole_row(self.policy_loss, arguments, batch, self.settings)
-            else:
-                loss, metrics = checked_policy_loss(self.policy_loss(*arguments, **self.settings), policy_logprobs)
-            refuse_missing_metrics(metrics, self.config.needed_loss_metrics)
-        except ResultError as error:
-            raise ConfigError(f"algorithm.policy_loss = {self.config.policy_loss}: {error}") from error
-        ratios = metrics.pop("ratio", None)
-        token_metrics: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in metrics.items()}
-        if ratios is not None:
-            token_metrics[RATIO] = ratios
-        return loss, token_metrics
+    def _measure_mismatch(
+        self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch, is_of_policy: Tensor
+    ) -> dict[str | Signal, RowMetric]:
+        """Return metrics of the mismatch between engine and trainer, which is only measured."""
+        if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is None:
+            return {}
+        # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs, so take this pass's.
+        trainer_logprobs = policy_logprobs.detach() if self.config.old_logprobs == "rollout" else old_logprobs
+        return mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
 
     def _weigh(
         self, loss: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch

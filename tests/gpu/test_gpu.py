@@ -57,7 +57,7 @@ def test_varlen_attention_is_attention(cp: int) -> None:
             )
             for part in row.parts
         ]
-        out = parts[0] if row.order is None else torch.cat(parts)[row.order]
+        out = parts[0] if row.output_order is None else torch.cat(parts)[row.output_order]
         torch.testing.assert_close(out.float(), expected[tokens], rtol=0, atol=2e-2)
 
 

@@ -116,7 +116,7 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
             logprobs, entropies = outputs(model, batch)
             weights = batch.per_token["token_weights"].double() * batch.mask
             (weights * (logprobs + 0.3 * entropies)).sum().backward()
-        losses = {f"loss {name}": router.sums[name] for router in routers_of(model) for name in BALANCE}
+        losses = {f"loss {name}": router.loss_sums[name] for router in routers_of(model) for name in BALANCE}
         tensors = {name: parameter.grad for name, parameter in model.named_parameters()} | losses
         tensors["trained"] = logprobs.detach()[batch.mask]
         results.append({name: tensor.double().numpy().copy() for name, tensor in tensors.items() if tensor is not None})
@@ -133,7 +133,7 @@ def outputs(model: Any, batch: Any) -> Any:
 
     model.row_settings = RowSettings(batch.temperature, batch.support)
     for router in routers_of(model):
-        router.row = batch.layer_tokens()
+        router.next_row = batch.layer_tokens()
     return model(batch.input_ids, None, None, labels=batch.labels, packed_seq_params=batch.row)
 
 

@@ -53,10 +53,13 @@ class MeasuredWorker(Worker):
         return engine._executor.num_steps
 
     def advance(
-        self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
+        self,
+        requests_and_aborts: tuple[Sequence[Request], Sequence[str]],
+        budget_seconds: float,
+        leave_after: int | None,
     ) -> list[Completion]:
-        completions = super().advance(work, budget_seconds, leave_after)
+        completions = super().advance(requests_and_aborts, budget_seconds, leave_after)
         if self._requests is not None:
-            self._requests += work[0]
+            self._requests += requests_and_aborts[0]
             self._tokens += [len(completion.token_ids) for completion in completions]
         return completions
