@@ -170,10 +170,10 @@ def has_vectors(text: str) -> bool:
 
 def with_plain_vectors(text: str) -> str:
     r"""Return the text with each vector in one notation: \mathbf{i} for unit vectors, \vec{v} for others."""
-    return _VECTOR.sub(_plain_vector, _BOLD_VECTOR.sub(r"\1", text))
+    return _VECTOR.sub(_normalize_vector, _BOLD_VECTOR.sub(r"\1", text))
 
 
-def _plain_vector(match: re.Match[str]) -> str:
+def _normalize_vector(match: re.Match[str]) -> str:
     letter = next(group for group in match.groups() if group is not None).removeprefix("\\").removesuffix("math")
     return rf"\mathbf{{{letter}}}" if letter in ("i", "j", "k") else rf"\vec{{{letter}}}"
 
@@ -181,25 +181,25 @@ def _plain_vector(match: re.Match[str]) -> str:
 def normalize(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = with_ascii_signs(text).strip()
-    text = _STYLE.sub(_plain_style, text).strip() or text
+    text = _STYLE.sub(_normalize_style, text).strip() or text
     if r"\begin" in text:
-        text = _CASES.sub(_plain_cases, _BRACED_ARRAY.sub(_as_cases, text))
+        text = _CASES.sub(_normalize_cases, _BRACED_ARRAY.sub(_convert_to_cases, text))
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
-        text = _without_wrapping(text)
+        text = _remove_wrapping(text)
     text = _BOX.sub("{", text)  # A box around a part of the answer only frames it.
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
-    text = _SCRIPTS.sub(_plain_script, text) if not text.isascii() else text
+    text = _SCRIPTS.sub(_normalize_script, text) if not text.isascii() else text
     text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
     text = _BRACKETED_REPETEND.sub(r"\\overline{\1}", text)
     text = _LETTERLESS_TEXT.sub(r"\1", text)
     text = _WHOLE_TEXT.sub(r"\1", text) if _WHOLE_TEXT.fullmatch(text) else text
-    text = _without_announcement(text)
+    text = _remove_announcement(text)
     text = _ORDINAL.sub(r"\1", text)
-    text = _MERIDIEM.sub(_meridiem, text) if _LETTER_OF_MERIDIEM.search(text) else text
+    text = _MERIDIEM.sub(_normalize_meridiem, text) if _LETTER_OF_MERIDIEM.search(text) else text
     text = _DERIVATIVE.sub(r"\\frac{d\1}{d\2}", text) if "/" in text else text
     if "\\in" in text:
-        text = _NUMBER_SET.sub(_in_blackboard_bold, _DOMAIN.sub(_separate_domain, text))
-    text = _INTEGER.sub(_domain_of_integers, text) if "integer" in text else text
+        text = _NUMBER_SET.sub(_write_number_set, _DOMAIN.sub(_separate_domain, text))
+    text = _INTEGER.sub(_write_integer_domain, text) if "integer" in text else text
     text = _BRACKETED_NUMERAL.sub(r"\1", text) if "_" in text else text
     # A leading ~ means "about", not a space.
     text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
@@ -213,25 +213,26 @@ def normalize(text: str) -> str:
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
 
 
-def _as_cases(match: re.Match[str]) -> str:
+def _convert_to_cases(match: re.Match[str]) -> str:
     rows = match["rows"] if match["name"] in ("array", "matrix") else match["rows"].replace("&", "")
     return rf"\begin{{cases}}{rows}\end{{cases}}"
 
 
-def _plain_cases(match: re.Match[str]) -> str:
+def _normalize_cases(match: re.Match[str]) -> str:
     r"""Return cases with one `&` before each condition, without `if`, and with `otherwise` in a \text{}."""
-    rows = [_plain_case(row) for row in _ROW_END.split(match["rows"]) if row.strip()]
+    rows = [_separate_condition(row) for row in _ROW_END.split(match["rows"]) if row.strip()]
     return r"\begin{cases}" + r" \\ ".join(rows) + r"\end{cases}"
 
 
-def _plain_case(row: str) -> str:
+def _separate_condition(row: str) -> str:
+    """Return a row of cases with `&` between value and condition: `x, x > 0` gives `x & x > 0`."""
     row = _OTHERWISE.sub(r" & \\text{otherwise}", row)
     row = _CONDITION_WORD.sub(" & ", row, count=1).strip().rstrip(",;. ")
     row = _COMMA_OF_VALUE.sub(" &", row)
     value, comma, condition = row.rpartition(",")
     # In `x^2, x > 0` the comma separates the value from its condition. In `x = 1, y = 2` it does not.
-    is_case = comma and "&" not in row and _RELATION_SIGN.search(condition) and not _RELATION_SIGN.search(value)
-    if is_case and value.count("(") == value.count(")"):
+    has_condition = comma and "&" not in row and _RELATION_SIGN.search(condition) and not _RELATION_SIGN.search(value)
+    if has_condition and value.count("(") == value.count(")"):
         return f"{value} & {condition}"
     return row
 
@@ -241,13 +242,13 @@ def with_ascii_signs(text: str) -> str:
     return text if text.isascii() else text.translate(_ASCII_SIGNS)
 
 
-def _plain_style(style: re.Match[str]) -> str:
+def _normalize_style(style: re.Match[str]) -> str:
     if style["text"]:
         return r"\text"
     return rf"\{style['bold']}{{{style['letter']}}}" if style["bold"] else ""
 
 
-def _without_announcement(text: str) -> str:
+def _remove_announcement(text: str) -> str:
     announcement = _ANNOUNCEMENT.match(text)
     if announcement is None:
         return _NAMED_VALUE.sub(r"\\text{\1}=", text, count=1) if text[:1] in ("\\", "T", "t") else text
@@ -256,10 +257,10 @@ def _without_announcement(text: str) -> str:
     # The announcement has a \text{} of its own, or the answer must be in the same \text{}.
     if (brace is not None) != (command is not None):
         answer = f"{command}{answer}" if command is not None else text
-    return _without_wrapping(answer) or text
+    return _remove_wrapping(answer) or text
 
 
-def _meridiem(match: re.Match[str]) -> str:
+def _normalize_meridiem(match: re.Match[str]) -> str:
     half = match[1].upper() if match[1] else "P" if match[2] else "A"
     return rf" \text{{{half}M}}"
 
@@ -268,21 +269,21 @@ def _separate_domain(domain: re.Match[str]) -> str:
     return rf", {domain['name']} \in {domain['set']}" if domain["name"] else ", "
 
 
-def _in_blackboard_bold(number_set: re.Match[str]) -> str:
+def _write_number_set(number_set: re.Match[str]) -> str:
     return rf"\in \mathbb{{{number_set[1] or number_set[2]}}}"
 
 
-def _domain_of_integers(words: re.Match[str]) -> str:
+def _write_integer_domain(words: re.Match[str]) -> str:
     return rf", {words['subject'] or words['object']} \in \mathbb{{Z}}"
 
 
-def _plain_script(script: re.Match[str]) -> str:
+def _normalize_script(script: re.Match[str]) -> str:
     if script[1]:
         return "^{" + script[1].translate(_RAISED) + "}"
     return "_{" + script[2].translate(_LOWERED) + "}"
 
 
-def _without_wrapping(text: str) -> str:
+def _remove_wrapping(text: str) -> str:
     box = _BOX.match(text)
     if box and text.endswith("}") and _closing_brace(text, box.end()) == len(text) - 1:
         return text[box.end() : -1].strip()

@@ -35,7 +35,7 @@ class Evaluation:
         """Return a formula's numeric value. Raises NoValueError if it has none."""
         try:
             # mpmath raises all of these outside a function's domain, or for too large numbers.
-            number = self._value(node)
+            number = self._evaluate(node)
         except (
             ZeroDivisionError,
             ValueError,
@@ -50,18 +50,18 @@ class Evaluation:
             raise NoValueError
         return number
 
-    def _value(self, node: Node) -> Any:
+    def _evaluate(self, node: Node) -> Any:
         kind = node.kind
         if kind == "number":
             self.bits = max(self.bits, node.value.denominator.bit_length())
             return CONTEXT.mpf(node.value.numerator) / node.value.denominator
         if kind in ("symbol", "constant"):
-            return self._symbol(node)
+            return self._evaluate_symbol(node)
         if kind == "series":
-            return self._series(node)
-        parts = [self._value(part) for part in node.parts]
+            return self._evaluate_series(node)
+        parts = [self._evaluate(part) for part in node.parts]
         if kind == "sum":
-            return self._sum(parts)
+            return self._add(parts)
         if kind == "product":
             product = parts[0]
             for part in parts[1:]:
@@ -79,12 +79,12 @@ class Evaluation:
             return parts[0]
         # A cross product changes its sign with the order of its operands.
         if kind == "cross":
-            return self._unknown_function("cross", parts) - self._unknown_function("cross", parts[::-1])
+            return self._call_unknown_function("cross", parts) - self._call_unknown_function("cross", parts[::-1])
         if kind in ("apply", "index"):
-            return self._unknown_function(f"{kind} {node.value} {len(parts)}", parts)
+            return self._call_unknown_function(f"{kind} {node.value} {len(parts)}", parts)
         raise NoValueError
 
-    def _sum(self, parts: list[Any]) -> Any:
+    def _add(self, parts: list[Any]) -> Any:
         sizes = [abs(part) for part in parts if part != 0]
         if sizes:
             largest = max(sizes)
@@ -92,25 +92,27 @@ class Evaluation:
             self.bits = max(self.bits, CONTEXT.mag(largest) - CONTEXT.mag(min(sizes)))
         return sum(parts[1:], parts[0])
 
-    def _series(self, node: Node) -> Any:
-        low = as_fraction(self._value(node.parts[1]))
+    def _evaluate_series(self, node: Node) -> Any:
+        low = as_fraction(self._evaluate(node.parts[1]))
         if node.parts[2] == INFINITY:
             high = low + _TERMS_OF_INFINITE_SERIES - 1
             # The first terms stand for the whole series, so it equals only another infinite series.
-            remainder = _point("infinite series", "positive", 0)
+            remainder = _draw_value("infinite series", "positive", 0)
         else:
-            high = as_fraction(self._value(node.parts[2]))
+            high = as_fraction(self._evaluate(node.parts[2]))
             remainder = None
-        terms = [self._value(term) for term in series_terms(node, low, high)]
+        terms = [self._evaluate(term) for term in series_terms(node, low, high)]
         if node.value[0] == "sum":
-            return self._sum([CONTEXT.mpf(0), *terms] if remainder is None else [remainder, *terms])
+            return self._add([CONTEXT.mpf(0), *terms] if remainder is None else [remainder, *terms])
         product = CONTEXT.mpf(1) if remainder is None else remainder
         for term in terms:
             product = product * term
         return product
 
-    def _symbol(self, node: Node) -> Any:
+    def _evaluate_symbol(self, node: Node) -> Any:
+        """Return a constant's number, or a variable's value in this evaluation."""
         if node.kind == "constant":
+            # mpmath computes its constants when an operator is applied: `+` rounds to the context's precision.
             if node.value == "pi":
                 return +CONTEXT.pi
             if node.value == "e":
@@ -120,25 +122,25 @@ class Evaluation:
             if node.value == "degree":
                 return CONTEXT.pi / 180
             raise NoValueError
-        return _point(node.value, self._kind, self._seed, is_whole=node.value in self._whole_names)
+        return _draw_value(node.value, self._kind, self._seed, is_whole=node.value in self._whole_names)
 
-    def _unknown_function(self, name: str, parts: list[Any]) -> Any:
+    def _call_unknown_function(self, name: str, parts: list[Any]) -> Any:
         """Return the value of an unknown function f(x): a smooth function of all arguments, different for every name.
 
         So formulas with the same unknown function can be compared.
         """
-        value = _point(name, "positive", 0)
+        value = _draw_value(name, "positive", 0)
         for place, part in enumerate(parts):
             # Sines of large arguments lose digits.
             if CONTEXT.mag(part) > 20:
                 raise NoValueError
-            shift = _point(f"{name} {place}", "positive", 0)
+            shift = _draw_value(f"{name} {place}", "positive", 0)
             value = value + CONTEXT.sin(part * shift + value) + part * shift
         return value
 
 
 @lru_cache(maxsize=4096)
-def _point(name: str, kind: str, seed: int, *, is_whole: bool = False) -> Any:
+def _draw_value(name: str, kind: str, seed: int, *, is_whole: bool = False) -> Any:
     # Seeded by name: a symbol has the same value in both formulas and in every process.
     generator = random.Random(f"{name} {kind} {seed}")
     if kind.startswith("half"):
