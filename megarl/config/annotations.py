@@ -105,8 +105,7 @@ class Decides:
     """Names of fields of Megatron-Core's TransformerConfig."""
     experts: str = ""
     """Like `megatron`, for mixture-of-experts models only."""
-    # With recompute none or fp8 none, users may set these fields by trainer.megatron.
     recompute: str = ""
-    """Like `megatron`, unless `trainer.recompute` is `none`."""
+    """Like `megatron`, but users may set these fields if `trainer.recompute` is `none`."""
     fp8: str = ""
-    """Like `megatron`, unless `trainer.fp8` is `none`."""
+    """Like `megatron`, but users may set these fields if `trainer.fp8` is `none`."""

@@ -18,7 +18,7 @@ def nearest_value(place: str, value: object) -> str | None:
     """Return the valid value that the user probably meant, or None."""
     if not isinstance(value, str):
         return None
-    choices = _list_choices(place)
+    choices = _list_valid_words(place)
     normalised = value.lower().replace("-", "_")
     for translation, spellings in VALUES.get(recipe_field(place), {}).items():
         if normalised in spellings.split() and translation in choices:
@@ -26,8 +26,10 @@ def nearest_value(place: str, value: object) -> str | None:
     return nearest(value, choices)
 
 
-def _list_choices(place: str) -> list[str]:
-    """Return the valid words of a field: the names of formulas, or the values of a Literal."""
+def _list_valid_words(place: str) -> list[str]:
+    """Return the words that a field accepts: its formulas (the losses of `algorithm.policy_loss`), or its Literal's
+    values. `place` is the field's dotted name, also in a source of a mixture.
+    """
     name = recipe_field(place)
     if name in formula_fields():
         return list(formulas(name))

@@ -60,18 +60,18 @@ def _help_text(head: str) -> str:
 def _list_values(name: str, field: FieldInfo) -> list[str]:
     """Return the candidates for a field's value: its choices, or its default; and `default` if that removes it."""
     default = field.default
-    choices = list(dict.fromkeys(_list_choices(field.annotation)))
+    choices = list(dict.fromkeys(_list_finite_values(field.annotation)))
     if not choices and isinstance(default, int | float | str):
         choices = [default if isinstance(default, str) else json.dumps(default)]
     return [*choices, *(["default"] if default_removes(name) else [])]
 
 
-def _list_choices(kind: Any) -> Iterator[str]:
+def _list_finite_values(annotation: Any) -> Iterator[str]:
     """Yield the values of a finite type: true and false, or the words of a Literal."""
-    if kind is bool:
+    if annotation is bool:
         yield from ("true", "false")
-    elif get_origin(kind) is Literal:
-        yield from map(str, get_args(kind))
-    elif get_origin(kind) in (Union, UnionType, Annotated):
-        for inner in get_args(kind):
-            yield from _list_choices(inner)
+    elif get_origin(annotation) is Literal:
+        yield from map(str, get_args(annotation))
+    elif get_origin(annotation) in (Union, UnionType, Annotated):
+        for part in get_args(annotation):
+            yield from _list_finite_values(part)

@@ -96,9 +96,9 @@ class AgentConfig(Section):
     without daemon or image. podman, docker, apptainer: a container of that program. See
     megarl/sandbox/containers/README.md."""
     image: Annotated[str | None, OnlyIf(COMMAND, CONTAINER)] = None
-    """Image of the container. sandbox: a folder with an unpacked image, shown below a layer for new files; default: the
-    machine's system folders and megarl's Python, read-only. podman, docker: a name on each node, required. apptainer: a
-    file or folder. Nothing is downloaded."""
+    """Image of the container. sandbox: a folder with an unpacked image, which stays unchanged; default: the machine's
+    system folders and megarl's Python, read-only. podman, docker: a name on each node, required. apptainer: a file or
+    folder. Nothing is downloaded."""
     folders: Annotated[tuple[str, ...], OnlyIf(COMMAND, CONTAINER)] = ()
     """Folders of the machine shown read-only at the same place in the container, for example the program's folder.
     Absolute paths; not /tmp as a whole, because it has the sockets of other containers."""

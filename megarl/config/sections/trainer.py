@@ -153,9 +153,9 @@ class TrainerConfig(Section):
     whole distribution of that token, detached (forward KL; the soft loss of EAGLE-3, arXiv 2503.01840), for one more
     product with the head."""
     drafter_learning_rate: Annotated[PositiveFloat | None, OnlyIf(*ENGINE), UntriedOnGpu("all values")] = None
-    """Peak learning rate (schedule: optimizer.schedule) that trains the engines' EAGLE-3 drafter (arXiv 2503.01840)
-    from the policy's detached hidden states. The engines and the export get it with the policy. The policy's gradient
-    stays the same. Default: none, the drafter is frozen."""
+    """Peak learning rate of the engines' EAGLE-3 drafter (arXiv 2503.01840), with optimizer.schedule. The drafter
+    learns from the policy's hidden states and does not change the policy's gradient. The engines and the export get its
+    new weights with the policy's. Default: none, the drafter is frozen."""
     drafter_steps: Annotated[PositiveInt, OnlyIf(non_empty("trainer.drafter_learning_rate", "1e-4"))] = 3
     """Steps of the drafter in an update (training-time test of EAGLE-3, section 3.2): step k reads the drafter's own
     states of the k - 1 steps before. Use num_speculative_tokens of rollout.vllm.speculative_config. Each step costs
