@@ -52,17 +52,17 @@ class DraftLayers(Protocol):
         """Return the kind of decoder layer inside each draft layer."""
         ...
 
-    def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-        """Yield the rules of trained draft layers, on the last stage. `rules` are the rules of the model's other
-        layers.
-        """
+    def rules(self, model: ModelShape, model_rules: Iterable[Rule]) -> Iterator[Rule]:
+        """Yield the rules of trained draft layers, on the last stage, from the rules of the model's other layers."""
         ...
 
-    def make_draft_stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
-        """Yield the stacks (composed parameters) of vLLM's draft model.
+    def make_draft_stacks(
+        self, policy_stacks: Iterable[Stack], draft_tensors: Iterable[str], layer_prefix: str
+    ) -> Iterator[Stack]:
+        """Yield the parameters of vLLM's draft model, as stacks of the checkpoint's tensors.
 
-        `templates` are the draft layers' tensors, `stacks` the policy's parameters. `layer` is the prefix of the
-        policy's layers in the checkpoint.
+        `policy_stacks` are the policy's parameters, `draft_tensors` the names of the draft layers' tensors, with
+        `{layer}` for the number. `layer_prefix` begins the names of the policy's layers in the checkpoint.
         """
         ...
 

@@ -60,7 +60,7 @@ class MtpForm(NamedTuple):
     def layer_kind(self, model: ModelShape) -> LayerKind:
         return model.layers[_last_attention(model)]
 
-    def rules(self, model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
+    def rules(self, model: ModelShape, model_rules: Iterable[Rule]) -> Iterator[Rule]:
         """Yield the rules of the trained MTP layer: a layer with attention, three norms and a projection."""
         # Names of the parameters have no {layer}, so each rule names the layer in `layers`.
         layers, hidden, reference_layer = frozenset({self._number(model)}), model.hidden_size, _last_attention(model)
@@ -72,7 +72,7 @@ class MtpForm(NamedTuple):
             return replace(rule, place="last_stage", layers=layers)
 
         # The layer inside is like the model's last layer with attention.
-        for rule in rules:
+        for rule in model_rules:
             if rule.place == "every_layer" and rule.has_layer(reference_layer):
                 engine_variant = rule.transformer_engine
                 if engine_variant is not None:
@@ -87,21 +87,23 @@ class MtpForm(NamedTuple):
         yield move_to_last_stage(column(PARAMETERS + "eh_proj.weight", self.projection, (hidden, 2 * hidden)))
         yield move_to_last_stage(replicate(PARAMETERS + "final_layernorm.weight", self.final_norm, (hidden,)))
 
-    def make_draft_stacks(self, stacks: Iterable[Stack], templates: Iterable[str], layer: str) -> Iterator[Stack]:
-        """Yield the parameters of vLLM's draft model: first the fused ones, as in the policy's layers, then others."""
-        names_without_stack = list(templates)
-        for stack in stacks:
+    def make_draft_stacks(
+        self, policy_stacks: Iterable[Stack], draft_tensors: Iterable[str], layer_prefix: str
+    ) -> Iterator[Stack]:
+        """Yield the parameters of vLLM's draft model: first those like the policy's layers, then others."""
+        names_without_stack = list(draft_tensors)
+        for stack in policy_stacks:
             parts = tuple(
-                part._replace(tensor=self.layer + part.tensor.removeprefix(layer))
+                part._replace(tensor=self.layer + part.tensor.removeprefix(layer_prefix))
                 for part in stack.parts
-                if part.tensor.startswith(layer)
+                if part.tensor.startswith(layer_prefix)
             )
             if parts and parts[0].tensor in names_without_stack:
                 names_without_stack = [
                     name for name in names_without_stack if name not in {part.tensor for part in parts}
                 ]
-                drafter_storage = self.live_layer + stack.storage.removeprefix(_LAYER)
-                yield stack._replace(storage=draft_layers.DRAFTER + drafter_storage, parts=parts)
+                live_name = self.live_layer + stack.storage.removeprefix(_LAYER)
+                yield stack._replace(storage=draft_layers.DRAFTER + live_name, parts=parts)
         for name in names_without_stack:
             split_kind = "even" if name == self.projection and self.splits_projection else "copy"
             yield Stack(draft_layers.DRAFTER + self._live_name(name), 0, (Part(name, split_kind),))

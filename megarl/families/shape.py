@@ -394,9 +394,9 @@ _ONLY_VALUES = {"is_causal": True, "logit_scale": 1.0, "qk_norm": False, "dual_c
 def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
     """Raise DataError for unsupported values of config.json: number of labels, activation, fields of other models."""
     # transformers defaults to two labels.
-    labels = len(mapping(config, "id2label")) or 2
-    if architecture.endswith(VALUE_HEAD) and labels != 1:
-        raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
+    num_labels = len(mapping(config, "id2label")) or 2
+    if architecture.endswith(VALUE_HEAD) and num_labels != 1:
+        raise DataError(f"{architecture} with {num_labels} labels is not supported; a reward model has one label.")
     if config.get("hidden_act", "silu") != "silu":
         raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
     for name, value in _ONLY_VALUES.items():

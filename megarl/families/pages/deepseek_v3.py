@@ -22,8 +22,8 @@ from megarl.families.tensors.rules import (
     Rule,
     Variant,
     column,
-    expert_bias,
     replicate,
+    router_bias_rule,
     row,
     with_experts,
     with_shared_expert,
@@ -114,15 +114,18 @@ def _read_rotary(config: Mapping[str, Any]) -> Rotary:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules: Llama's outside of attention, latent attention, routed and shared experts."""
-    dense = (
+    """Return the rules that map checkpoint tensors to Megatron parameters.
+
+    They are Llama's, with latent attention, routed experts and a shared expert.
+    """
+    llama_rules = (
         # Latent attention never fuses the norm before it.
         replace(rule, transformer_engine=None) if "input_layernorm" in rule.parameter else rule
         for rule in llama.rules(model)
         if "self_attention" not in rule.parameter
     )
-    routed = with_experts((*dense, *_make_attention_rules(model)), model)
-    return (*with_shared_expert(routed, model, "shared_experts"), expert_bias(model))
+    expert_rules = with_experts((*llama_rules, *_make_attention_rules(model)), model)
+    return (*with_shared_expert(expert_rules, model, "shared_experts"), router_bias_rule(model))
 
 
 def _make_attention_rules(model: ModelShape) -> tuple[Rule, ...]:

@@ -22,7 +22,7 @@ from megarl.families.reading import (
     sigmoid_router,
 )
 from megarl.families.tensors import stacks
-from megarl.families.tensors.rules import Rule, expert_bias, with_experts, with_shared_expert
+from megarl.families.tensors.rules import Rule, router_bias_rule, with_experts, with_shared_expert
 from megarl.types import DataError
 
 if TYPE_CHECKING:
@@ -46,12 +46,15 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules: Qwen3's or Llama's, with biases, routed and shared experts if the model has them."""
+    """Return the rules that map checkpoint tensors to Megatron parameters.
+
+    They are Qwen3's or Llama's, with biases and experts if the model has them.
+    """
     attention = model.attention
-    dense = qwen3.rules(model) if attention.qk_norm else llama.rules(model)
-    biases = (qwen2.biases(model),) if attention.qkv_bias else ()
-    routed = with_shared_expert(with_experts((*dense, *biases), model), model, "shared_experts")
-    return (*routed, expert_bias(model))
+    dense_rules = qwen3.rules(model) if attention.qk_norm else llama.rules(model)
+    bias_rules = (qwen2.qkv_bias_rule(model),) if attention.qkv_bias else ()
+    expert_rules = with_experts((*dense_rules, *bias_rules), model)
+    return (*with_shared_expert(expert_rules, model, "shared_experts"), router_bias_rule(model))
 
 
 def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:

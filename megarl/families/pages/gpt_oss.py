@@ -65,7 +65,10 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a gpt-oss model: Qwen2's rules, experts with biases, and a sink for each head."""
+    """Return the rules that map checkpoint tensors to Megatron parameters.
+
+    They are Qwen2's, with experts, their biases, and a sink for each head.
+    """
     hidden = (model.hidden_size,)
     router_bias = replicate(llama.DECODER + "mlp.router.bias", _MLP + "router.bias", (model.num_experts,))
     output_bias = replicate(llama.DECODER + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias", hidden)

@@ -19,7 +19,7 @@ DECODER = "decoder.layers.{layer}."
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules that map each Megatron parameter of a Llama model to Hugging Face tensors.
+    """Return the rules that map checkpoint tensors to Megatron parameters of a Llama model.
 
     With several pipeline stages, a tied output layer is a copy of the embedding on the last stage.
     """

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    return (*llama.rules(model), biases(model))
+    """Return the rules that map checkpoint tensors to Megatron parameters: Llama's, and the biases."""
+    return (*llama.rules(model), qkv_bias_rule(model))
 
 
-def biases(model: ModelShape) -> Rule:
+def qkv_bias_rule(model: ModelShape) -> Rule:
     q, k, v = (f"{llama.LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
     return query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ())
 

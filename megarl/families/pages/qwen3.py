@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return Llama's rules, and the norms of queries and keys."""
+    """Return the rules that map checkpoint tensors to Megatron parameters: Llama's, and two norms."""
     return (
         *llama.rules(model),
         *(

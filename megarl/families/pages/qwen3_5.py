@@ -54,7 +54,10 @@ def _without_image_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules: Qwen3-Next's, with separate input projections of the delta-nets."""
+    """Return the rules that map checkpoint tensors to Megatron parameters.
+
+    They are Qwen3-Next's, with separate input projections of the delta-nets.
+    """
     linear, hidden = delta_net(model), model.hidden_size
     keys, values, heads = linear.key_channels, linear.value_channels, linear.num_value_heads
     tensors = (

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules that map checkpoint tensors to Megatron parameters: Qwen3's, with experts."""
     return with_experts(qwen3.rules(model), model)
 
 

@@ -91,7 +91,10 @@ def _read_mixers(config: Mapping[str, Any]) -> list[Any]:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules. The input projections of delta-nets are reordered from key heads to kinds of channels."""
+    """Return the rules that map checkpoint tensors to Megatron parameters.
+
+    The input projections of delta-nets are reordered from key heads to kinds of channels.
+    """
     linear = delta_net(model)
     value_heads_per_key_head = linear.num_value_heads // linear.num_key_heads
     value_rows_per_key_head = value_heads_per_key_head * linear.value_dim

@@ -238,12 +238,12 @@ def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, checkpoint_na
     return (*rules, *(replace(rule, layers=expert_layers) for rule in shared_rules))
 
 
-def expert_bias(model: ModelShape) -> Rule:
+def router_bias_rule(model: ModelShape) -> Rule:
     """Return the rule of the router's bias: a float32 buffer in Megatron that affects only the choice of experts."""
     parameter, tensor = (
         "decoder.layers.{layer}.mlp.router.expert_bias",
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",
     )
     rule = replicate(parameter, tensor, (model.num_experts,))
-    routed = model.layers_where(lambda kind: kind.has_experts)
-    return replace(rule, layers=routed, is_buffer=True, dtype="float32")
+    expert_layers = model.layers_where(lambda kind: kind.has_experts)
+    return replace(rule, layers=expert_layers, is_buffer=True, dtype="float32")
