@@ -46,7 +46,7 @@ from megarl.checkpoint.torch_dist import (
     Stored,
     StoredShard,
     common_state,
-    extra_states,
+    list_extra_state_keys,
     metadata_bytes,
     split,
 )
@@ -328,7 +328,7 @@ def _write_records(
     stored: Sequence[Stored],
 ) -> None:
     # All extra states are equal, so one stored `[None]` serves every key.
-    places_of_objects = dict.fromkeys(extra_states(model), _append_saved(manifest, stored[0].file, [None]))
+    places_of_objects = dict.fromkeys(list_extra_state_keys(model), _append_saved(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), places_of_objects))
     _append_saved(manifest, COMMON, common_state(model, parallel))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}

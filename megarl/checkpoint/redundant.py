@@ -19,10 +19,10 @@ from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
-_PRECISION = {"F64": 1e-5, "F32": 1e-5, "F16": 2e-3, "BF16": 1e-2}
-"""Largest relative rounding of a stored frequency, by the code of its dtype."""
-_SMALLEST = 1e-7
-"""Absolute tolerance. Frequencies below it have few bits in float16."""
+_RELATIVE_TOLERANCES = {"F64": 1e-5, "F32": 1e-5, "F16": 2e-3, "BF16": 1e-2}
+"""Largest relative rounding of a stored frequency, by its dtype in safetensors."""
+_ABSOLUTE_TOLERANCE = 1e-7
+"""Frequencies below it have few bits in float16."""
 
 
 def is_redundant(name: str, model: ModelShape) -> bool:
@@ -42,7 +42,7 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
     folder_shape = read_model_shape(folder) if (folder / "config.json").exists() else model
     for name in names:
         if name.endswith(_FREQUENCIES):
-            if not _has_frequencies_of(tensors[name], folder_shape):
+            if not _has_model_frequencies(tensors[name], folder_shape):
                 yield (
                     f"{files[name]}: {name} differs from the rotary frequencies that config.json gives "
                     f"(rope_theta {folder_shape.rotary.theta:g}, rope_type {folder_shape.rotary.scaling}). "
@@ -78,21 +78,23 @@ def _are_equal(tensor: UnchangedTensor, original: UnchangedTensor) -> bool:
     return all(piece == copy for piece, copy in zip(tensor.content(), original.content(), strict=True))
 
 
-def _has_frequencies_of(tensor: UnchangedTensor, model: ModelShape) -> bool:
-    """Return whether a tensor has a model's rotary frequencies, rounded to the tensor's dtype."""
-    if tensor.code not in _PRECISION or tensor.shape != (model.rotary_channels // 2,):
+def _has_model_frequencies(tensor: UnchangedTensor, model: ModelShape) -> bool:
+    """Return whether a tensor has the model's rotary frequencies, rounded to the tensor's dtype."""
+    relative_tolerance = _RELATIVE_TOLERANCES.get(tensor.code)
+    if relative_tolerance is None or tensor.shape != (model.rotary_channels // 2,):
         return False
     exponents = np.arange(0, model.rotary_channels, 2, dtype=np.float32) / np.float32(model.rotary_channels)
-    pairs = np.arange(model.rotary_channels // 2, dtype=np.float32)
-    expected = scaled_frequencies(model.rotary, model.rotary_channels, exponents, pairs, np.where)
-    return np.allclose(_numbers(tensor), expected, rtol=_PRECISION[tensor.code], atol=_SMALLEST)
+    pair_numbers = np.arange(model.rotary_channels // 2, dtype=np.float32)
+    # Models compute the same function with torch.where.
+    expected = scaled_frequencies(model.rotary, model.rotary_channels, exponents, pair_numbers, where=np.where)
+    return np.allclose(_read_numbers(tensor), expected, rtol=relative_tolerance, atol=_ABSOLUTE_TOLERANCE)
 
 
-def _numbers(tensor: UnchangedTensor) -> np.ndarray:
+def _read_numbers(tensor: UnchangedTensor) -> np.ndarray:
     """Return a tensor's numbers, flat: float64 [elements]."""
     content = b"".join(tensor.content())
     if tensor.code == "BF16":
-        # A bfloat16 is the first half of a float32.
+        # numpy has no bfloat16. It is the first half of a float32.
         return (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-    return np.frombuffer(content, kinds[tensor.code]).astype(np.float64)
+    numpy_dtypes = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+    return np.frombuffer(content, numpy_dtypes[tensor.code]).astype(np.float64)

@@ -66,7 +66,7 @@ class FolderReader:
     """
 
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
-        self._open: dict[Path, Any] = {}
+        self._open_files: dict[Path, Any] = {}
         self._stored, faults = stored_tensors(folder, model)
         if faults:
             raise DataError(faults[0].text)
@@ -89,32 +89,32 @@ class FolderReader:
             packed, expert = self._experts[name]
             stored = self._stored[packed]
             assert stored.scales is not None
-            blocks = self._file(stored.path).get_slice(packed + BLOCKS)[expert]
-            scales = self._file(stored.scales).get_slice(packed + SCALES)[expert]
+            blocks = self._open_file(stored.path).get_slice(packed + BLOCKS)[expert]
+            scales = self._open_file(stored.scales).get_slice(packed + SCALES)[expert]
             return dequantise(blocks, scales).view(-1)
-        return self._file(self._stored[name].path).get_tensor(name).view(-1)
+        return self._open_file(self._stored[name].path).get_tensor(name).view(-1)
 
-    def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
-        """Yield (part of the layout, this folder's pieces for it). A part has few experts, so few are dequantised at a
-        time.
+    def split_by_expert(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
+        """Yield (part of the layout, this folder's pieces for it).
+
+        Each quantised expert tensor is a part, so only one is dequantised at a time. All other tensors are one part.
         """
-        pieces_by_expert: dict[str, list[Piece]] = {}
+        pieces_by_expert: dict[str | None, list[Piece]] = {}
         for piece in layout:
             (source_piece,) = self.pieces[piece.box.name]
-            pieces_by_expert.setdefault(
-                source_piece.storage if source_piece.storage in self._experts else "", []
-            ).append(piece)
-        for group_pieces in pieces_by_expert.values():
-            names = sorted({piece.box.name for piece in group_pieces})
-            yield tuple(group_pieces), tuple(piece for name in names for piece in self.pieces[name])
+            expert = source_piece.storage if source_piece.storage in self._experts else None
+            pieces_by_expert.setdefault(expert, []).append(piece)
+        for part in pieces_by_expert.values():
+            names = sorted({piece.box.name for piece in part})
+            yield tuple(part), tuple(piece for name in names for piece in self.pieces[name])
 
     def file_of(self, name: str) -> Path:
         return self._files[name]
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open:
-            self._open[path] = safe_open(path, "pt")
-        return self._open[path]
+    def _open_file(self, path: Path) -> Any:
+        if path not in self._open_files:
+            self._open_files[path] = safe_open(path, "pt")
+        return self._open_files[path]
 
     def _quantised_pieces(self, name: str, shape: tuple[int, ...]) -> Layout:
         """Return an MXFP4 tensor's pieces. An expert's matrix [rows, columns] is stored transposed."""
@@ -127,7 +127,7 @@ class FolderReader:
         )
 
     def release(self) -> None:
-        self._open.clear()
+        self._open_files.clear()
 
 
 def load(
@@ -151,10 +151,10 @@ def load(
     check_weights(Path(folder), reader)
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
-    for wanted_pieces, available in reader.groups(layout):
+    for wanted_pieces, stored_pieces in reader.split_by_expert(layout):
         # Source and destination are on this rank: nothing is staged, and one bucket of any size (4 EiB) is enough.
-        plan = make_plan([available], [wanted_pieces], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
-        sources = {name: reader.storage(name) for name in sorted({piece.storage for piece in available})}
+        plan = make_plan([stored_pieces], [wanted_pieces], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
+        sources = {name: reader.storage(name) for name in sorted({piece.storage for piece in stored_pieces})}
         Transport(plan, sources, parameters, dtype=torch.float32).reshard()
     for piece in layout:
         if not _is_finite(piece, parameters[piece.storage]):

@@ -226,9 +226,13 @@ def _boxes(
             block_start += length
 
 
-def extra_states(model: ModelShape) -> Iterator[str]:
-    """Yield the keys of the extra states that Megatron-Core's linear layers require. Each is stored as `[None]`."""
+def list_extra_state_keys(model: ModelShape) -> Iterator[str]:
+    """Yield the keys of the extra states that Megatron-Core's linear layers require. Each is stored as `[None]`.
+
+    Layer 3 of 32 gives `decoder.layers.self_attention.linear_qkv._extra_state/shard_3_32`.
+    """
     for parameter in parameters(model):
+        # The blocks of a fused parameter have separate keys, but their layer has one extra state.
         key = parameter.keys[0].removesuffix(f".{parameter.block_key}")
         module, _, kind = key.rpartition(".")
         # Linear layers of Megatron-Core 0.16.1 save an extra state with each weight (Transformer Engine: the FP8 state)

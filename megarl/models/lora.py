@@ -239,8 +239,8 @@ def switch_adapters(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> It
         adapter.eval()
 
 
-def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
-    """Return a chunk's trained parameters by name as Megatron's sharded tensors, for a checkpoint."""
+def shard_adapters(chunk: nn.Module) -> dict[str, ShardedTensor]:
+    """Return the parameters of a chunk's adapters by name as Megatron's sharded tensors, for a checkpoint."""
     state = {}
     for _, name, adapter in adapters_of([chunk]):
         replica_rank = (

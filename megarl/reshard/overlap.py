@@ -162,7 +162,7 @@ def _step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
 
 
 def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
-    """Return one copy, with a new first dimension, for equal copies at equal distances."""
+    """Merge equal copies at equal distances into one copy. Its new first dimension numbers them."""
     if len(run) == 1:
         return run[0]
     first = run[0]

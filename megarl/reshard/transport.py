@@ -74,7 +74,7 @@ class _BoundBucket:
     local: _CopyPairs
     pack: _CopyPairs
     unpack: _CopyPairs
-    exchange: int | None
+    exchange_index: int | None
     """Index of the bucket among a reshard's exchanges; None: no rank sends anything."""
 
 
@@ -144,7 +144,7 @@ class Transport:
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = shared_memory and is_exchanged and is_one_machine(self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else PrivateSlots(plan, dtype, self._device, group)
-        self._buckets = list(_bind_steps(plan, sources, destinations, self._slots, dtype))
+        self._buckets = list(_bind_buckets(plan, sources, destinations, self._slots, dtype))
         numel_by_kind = {
             "local": sum(t.numel for b in plan.buckets for t in b.local),
             "sent": sum(t.numel for b in plan.buckets for t in b.sends),
@@ -158,18 +158,18 @@ class Transport:
         """Copy all weights. A collective."""
         clock = _Clock(self._device)
         in_flight: _BoundBucket | None = None
-        for number, step in enumerate(self._buckets):
-            if step.exchange is not None:
+        for number, bucket in enumerate(self._buckets):
+            if bucket.exchange_index is not None:
                 with clock.stage("wire"):
-                    self._slots.claim(step.exchange)
+                    self._slots.claim(bucket.exchange_index)
                 with clock.stage("pack"):
-                    step.pack.run()
+                    bucket.pack.run()
                 with clock.stage("wire"):
-                    self._slots.depart(step.exchange)
+                    self._slots.depart(bucket.exchange_index)
             with clock.stage("local"):
-                step.local.run()
+                bucket.local.run()
             self._unpack(in_flight, clock)
-            in_flight = step if step.exchange is not None else None
+            in_flight = bucket if bucket.exchange_index is not None else None
             # The stage runs one bucket late: only now are the previous bucket's remote elements unpacked.
             self._run_arrival_stage(number - 1, clock)
         self._unpack(in_flight, clock)
@@ -237,14 +237,14 @@ def transfer_view(storage: Tensor, view: View, transfer: Transfer, dtype: torch.
     return strided_view(storage.detach().flatten().view(dtype), units, (*transfer.shape, width), transfer.name)
 
 
-def _bind_steps(
+def _bind_buckets(
     plan: RankPlan,
     sources: Mapping[str, Tensor],
     destinations: Mapping[str, Tensor],
     slots: PrivateSlots | SharedSlots,
     dtype: torch.dtype,
 ) -> Iterator[_BoundBucket]:
-    """Yield the steps of a plan, with views of all tensors: per bucket local copies, packing, exchange, unpacking."""
+    """Yield the plan's buckets, with views of the tensors and of the staging memory `slots`."""
 
     def source(transfer: Transfer) -> Tensor:
         return transfer_view(_storage(sources, transfer.source.storage), transfer.source, transfer, dtype)
@@ -259,7 +259,7 @@ def _bind_steps(
         shape = transfer.shape if transfer.width == 1 else (*transfer.shape, transfer.width)
         return slot.narrow(0, start, transfer.numel).view(shape)
 
-    exchange = 0
+    exchange_index = 0
     for bucket in plan.buckets:
         local, pack, unpack = _CopyPairs(), _CopyPairs(), _CopyPairs()
         for transfer in bucket.local:
@@ -267,7 +267,7 @@ def _bind_steps(
         if not bucket.is_exchanged:
             yield _BoundBucket(local, pack, unpack, None)
             continue
-        outgoing, messages = slots.views(exchange)
+        outgoing, messages = slots.views(exchange_index)
         start = 0
         for transfer in bucket.sends:
             pack.add(message(outgoing, start, transfer), source(transfer))
@@ -278,8 +278,8 @@ def _bind_steps(
             start = starts[transfer.source_rank]
             starts[transfer.source_rank] += transfer.numel
             unpack.add(destination(transfer), message(messages[transfer.source_rank], start, transfer))
-        yield _BoundBucket(local, pack, unpack, exchange)
-        exchange += 1
+        yield _BoundBucket(local, pack, unpack, exchange_index)
+        exchange_index += 1
 
 
 def _storage(storages: Mapping[str, Tensor], name: str) -> Tensor:

@@ -92,7 +92,7 @@ def written_elements(recipe: Any, folder: Path) -> tuple[int, int, list[str]]:
 
         setattr(torch.distributed, name, noted)
     try:
-        state = checkpoint._sharded_state(engine, is_loading=False)
+        state = checkpoint._shard_model(engine, is_loading=False)
     finally:
         for name, function in original.items():
             setattr(torch.distributed, name, function)

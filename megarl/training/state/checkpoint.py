@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 from megarl import faults
 from megarl.checkpoint.manifest import ManifestWriter
 from megarl.files.atomic import check_space, disk_full_named
-from megarl.models.lora import sharded_state
+from megarl.models.lora import shard_adapters
 from megarl.platform import device
 from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
 from megarl.training.model import FrozenModel
@@ -311,9 +311,8 @@ def models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[
 
 
 def _restore_model(model: Model, state: dict[str, Any]) -> None:
-    is_adapted = isinstance(model, TrainingEngine) and model.find_part(LoraPart) is not None
     for name, chunk in _named_chunks(model).items():
-        chunk.load_state_dict(without_pickles(state[name]), strict=not is_adapted)
+        chunk.load_state_dict(without_pickles(state[name]), strict=not _has_adapters(model))
     if isinstance(model, TrainingEngine):
         _restore_training(model, state)
     else:
@@ -336,7 +335,7 @@ def without_pickles(state: Mapping[str, Any]) -> dict[str, Any]:
 def _restore_training(engine: TrainingEngine, state: dict[str, Any]) -> None:
     leaves = engine.optimizer.chained_optimizers
     saved = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
-    chunks = _sharded_chunks(engine)
+    chunks = _shard_chunks(engine)
     for optimizer, optimizer_state in zip(leaves, saved, strict=True):
         _restore_optimizer(optimizer, optimizer_state, chunks)
     engine.schedule.num_steps = 0
@@ -353,7 +352,7 @@ def sharded_states(models: Mapping[str, Model], *, is_loading: bool) -> dict[str
     """Return Megatron's sharded tensors of these models: each tensor's place in a checkpoint, and live values."""
     states: dict[str, Any] = {}
     for name, model in models.items():
-        state = _sharded_state(model, is_loading=is_loading)
+        state = _shard_model(model, is_loading=is_loading)
         if name:
             add_prefix_for_sharding(state, f"{name}.")
         states |= {name: state} if name else state
@@ -364,17 +363,22 @@ def _metadata() -> dict[str, Any]:
     return _FORMAT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def _sharded_chunks(model: Model) -> dict[str, Any]:
-    # With adapters, nothing else is trained; the other weights are in the model's folder.
-    is_adapted = isinstance(model, TrainingEngine) and model.find_part(LoraPart) is not None
-    return {
-        name: sharded_state(chunk) if is_adapted else chunk.sharded_state_dict(metadata=_metadata())
-        for name, chunk in _named_chunks(model).items()
-    }
+def _has_adapters(model: Model) -> bool:
+    return isinstance(model, TrainingEngine) and model.find_part(LoraPart) is not None
 
 
-def _sharded_state(model: Model, *, is_loading: bool) -> dict[str, Any]:
-    chunks = _sharded_chunks(model)
+def _shard_chunks(model: Model) -> dict[str, Any]:
+    """Return each chunk's sharded tensors: only the adapters if the model has some, else all weights."""
+    chunks = _named_chunks(model)
+    if _has_adapters(model):
+        # Nothing else is trained; the other weights are in the model's folder.
+        return {name: shard_adapters(chunk) for name, chunk in chunks.items()}
+    return {name: chunk.sharded_state_dict(metadata=_metadata()) for name, chunk in chunks.items()}
+
+
+def _shard_model(model: Model, *, is_loading: bool) -> dict[str, Any]:
+    """Return the sharded tensors of a model's chunks. A trained model's optimizer and schedule are included."""
+    chunks = _shard_chunks(model)
     if not isinstance(model, TrainingEngine):
         return chunks
     for optimizer in model.optimizer.chained_optimizers:
