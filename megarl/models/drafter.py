@@ -38,12 +38,12 @@ _CHUNK_QUERIES = 128
 class DrafterRow(NamedTuple):
     """A whole packed row, padding included, on all context-parallel ranks.
 
-    `tokens` [tokens] is on the device. `starts` [tokens], in host memory: the row's index of the first token of each
-    token's sequence.
+    `tokens` [tokens] is on the device. `sequence_starts` [tokens], in host memory: index in the row of the first token
+    of each token's sequence.
     """
 
     tokens: Tensor
-    starts: NDArray[np.int64]
+    sequence_starts: NDArray[np.int64]
 
 
 class Norm(nn.Module):
@@ -130,22 +130,27 @@ class Drafter(nn.Module):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, later_keys: list[Tensor], later_values: list[Tensor], mask: Tensor
+    query: Tensor,
+    first_keys: Tensor,
+    first_values: Tensor,
+    later_keys: list[Tensor],
+    later_values: list[Tensor],
+    mask: Tensor,
 ) -> Tensor:
-    """Attend to the first step's keys, and to each query's own keys of later steps: [queries, heads * dim].
+    """Attend to the drafter's keys of step 0, and to each query's own keys of later steps: [queries, heads * dim].
 
-    Shapes: query [queries, heads, dim]; key and value [keys, key-value heads, dim], of the first step, with `mask` bool
-    [queries, keys]; later_keys and later_values [queries, key-value heads, dim] of each later step.
+    Shapes: query [queries, heads, dim]; first_keys and first_values [keys, key-value heads, dim], of step 0, with
+    `mask` bool [queries, keys]; later_keys and later_values [queries, key-value heads, dim] of each later step.
     """
-    heads = query.unflatten(1, (key.shape[1], -1)) / query.shape[-1] ** 0.5
-    scores = torch.einsum("qgrd,kgd->qgrk", heads, key).masked_fill(~mask[:, None, None], -torch.inf)
+    heads = query.unflatten(1, (first_keys.shape[1], -1)) / query.shape[-1] ** 0.5
+    scores = torch.einsum("qgrd,kgd->qgrk", heads, first_keys).masked_fill(~mask[:, None, None], -torch.inf)
     # A query's own keys of later steps are those of the tokens drafted before it, and of no other position.
-    own_scores = [torch.einsum("qgrd,qgd->qgr", heads, later)[..., None] for later in later_keys]
-    shares = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(value.dtype)
-    first, *own_shares = shares.split([len(key), *[1] * len(later_keys)], dim=-1)
-    out = torch.einsum("qgrk,kgd->qgrd", first, value)
-    for share, later in zip(own_shares, later_values, strict=True):
-        out = out + share * later[:, :, None]
+    own_scores = [torch.einsum("qgrd,qgd->qgr", heads, keys)[..., None] for keys in later_keys]
+    shares = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(first_values.dtype)
+    first_shares, *own_shares = shares.split([len(first_keys), *[1] * len(later_keys)], dim=-1)
+    out = torch.einsum("qgrk,kgd->qgrd", first_shares, first_values)
+    for share, values in zip(own_shares, later_values, strict=True):
+        out = out + share * values[:, :, None]
     return out.flatten(1)
 
 
@@ -182,8 +187,8 @@ class DrafterHead:
         group: Any = self._model.pg_collection.tp
         num_parts = group.size() if self._model.config.sequence_parallel else 1
         rank_part = group.rank() if num_parts > 1 else 0
-        rank_places = np.split(packed_row.host_local, num_parts)[rank_part]
-        losses = self._compute_losses(rank_places, drafter_row, inputs, embeddings, targets, target_weight)
+        rank_indices = np.split(packed_row.host_local, num_parts)[rank_part]
+        losses = self._compute_losses(rank_indices, drafter_row, inputs, embeddings, targets, target_weight)
         if num_parts == 1:
             return losses
         # Gather all ranks' values. Only this rank's own positions carry gradient.
@@ -194,44 +199,46 @@ class DrafterHead:
 
     def _compute_losses(
         self,
-        places: NDArray[np.int64],
+        row_indices: NDArray[np.int64],
         row: DrafterRow,
         inputs: Tensor,
         embeddings: Tensor,
         targets: Tensor,
         target_weight: Tensor,
     ) -> Tensor:
-        """Return the KL of each step at the row's positions `places`, float32 [steps, places].
+        """Return the KL of each step at some tokens of the row, `row_indices` [tokens]: float32 [steps, tokens].
 
         Shapes: inputs [row tokens, 3 * hidden_size], embeddings and targets [row tokens, hidden_size], target_weight
         [drafted tokens, hidden_size].
         """
         drafter, device = self._drafter, inputs.device
         input_projection, output_norm, output_head = (getattr(drafter, name) for name in ("fc", "norm", "lm_head"))
-        place_indices = torch.from_numpy(places).to(device)
-        row_positions = torch.from_numpy(np.arange(len(row.starts)) - row.starts).to(device)
-        positions = row_positions[place_indices]
-        # Each rank makes the first step's keys of the whole row: cheaper than a gather with a gradient.
+        device_indices = torch.from_numpy(row_indices).to(device)
+        row_positions = torch.from_numpy(np.arange(len(row.sequence_starts)) - row.sequence_starts).to(device)
+        positions = row_positions[device_indices]
+        # Each rank makes the keys of step 0 for the whole row: cheaper than a gather with a gradient.
         states = input_projection(inputs)
         layer_inputs = drafter.attention_inputs(embeddings.roll(-1, 0), states)
-        keys, values = drafter.keys_and_values(layer_inputs, row_positions)
-        states, layer_inputs = states[place_indices], layer_inputs[place_indices]
+        first_keys, first_values = drafter.keys_and_values(layer_inputs, row_positions)
+        states, layer_inputs = states[device_indices], layer_inputs[device_indices]
         later_keys: list[Tensor] = []
         later_values: list[Tensor] = []
         losses = []
         for step in range(self._num_steps):
             if step:
-                layer_inputs = drafter.attention_inputs(embeddings.roll(-1 - step, 0)[place_indices], states)
+                layer_inputs = drafter.attention_inputs(embeddings.roll(-1 - step, 0)[device_indices], states)
                 key, value = drafter.keys_and_values(layer_inputs, positions + step)
                 later_keys, later_values = [*later_keys, key], [*later_values, value]
             query = drafter.queries(layer_inputs, positions + step)
-            attended = self._attend_row(query, keys, values, later_keys, later_values, places, row.starts)
+            attended = self._attend_row(
+                query, first_keys, first_values, later_keys, later_values, row_indices, row.sequence_starts
+            )
             states = drafter.next_states(attended, states)
             losses.append(
                 vocab_parallel_divergence(
                     output_norm(states),
                     output_head.weight,
-                    targets.roll(-1 - step, 0)[place_indices],
+                    targets.roll(-1 - step, 0)[device_indices],
                     target_weight,
                     forward_kl,
                     group=None,
@@ -244,28 +251,32 @@ class DrafterHead:
     def _attend_row(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        first_keys: Tensor,
+        first_values: Tensor,
         later_keys: list[Tensor],
         later_values: list[Tensor],
-        places: NDArray[np.int64],
-        starts: NDArray[np.int64],
+        query_indices: NDArray[np.int64],
+        sequence_starts: NDArray[np.int64],
     ) -> Tensor:
-        """Call `attend` for ascending places [queries] of a row, in chunks.
+        """Call `attend` in chunks of queries. The backward pass computes the scores again.
 
-        `key` and `value` [row tokens, ...] are the first step's. The backward pass computes scores again.
+        `query_indices` [queries] are ascending indices in the row, `first_keys` and `first_values` [row tokens, ...]
+        those of step 0 for the whole row. `sequence_starts` [row tokens] as in `DrafterRow`.
         """
         chunk_outputs = []
-        for first in range(0, len(places), _CHUNK_QUERIES):
+        for first in range(0, len(query_indices), _CHUNK_QUERIES):
             chunk = slice(first, first + _CHUNK_QUERIES)
-            chunk_places, chunk_starts = places[chunk], starts[places[chunk]]
-            key_places = np.arange(chunk_starts[0], chunk_places[-1] + 1)
-            is_attended = (key_places >= chunk_starts[:, None]) & (key_places <= chunk_places[:, None])
+            chunk_indices = query_indices[chunk]
+            chunk_starts = sequence_starts[chunk_indices]
+            key_indices = np.arange(chunk_starts[0], chunk_indices[-1] + 1)
+            is_attended = (key_indices >= chunk_starts[:, None]) & (key_indices <= chunk_indices[:, None])
             mask = torch.from_numpy(is_attended).to(query.device)
-            keys = slice(int(key_places[0]), int(key_places[-1]) + 1)
+            keys = slice(int(key_indices[0]), int(key_indices[-1]) + 1)
             later_chunks = [[tensor[chunk] for tensor in tensors] for tensors in (later_keys, later_values)]
             chunk_outputs.append(
-                checkpoint(attend, query[chunk], key[keys], value[keys], *later_chunks, mask, use_reentrant=False)
+                checkpoint(
+                    attend, query[chunk], first_keys[keys], first_values[keys], *later_chunks, mask, use_reentrant=False
+                )
             )
         return torch.cat(chunk_outputs)
 

@@ -64,9 +64,9 @@ class StateCarrier(Protocol):
     """
 
     num_received: int
-    """Carried states that the previous chunk sends in a pass with gradients."""
+    """Number of states carried by the previous chunk's output, in a pass with gradients; in other passes none."""
     num_sent: int
-    """Carried states that this chunk sends in a pass with gradients."""
+    """Number of states carried by this chunk's output, in a pass with gradients; in other passes none."""
 
     def unpack(self, received: Tensor) -> Tensor:
         """Split the previous chunk's tensor [1 + num_received, own tokens, 1, hidden_size], and store the carried

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.policy_losses import POLICY_LOSSES, gspo
-from megarl.training.objective import apply_to_whole_row
+from megarl.training.objective import compute_sequence_loss
 from megarl.training.rows.microbatch import Microbatch
 
 Measured = tuple[Tensor, Microbatch]
@@ -32,7 +32,7 @@ def policy_loss(logprobs: Tensor, batch: Microbatch, *, name: str, settings: Map
 def sequence_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
     """Return GSPO's loss, [places]. Each sequence has one ratio, over the tokens in the row's mask."""
     # A context-parallel rank has a part of a sequence, but the ratio needs the whole sequence.
-    loss, _ = apply_to_whole_row(gspo, (logprobs, *_old_logprobs_and_advantages(batch)), batch, dict(settings))
+    loss, _ = compute_sequence_loss(gspo, (logprobs, *_old_logprobs_and_advantages(batch)), batch, dict(settings))
     return loss
 
 

@@ -272,7 +272,7 @@ class _Routes:
         async def accept_body(raw: bytes) -> Promise:
             return self._desk.training.forward_backward(raw, owner)
 
-        # An unreadable call may have gradients, so it counts as training.
+        # An unreadable body does not show `forward_only`. If its gradients are missing, the next step must fail.
         return await self._accept_numbered(request, owner, wire.find_address, accept_body, is_training=True)
 
     async def _sample(self, request: web.Request, owner: str) -> web.StreamResponse:

@@ -140,7 +140,7 @@ class _PolicyObjective:
         arguments = policy_logprobs, old_logprobs.clone(), per_token["advantages"].clone()
         try:
             if self.takes_whole_row:
-                loss, loss_metrics = apply_to_whole_row(self.policy_loss, arguments, batch, self.settings)
+                loss, loss_metrics = compute_sequence_loss(self.policy_loss, arguments, batch, self.settings)
             else:
                 result = self.policy_loss(*arguments, **self.settings)
                 loss, loss_metrics = checked_policy_loss(result, policy_logprobs)
@@ -368,17 +368,21 @@ def _kto_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[s
     }
 
 
-def apply_to_whole_row(
+def compute_sequence_loss(
     policy_loss: Callable[..., LossAndMetrics],
     arguments: tuple[Tensor, ...],
     batch: Microbatch,
     settings: Mapping[str, Any],
 ) -> LossAndMetrics:
-    """Return a loss of whole trajectories on this context-parallel rank's tokens: [tokens]."""
+    """Return the loss and metrics of this context-parallel rank's tokens, [tokens] each.
+
+    `policy_loss` needs whole samples (`is_sequence_loss`), so it is called with the whole row. `arguments` are this
+    rank's [tokens], the policy's log-probs first.
+    """
     row, local = batch.row, batch.row.local
     assert local is not None
     policy_logprobs, *other_arguments = (whole_row(tensor.detach(), row) for tensor in arguments)
-    # Only this rank's tokens carry gradient: a token's loss has no gradient for another token's log-prob.
+    # Other ranks' log-probs are constants here, so a token's loss may have a gradient for its own log-prob only.
     policy_logprobs = policy_logprobs.index_copy(0, local, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
     result = policy_loss(policy_logprobs, *other_arguments, _sample_borders(batch), mask, **settings)

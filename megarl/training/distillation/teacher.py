@@ -55,8 +55,10 @@ class Teacher(FrozenModel):
         )
 
     def store_targets(self, rows: Sequence[TokenBatch] | None) -> int:
-        """Store the targets of the trained tokens of this replica's rows. With a `replica`, its first rank passes the
-        rows. Returns the number of targets on this rank that are not finite.
+        """Compute and store this teacher's targets for the trained tokens of its replica's rows.
+
+        If the replica has several ranks, only the first passes rows; the others pass None. Returns the number of
+        targets stored by this rank that are not finite.
         """
         with self.on_device():
             return store_model_targets(self, rows, self._stored)
