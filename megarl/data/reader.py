@@ -58,7 +58,7 @@ def read_examples(
     on_long: OnLong | None = None,
     collect: Collect | None = None,
 ) -> Sequence[Example]:
-    """Return the training examples of a data source. `collect` None: in memory.
+    """Return the training examples of a data source, in the sequence made by `collect` (default: a list).
 
     Raises DataError, with the line, for an invalid record, and for judged answers that are all good or all bad. A
     record with too many tokens is never truncated: its error goes to `on_long`, or is raised without `on_long`.

@@ -22,8 +22,9 @@ def check_prompt_written(
 ) -> None:
     """Raise ValueError for a text of a prompt, or a tool's name, missing in the rendered prompt.
 
-    Templates may drop reasoning before a later question. So each assistant's message is first rendered after one short
-    question, to make the cost linear. If a text is missing there, the message is rendered after its earlier messages.
+    Templates may drop the reasoning of an answer before a later question, so `rendered` shows nothing about answers.
+    Each is rendered alone, after one short question: rendering all earlier messages each time would be quadratic. Only
+    if a text is missing there, the answer is rendered after all its earlier messages.
     """
     check_tools_written(tools, rendered)
     texts = _WrittenText(rendered)

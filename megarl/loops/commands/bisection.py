@@ -39,7 +39,7 @@ def bisect(first: Path, second: Path) -> Bisection:
         RunRecord.open_of_this_version(run)
     common_steps = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
     if not common_steps:
-        raise ConfigError(f"{first} and {second}: have no recorded step in common; record both with train.record")
+        raise ConfigError(f"{first} and {second} have no recorded step in common; record both with train.record")
     records_by_step: dict[int, tuple[StepRecord, StepRecord]] = {}
 
     def load_records(step: int) -> tuple[StepRecord, StepRecord]:

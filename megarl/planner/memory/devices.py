@@ -10,8 +10,8 @@ GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
 """GiB of each GPU as reported by torch. Source: NVIDIA's data sheets, minus the driver's share."""
 
 MARGIN_GIB = 8.0
-"""GiB of a GPU left free by the default KV cache, for errors of the prediction. NCCL's part was never measured with
-megarl.
+"""GiB of a GPU that the default KV cache leaves free, because the predicted memory has errors. The memory of NCCL was
+never measured with megarl.
 """
 
 CONTEXT_BYTES = int(2.7e9)

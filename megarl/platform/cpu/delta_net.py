@@ -75,19 +75,18 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
 
 
 def _make_batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
-    """Yield the batch of sequences without drafted tokens, then the batch of the others, each with its tokens'
-    indices.
-    """
+    """Yield (token indices, batch) for the step's plain sequences, then for its sequences with drafted tokens."""
     all_tokens = torch.arange(metadata.num_actual_tokens)
     if metadata.spec_sequence_masks is None:
         if len(all_tokens):
             yield all_tokens, _make_plain_batch(metadata)
         return
-    has_others = metadata.num_decodes + metadata.num_prefills > 0
-    if has_others:
+    has_plain_sequences = metadata.num_decodes + metadata.num_prefills > 0
+    if has_plain_sequences:
         yield metadata.non_spec_token_indx.long(), _make_plain_batch(metadata)
-    # vLLM 0.30 lists the tokens only with both kinds of sequences.
-    yield metadata.spec_token_indx.long() if has_others else all_tokens, _make_drafted_batch(metadata)
+    # Without plain sequences, all tokens are those of drafted sequences.
+    drafted_tokens = metadata.spec_token_indx.long() if has_plain_sequences else all_tokens
+    yield drafted_tokens, _make_drafted_batch(metadata)
 
 
 def _make_plain_batch(metadata: Any) -> _Batch:
