@@ -63,14 +63,14 @@ def test_a_wrong_output_ends_with_status_1(spoiled: str) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(BENCH)!r})
 import megarl.reshard.transport as transport, reshard, torch
-bind = transport._bind_steps
+bind = transport._bind_buckets
 def spoiled(*args):
     for step in bind(*args):
         pairs = step.{spoiled}.on_cpu
         if pairs:
             pairs[0] = pairs[0][0], pairs[0][1] ^ 1
         yield step
-transport._bind_steps = spoiled
+transport._bind_buckets = spoiled
 reshard.main(["--small", "--only", "vllm"])
 """
     done = run("-c", code)
