@@ -20,7 +20,7 @@ from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
-from megarl.reshard.forecast.cost_model import count, list_rank_orders
+from megarl.reshard.forecast.cost_model import count, forecast, list_rank_orders
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankPlan, Transfer, make_plan
@@ -547,3 +547,12 @@ def test_other_rank_orders_are_tried_for_shared_ranks_only() -> None:
         (RANK_ORDERS[0], (2, 2)),
     }
     assert not dict(list_rank_orders(model, dataclasses.replace(shared, rollout_ranks=4)))
+
+
+def test_engines_of_their_own_are_on_other_nodes_than_trainers() -> None:
+    separate = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, rollout_ranks=8)
+    predicted = forecast(
+        small_shape(), separate, ranks_per_node=2, engine_ranks_per_node=4, itemsize=4, bucket_bytes=1 << 20
+    )
+    received = predicted["reshard"]["received_bytes"]
+    assert received["same_node"]["max"] == received["local"]["max"] == 0 < received["other_node"]["max"]
