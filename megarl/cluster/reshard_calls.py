@@ -152,7 +152,7 @@ class ReshardCalls:
                 return [report for reports in answers for report in reports]
             # The last attempt has failed.
             if command is Command.GIVE_UP:
-                reasons = "; ".join(_describe_losses(groups, answers)) or "a replica was lost"
+                reasons = "; ".join(_list_reasons_to_leave(groups, answers)) or "a replica was lost"
                 raise PeerLostError(f"{MOST_ATTEMPTS} consecutive reshards to the engines were aborted: {reasons}")
             # End the replica that left first, because it is most likely at fault, and try once more.
             if command is Command.END_SUSPECT:
@@ -313,8 +313,11 @@ class ReshardCalls:
         return f"cross_world_{meeting.world}_{self._num_groups}"
 
 
-def _describe_losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]) -> list[str]:
-    """Return the reasons why ranks left the process group, for an error message."""
+def _list_reasons_to_leave(
+    groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]
+) -> list[str]:
+    """Return, for an error message, why ranks left the process group: each lost a peer."""
+    # A lost replica has no answers, so its ranks and answers differ in number.
     return [
         f"rank {rank}: {report.reason}"
         for group, reports in zip(groups, answers, strict=True)

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.agents.agent import Agent, _Rank
-from megarl.cluster.agents.agent_link import AgentLink, _pack_batch
+from megarl.cluster.agents.agent_link import AgentLink, _pack_messages
 from megarl.cluster.agents.handshake import introduce
 from megarl.cluster.agents.topology import Introduction, find_addresses, own_interface
 from megarl.cluster.calls import diagnosis, group_end
@@ -534,7 +534,7 @@ async def test_nobody_is_told_of_errors_that_no_call_waits_for() -> None:
 async def test_a_message_in_common_is_packed_once() -> None:
     link, handles, theirs = await played_link(3)
     common, other = b"c" * 5, b"other"
-    parts = _pack_batch({handles[0]: common, handles[1]: other, handles[2]: common})
+    parts = _pack_messages({handles[0]: common, handles[1]: other, handles[2]: common})
     first, second, third = (handle.process.to_bytes(4, "little") for handle in handles)
     head = BATCH.pack(2) + PART.pack(2, 5) + first + third
     assert parts == [head, common, PART.pack(1, 5) + second, other]

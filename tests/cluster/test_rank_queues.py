@@ -18,7 +18,7 @@ async def test_every_rank_serves_one_call_at_a_time_in_the_order_in_which_they_w
     busy: set[int] = set()
 
     async def call(queues: RankQueues, number: int, ranks: list[int], num_waits: int) -> None:
-        async with queues.turn(ranks):
+        async with queues.hold(ranks):
             assert not busy & set(ranks)
             busy.update(ranks)
             for rank in ranks:
@@ -55,7 +55,7 @@ async def test_a_call_that_waits_for_one_rank_is_not_overtaken_on_another() -> N
     order: list[str] = []
 
     async def call(queues: RankQueues, name: str, ranks: list[int], go: asyncio.Event) -> None:
-        async with queues.turn(ranks):
+        async with queues.hold(ranks):
             order.append(name)
             await go.wait()
 

@@ -51,11 +51,11 @@ Environment = Mapping[str, str]
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
-    """A call: the ranks still to answer, and the answers not yet sent."""
+class _NodeCall:
+    """A call to ranks of this node: how many have still to answer, and the answers not yet sent."""
 
     num_awaited: int = 0
-    gathered: list[bytes] = field(default_factory=list)
+    unsent_answers: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ class _Rank:
     writer: asyncio.StreamWriter
     log: Path
     folder: Path
-    batch: _Batch = field(default_factory=_Batch)
+    call: _NodeCall = field(default_factory=_NodeCall)
     """The rank's newest call."""
 
     @property
@@ -129,17 +129,17 @@ class Agent:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             await self._take_control(json.loads(await reader.readexactly(size)))
             return
-        batch = None if num_parts == NOTICE else _Batch()
-        for _ in range(1 if batch is None else num_parts):
+        call = None if num_parts == NOTICE else _NodeCall()
+        for _ in range(1 if call is None else num_parts):
             num_processes, size = PART.unpack(await reader.readexactly(PART.size))
             numbers = struct.unpack(f"<{num_processes}I", await reader.readexactly(4 * num_processes))
             message = await reader.readexactly(size)
             # A rank may have ended meanwhile. The driver knows that already, or is about to read it.
             for rank in self._living_ranks(numbers).values():
                 rank.writer.write(message)
-                if batch is not None:
-                    rank.batch = batch
-                    batch.num_awaited += 1
+                if call is not None:
+                    rank.call = call
+                    call.num_awaited += 1
 
     async def _take_control(self, message: dict[str, Any]) -> None:
         """Execute a control message. The answer to a request has its `id`."""
@@ -190,7 +190,7 @@ class Agent:
         Their fork server has the variables `environment` and has imported `imports`. Raises OSError or ConfigError.
         """
         provide_open_files(4 * (len(self._ranks) + len(ranks)), f"{len(ranks)} ranks on this node")
-        batch = _Batch()
+        call = _NodeCall()
         for rank_fields in ranks:
             process_number, log_file = rank_fields["process"], Path(rank_fields["log"])
             folder = self._folder.path / f"rank_{process_number}"
@@ -208,7 +208,7 @@ class Agent:
             reader, writer = await asyncio.open_connection(sock=forked.connection)
             # A child of the rank may have the other end open. Then reading would never show the end of the process.
             forked.ended.add_done_callback(lambda _, forked=forked: _cut(forked.connection))
-            rank = self._ranks[process_number] = _Rank(forked, writer, log_file, folder, batch)
+            rank = self._ranks[process_number] = _Rank(forked, writer, log_file, folder, call)
             self._start_task(self._listen(process_number, rank, reader))
 
     async def _listen(self, process_number: int, rank: _Rank, reader: asyncio.StreamReader) -> None:
@@ -217,9 +217,9 @@ class Agent:
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 message = await reader.readexactly(size)
-                self._take_answer(rank.batch, ANSWER.pack(process_number, size), message)
+                self._take_answer(rank.call, ANSWER.pack(process_number, size), message)
         # Send the answers that arrived before the rank's end first.
-        self._send(rank.batch)
+        self._send(rank.call)
         await asyncio.wait([rank.forked.ended], timeout=_EXIT_SECONDS)
         has_exited = rank.forked.ended.done()
         self._send_event(
@@ -240,18 +240,18 @@ class Agent:
         rank.forked.release()
         await asyncio.to_thread(shutil.rmtree, rank.folder, ignore_errors=True)
 
-    def _take_answer(self, batch: _Batch, *answer: bytes) -> None:
+    def _take_answer(self, call: _NodeCall, *answer: bytes) -> None:
         """Add an answer to its call. Send when all are present, or a short time after the first."""
-        batch.num_awaited -= 1
-        if not batch.gathered and batch.num_awaited > 0:
-            asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._send, batch)
-        batch.gathered += answer
-        if batch.num_awaited <= 0:
-            self._send(batch)
+        call.num_awaited -= 1
+        if not call.unsent_answers and call.num_awaited > 0:
+            asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._send, call)
+        call.unsent_answers += answer
+        if call.num_awaited <= 0:
+            self._send(call)
 
-    def _send(self, batch: _Batch) -> None:
-        self._upward.write(b"".join(batch.gathered))
-        batch.gathered.clear()
+    def _send(self, call: _NodeCall) -> None:
+        self._upward.write(b"".join(call.unsent_answers))
+        call.unsent_answers.clear()
 
     async def _read_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
         """Return the stacks that ranks write to their logs on a signal, by process; empty after `seconds`.
@@ -264,26 +264,26 @@ class Agent:
         for rank in ranks.values():
             with suppress(OSError):
                 rank.forked.signal(signal.SIGUSR2)
-        stacks = dict.fromkeys(processes, "")
+        stack_texts = dict.fromkeys(processes, "")
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             seconds_waited = loop.time() - began
-            incomplete_processes = [number for number in old_log_sizes if not is_complete(stacks[number])]
-            stacks |= {
+            incomplete_processes = [number for number in old_log_sizes if not is_complete(stack_texts[number])]
+            stack_texts |= {
                 number: _read_log_from(ranks[number].log, old_log_sizes[number]) for number in incomplete_processes
             }
             # An incomplete text may never become complete: threads at work change while their frames are read.
             is_finished = all(
-                is_complete(stacks[number])
-                or (has_begun(stacks[number]) and seconds_waited > STACKS_SECONDS)
+                is_complete(stack_texts[number])
+                or (has_begun(stack_texts[number]) and seconds_waited > STACKS_SECONDS)
                 or number not in self._ranks
                 or ranks[number].obstacle is not None
                 for number in incomplete_processes
             )
             if is_finished or seconds_waited > seconds:
-                return stacks
+                return stack_texts
 
     async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
         """Return the processes that the kernel has stopped (SIGSTOP, for example), each with its obstacle."""

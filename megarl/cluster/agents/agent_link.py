@@ -29,8 +29,8 @@ _PATIENCE_SECONDS = 600.0
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
-    """A call's answers from one node. `all_answered` fails with the first error."""
+class _NodeCall:
+    """A call to ranks of one node. `all_answered` fails with the first error."""
 
     answers: Answers
     num_awaited: int
@@ -78,7 +78,7 @@ class AgentLink(asyncio.Protocol):
         self.on_signal: Callable[[str], object] = lambda signal_name: None
         self._handles: dict[int, RankHandle] = {}
         """Living ranks by process number."""
-        self._batches: dict[RankHandle, _Batch] = {}
+        self._calls: dict[RankHandle, _NodeCall] = {}
         """Call in progress by rank."""
         self._requests: dict[int, asyncio.Future[Any]] = {}
         self._request_numbers = itertools.count(1)
@@ -162,14 +162,14 @@ class AgentLink(asyncio.Protocol):
         The returned future completes after the last answer, and fails with the first error. So a call to a thousand
         ranks waits for one future per node.
         """
-        batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
+        call = _NodeCall(answers, len(messages), asyncio.get_running_loop().create_future())
         living = {handle: message for handle, message in messages.items() if not handle.died.done()}
-        self._batches |= dict.fromkeys(living, batch)
+        self._calls |= dict.fromkeys(living, call)
         for handle in messages.keys() - living.keys():
-            batch.fail(handle, handle.loss_error())
+            call.fail(handle, handle.loss_error())
         if living:
-            self.send(*_pack_batch(living))
-        return batch.all_answered
+            self.send(*_pack_messages(living))
+        return call.all_answered
 
     def send_notice(self, handles: Sequence[RankHandle], notice: bytes) -> None:
         """Send a notice to ranks. They read it even during a call."""
@@ -237,7 +237,7 @@ class AgentLink(asyncio.Protocol):
         """Decode the complete messages received so far: answers of ranks, and events of the agent."""
         # Local variables, for speed. In a short call of a thousand ranks the driver spends most of its time in this
         # loop.
-        handles, batches = self._handles, self._batches
+        handles, calls = self._handles, self._calls
         unpack, head_bytes = ANSWER.unpack_from, ANSWER.size
         view = memoryview(self._unread)
         num_bytes, message_start = len(view), 0
@@ -248,8 +248,8 @@ class AgentLink(asyncio.Protocol):
                 break
             if process == AGENT:
                 self._take_event(json.loads(bytes(view[message_end - size : message_end])))
-            elif (handle := handles.get(process)) is not None and (batch := batches.pop(handle, None)) is not None:
-                batch.take(handle, view[message_end - size : message_end])
+            elif (handle := handles.get(process)) is not None and (call := calls.pop(handle, None)) is not None:
+                call.take(handle, view[message_end - size : message_end])
             message_start = message_end
         if message_start:
             # A new buffer, because a buffer cannot be shortened while views of it exist.
@@ -282,8 +282,8 @@ class AgentLink(asyncio.Protocol):
         del self._handles[handle.process]
         place_text = "" if self.addresses is None else f"on node {self.node} "
         handle.note_end(end if is_cut_off else place_text + end, epoch_seconds, is_cut_off=is_cut_off)
-        if (batch := self._batches.pop(handle, None)) is not None:
-            batch.fail(handle, handle.loss_error())
+        if (call := self._calls.pop(handle, None)) is not None:
+            call.fail(handle, handle.loss_error())
 
 
 class RankPlace(NamedTuple):
@@ -306,7 +306,7 @@ def _describe_end(code: int | None, *, ended_with_server: bool) -> str:
     return f"ended with its fork server, which {end_verb}" if ended_with_server else end_verb
 
 
-def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
+def _pack_messages(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
     """Return the messages of one call as byte strings to be sent in this order. `ranks.messages` has the format.
 
     Ranks with the same message object share one part of the batch, so the message is sent once.

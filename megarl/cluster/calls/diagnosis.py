@@ -88,11 +88,11 @@ class Diagnosis:
         overdue_calls = [call for call in self._calls if call.method == method and call.began < latest_start]
         if self._end.has_begun or not overdue_calls:
             return
-        stacks = await self.read_stacks()
+        stack_texts = await self.read_stacks()
         silent_handles = [handle for call in overdue_calls for handle in call.silent()]
-        if any(not waits_in_collective(stacks.get(handle.rank, "")) for handle in silent_handles):
+        if any(not waits_in_collective(stack_texts.get(handle.rank, "")) for handle in silent_handles):
             fault = f"did not answer `{method}` within {limit.seconds:g} s"
-            await self._end.run_once(partial(self._end_silent, fault, silent_handles, stacks, _remedy(limit)))
+            await self._end.run_once(partial(self._end_silent, fault, silent_handles, stack_texts, _remedy(limit)))
 
     async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
         """Report the ranks that delay a call, once. End the group if one of them is stopped.
@@ -114,12 +114,12 @@ class Diagnosis:
                     late_at = math.inf
                     await self._report_slow(call, seconds)
                 else:
-                    stopped_handles, stacks = await self._find_stopped_in_call(
+                    stopped_handles, stack_texts = await self._find_stopped_in_call(
                         call, (call.limit.seconds - extra_seconds) / 2
                     )
                     if stopped_handles:
                         fault = f"did not answer `{call.method}` within {seconds:.0f} s"
-                        await self._end.run_once(partial(self._end_silent, fault, stopped_handles, stacks))
+                        await self._end.run_once(partial(self._end_silent, fault, stopped_handles, stack_texts))
                     search_at = time.monotonic() + search_interval
             except Exception as error:
                 # A log that cannot be read must neither end the run nor later searches. asyncio logs the error.
@@ -161,10 +161,10 @@ class Diagnosis:
         )
         # The failure is only a consequence. The cause may be a rank that did not enter the collective.
         if first_error.echo and (silent_handles := failed_call.silent()):
-            stacks = await self.read_stacks()
-            if stopped_handles := [handle for handle in silent_handles if not waits_in_collective(stacks[handle.rank])]:
+            stack_texts = await self.read_stacks()
+            if stopped_handles := [h for h in silent_handles if not waits_in_collective(stack_texts[h.rank])]:
                 return await self._end_silent(
-                    f"did not enter a collective of `{failed_call.method}`", stopped_handles, stacks
+                    f"did not enter a collective of `{failed_call.method}`", stopped_handles, stack_texts
                 )
         lost_handles: list[RankHandle] = []
         if first_error.report is None or (first_error.report["lost"] and not first_error.report["megarl_class"]):
@@ -175,29 +175,29 @@ class Diagnosis:
         return error_of(first_error, failed_call.method, self._ranks.part.num_ranks)
 
     async def _end_silent(
-        self, fault: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
+        self, fault: str, silent: Sequence[RankHandle], stack_texts: Mapping[int, str], remedy: str = ""
     ) -> Exception:
         """End the group because of silent ranks. Return an error with their names and all stacks.
 
         Silent ranks that only wait for a stopped rank in a collective are listed as waiting.
         """
-        stopped_handles = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
+        stopped_handles = [h for h in silent if not waits_in_collective(stack_texts[h.rank])] or list(silent)
         cause = f"{name_handles(stopped_handles)} of {self._ranks.part.num_ranks} {fault}"
         # Before the end, which kills the processes.
         obstacles = dict.fromkeys(filter(None, (await self._find_stopped(stopped_handles, 0.0)).values()))
-        report_path = await self._write_report(cause, fault, stopped_handles, stacks)
+        report_path = await self._write_report(cause, fault, stopped_handles, stack_texts)
         await self._end.kill(stopped_handles)
         if waiting_handles := [handle for handle in silent if handle not in stopped_handles]:
             cause += f"; {name_handles(waiting_handles)} waited in a collective"
         cause += "".join(f"; {obstacle}" for obstacle in obstacles)
-        error = RankLostError(stopped_handles[0].rank, cause + remedy, summary(stacks))
+        error = RankLostError(stopped_handles[0].rank, cause + remedy, summary(stack_texts))
         error.add_note("\n".join(handle.log_tail() for handle in stopped_handles))
         if report_path is not None:
             error.add_note(f"{report_path} has the stacks of all threads of all ranks.")
         return error
 
     async def _write_report(
-        self, cause: str, fault: str, stopped: Sequence[RankHandle], stacks: Mapping[int, str]
+        self, cause: str, fault: str, stopped: Sequence[RankHandle], stack_texts: Mapping[int, str]
     ) -> Path | None:
         """Write the hang report and return its path, or None. Raises nothing, because the group must end."""
         if self.report is None:
@@ -205,17 +205,19 @@ class Diagnosis:
         # Before the report: a debugger takes seconds, and an operator may act meanwhile.
         self.on_slow(f"{cause}; the driver reads the stacks of all ranks, then ends the call")
         try:
-            return await self.report.write(self, fault, stopped, stacks)
+            return await self.report.write(self, fault, stopped, stack_texts)
         except Exception as error:
             self.on_slow(f"the report of this hang could not be written: {error!r}")
             return None
 
     async def _report_slow(self, call: Call, seconds: float) -> None:
         """Report the ranks that still work after `seconds`, while the other ranks of the call wait for them."""
-        stacks = await self.read_stacks()
+        stack_texts = await self.read_stacks()
         silent_handles = call.silent()
         slow_handles = [
-            h for h in silent_handles if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])
+            h
+            for h in silent_handles
+            if is_complete(stack_texts[h.rank]) and not waits_in_collective(stack_texts[h.rank])
         ]
         # If all ranks work, none is slower than its peers: this call has more to do than earlier calls.
         if slow_handles and len(slow_handles) < len(call.answers) and not call.errors():
@@ -223,7 +225,7 @@ class Diagnosis:
                 f"{name_handles(slow_handles)} of {self._ranks.part.num_ranks} "
                 f"{'is' if len(slow_handles) == 1 else 'are'} slow in `{call.method}`: other ranks wait after "
                 f"{seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
-                + summary({handle.rank: stacks[handle.rank] for handle in slow_handles})
+                + summary({handle.rank: stack_texts[handle.rank] for handle in slow_handles})
             )
 
     async def _find_stopped(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
@@ -246,13 +248,13 @@ class Diagnosis:
         stopped_handles = await self._find_stopped(call.silent(), patience_seconds)
         if not stopped_handles:
             return [], {}
-        stacks = await self.read_stacks()
+        stack_texts = await self.read_stacks()
         # One may have continued or ended meanwhile.
         still_stopped = await self._find_stopped([h for h in call.silent() if h in stopped_handles], patience_seconds)
-        return list(still_stopped), stacks
+        return list(still_stopped), stack_texts
 
-    async def describe_places(self, stacks: Mapping[int, str]) -> dict[int, list[str]]:
-        """Return lines with each rank's kernel states and Python `stacks`."""
+    async def describe_places(self, stack_texts: Mapping[int, str]) -> dict[int, list[str]]:
+        """Return lines with each rank's kernel states and Python `stack_texts`."""
         handles = list(self._ranks.handles)
         states = await self._ranks.request("thread_states", handles, STACKS_SECONDS)
         return {
@@ -260,7 +262,7 @@ class Diagnosis:
                 f"\n== rank {handle.rank}: threads in the kernel ==",
                 states.get(handle) or "unknown",
                 f"\n== rank {handle.rank}: Python ==",
-                stacks.get(handle.rank, "").strip() or "wrote no stack",
+                stack_texts.get(handle.rank, "").strip() or "wrote no stack",
             ]
             for handle in handles
         }
@@ -291,15 +293,15 @@ class HangReport:
         self._folder, self._groups, self._most_native = folder, groups, most_native
 
     async def write(
-        self, group: Diagnosis, fault: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
+        self, group: Diagnosis, fault: str, silent: Sequence[RankHandle], stack_texts: Mapping[int, str]
     ) -> Path | None:
         """Write a report about a group's silent ranks, and return its path; None if it cannot be written.
 
-        `stacks` are the group's Python stacks by rank.
+        `stack_texts` are the group's Python stacks by rank.
         """
 
         async def describe_group(diagnosis: Diagnosis) -> dict[int, list[str]]:
-            return await diagnosis.describe_places(stacks if diagnosis is group else await diagnosis.read_stacks())
+            return await diagnosis.describe_places(stack_texts if diagnosis is group else await diagnosis.read_stacks())
 
         other_groups = [diagnosis for diagnosis in self._groups() if diagnosis is not group]
         texts = await asyncio.gather(*map(describe_group, (group, *other_groups)), return_exceptions=True)

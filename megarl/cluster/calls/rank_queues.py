@@ -8,19 +8,19 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 
-class _Turn:
+class _QueuedCall:
     """A call in its ranks' queues. In `num_behind` of them it is not yet first."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
         self.num_behind = len(ranks)
-        self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.may_run: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def be_first(self) -> None:
+    def note_first(self) -> None:
+        """Note that the call is now first in one more queue."""
         self.num_behind -= 1
-        # `has_come` is done already if the waiting call was cancelled.
-        if not self.num_behind and not self.has_come.done():
-            self.has_come.set_result(None)
+        # `may_run` is done already if the waiting call was cancelled.
+        if not self.num_behind and not self.may_run.done():
+            self.may_run.set_result(None)
 
 
 class RankQueues:
@@ -38,28 +38,28 @@ class RankQueues:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._queues: list[deque[_Turn]] = [deque() for _ in range(num_ranks)]
+        self._queues: list[deque[_QueuedCall]] = [deque() for _ in range(num_ranks)]
 
     @asynccontextmanager
-    async def turn(self, ranks: Sequence[int]) -> AsyncIterator[None]:
-        """Context in which a call is first on all these ranks."""
-        turn = _Turn(ranks)
+    async def hold(self, ranks: Sequence[int]) -> AsyncIterator[None]:
+        """Wait until this call is first on all these ranks. It stays first in this context."""
+        call = _QueuedCall(ranks)
         for rank in ranks:
-            self._queues[rank].append(turn)
-            if self._queues[rank][0] is turn:
-                turn.be_first()
+            self._queues[rank].append(call)
+            if self._queues[rank][0] is call:
+                call.note_first()
         try:
-            await turn.has_come
+            await call.may_run
             yield
         finally:
             for rank in ranks:
-                self._leave(rank, turn)
+                self._leave(rank, call)
 
-    def _leave(self, rank: int, turn: _Turn) -> None:
+    def _leave(self, rank: int, call: _QueuedCall) -> None:
         queue = self._queues[rank]
-        if queue[0] is not turn:
-            queue.remove(turn)
+        if queue[0] is not call:
+            queue.remove(call)
             return
         queue.popleft()
         if queue:
-            queue[0].be_first()
+            queue[0].note_first()

@@ -198,7 +198,7 @@ class WorkerGroup:
         on_answer: Callable[[Any], object] | None = None,
     ) -> list[Any]:
         """Wait until the ranks are free, send each its message, and return the answers in the order of `ranks`."""
-        async with self._queues.turn(ranks):
+        async with self._queues.hold(ranks):
             await self.end.raise_if_begun()
             handles = [self.ranks.handles[rank] for rank in ranks]
             answers, answer_futures = self.ranks.ask(dict(zip(handles, messages, strict=True)))

@@ -25,24 +25,24 @@ _MOST_STACKS = 8
 """Maximum number of different stacks shown."""
 
 
-def is_complete(stacks: str) -> bool:
+def is_complete(stack_text: str) -> bool:
     """Return whether a rank has written all its stacks: the main thread's outermost frame is there."""
-    _, heading, main_thread = stacks.rpartition(_HEADING)
+    _, heading, main_thread = stack_text.rpartition(_HEADING)
     return bool(heading) and _OUTERMOST.search(main_thread) is not None
 
 
-def has_begun(stacks: str) -> bool:
+def has_begun(stack_text: str) -> bool:
     """Return whether a rank has begun to write its stacks, so it is not stopped.
 
     The text may stay incomplete: faulthandler stops at frames that change meanwhile.
     """
-    return _HEADING in stacks
+    return _HEADING in stack_text
 
 
-def summary(stacks: Mapping[int, str]) -> str:
+def summary(stack_texts: Mapping[int, str]) -> str:
     """Return the innermost frames of each rank's main thread. Ranks with the same stack share an entry."""
     ranks_by_frames: dict[str, list[int]] = {}
-    for rank, text in stacks.items():
+    for rank, text in stack_texts.items():
         _, heading, main_thread = text.rpartition(_HEADING)
         frames = [line for line in main_thread.splitlines() if _FRAME.search(line)] if heading else []
         lines_shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
@@ -78,12 +78,12 @@ def name_engine(ranks: Sequence[int]) -> str:
     return f"the engine of {name_ranks(ranks)}"
 
 
-def waits_in_collective(stacks: str) -> bool:
+def waits_in_collective(stack_text: str) -> bool:
     """Return whether the main thread waits for other ranks.
 
     False without a stack: a process that writes none is stopped.
     """
-    _, heading, main_thread = stacks.rpartition(_HEADING)  # the main thread comes last
+    _, heading, main_thread = stack_text.rpartition(_HEADING)  # the main thread comes last
     innermost = _FRAME.search(main_thread)
     if not heading or innermost is None:
         return False
