@@ -121,19 +121,19 @@ class _Sequence:
         return all(promise.done.is_set() for number, promise in self.promises.items() if number < self.next_number)
 
 
-def _make_refusal(sequence: _Sequence, reason: str | None, message: str) -> Work:
+def _make_failing_work(sequence: _Sequence, reason: str | None, message: str) -> Work:
     """Return the work that a refused request runs instead of its own. It fails the request with `message`.
 
     A `reason` also fails the model's next step. The work runs when the request's turn comes, so no earlier step fails.
     """
 
-    async def refuse() -> Reply:
+    async def fail_request() -> Reply:
         """Report `reason` to the model, if there is one, and fail the request."""
         if reason is not None:
             sequence.on_skip(reason)
         raise UserError(message)
 
-    return refuse
+    return fail_request
 
 
 class Ledger:
@@ -194,7 +194,9 @@ class Ledger:
             digest,
             _SKIPPED,
         ):
-            return self._refuse(sequence.owner, model_id, f"seq_id = {number}: was used by another request; count on")
+            return self._make_failed_promise(
+                sequence.owner, model_id, f"seq_id = {number}: was used by another request; count on"
+            )
         if (promise := self._find_promise_of_used_number(sequence, model_id, number)) is not None:
             return promise
         # Accept a later number: SDK 0.38 sends a call's first chunk after it has the promises of the others.
@@ -208,13 +210,13 @@ class Ledger:
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
             message = self.admission.no_room_message(sequence.owner, num_bytes)
             reason = f"request {number} was too large to wait" if is_training else None
-            work, num_bytes = _make_refusal(sequence, reason, message), 0
+            work, num_bytes = _make_failing_work(sequence, reason, message), 0
         promise = self._make_promise(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
         sequence.promises[number], sequence.early_work[number] = promise, work
         self._queue_ready_requests(sequence)
         return promise
 
-    def refuse(self, model_id: str, number: int, error: Exception, *, is_training: bool) -> Promise:
+    def fail_in_turn(self, model_id: str, number: int, error: Exception, *, is_training: bool) -> Promise:
         """Use a model's number for a request that cannot run. It fails when its turn comes. With `is_training` the
         model's next step fails too.
 
@@ -249,7 +251,9 @@ class Ledger:
         if (earlier_promise := self._unordered.get(key)) is not None:
             if earlier_promise.digest == digest:
                 return earlier_promise
-            return self._refuse(owner, model_id, f"{key}: was used by another request; use a new number", num_sequences)
+            return self._make_failed_promise(
+                owner, model_id, f"{key}: was used by another request; use a new number", num_sequences
+            )
         if tokens:
             self.admission.check(owner, tokens)
         if not self.admission.has_room(owner, BODY_BYTES.get()):
@@ -361,7 +365,7 @@ class Ledger:
         if sequence.next_number <= number < sequence.next_number + MAX_AHEAD:
             return None
         text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
-        return self._refuse(sequence.owner, model_id, text)
+        return self._make_failed_promise(sequence.owner, model_id, text)
 
     def _use_up_number(
         self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str
@@ -371,10 +375,10 @@ class Ledger:
         A `reason` then also fails the model's next step.
         """
         promise = sequence.promises[number] = self._make_promise(sequence.owner, _SKIPPED, model_id)
-        sequence.early_work[number] = _make_refusal(sequence, reason, message)
+        sequence.early_work[number] = _make_failing_work(sequence, reason, message)
         return promise
 
-    def _refuse(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
+    def _make_failed_promise(self, owner: str, model_id: str | None, message: str, num_sequences: int = 0) -> Promise:
         promise = self._make_promise(owner, b"", model_id, num_sequences)
         promise.fail(message, "user")
         # No number leads to this promise: it must expire even if it is never read.

@@ -137,13 +137,13 @@ class RankTrainer:
     ) -> NDArray[np.float32]:
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
-        async def run_pass() -> NDArray[np.float32]:
-            """Wait for the model's turn, which the batch's number of tokens pays for, and run the pass on the ranks."""
+        async def run_in_turn() -> NDArray[np.float32]:
+            """Run the pass on the ranks in the model's turn. It costs the account the batch's number of tokens."""
             async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
                 await self._bring_to_memory(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
-        return await self._run_to_end(run_pass)
+        return await self._run_to_end(run_in_turn)
 
     async def clear_gradients(self, model_id: str) -> None:
         await self._call_for_model("clear", model_id)

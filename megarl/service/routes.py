@@ -93,7 +93,7 @@ class _Routes:
             "optim_step": self._make_numbered_handler(self._desk.training.optim_step, is_training=True),
             "save_weights": self._make_numbered_handler(self._desk.saves.save_weights),
             "save_weights_for_sampler": self._make_numbered_handler(self._desk.saves.save_for_sampler),
-            "save_weights_external": self._make_numbered_handler(self._desk.training.refuse_numbered),
+            "save_weights_external": self._make_numbered_handler(self._desk.training.save_weights_external),
         }
         get_handlers: dict[str, Handler] = {
             "get_server_capabilities": self._capabilities,
@@ -229,7 +229,7 @@ class _Routes:
             # After a broken connection the client sends the request again.
             if address is None or request.transport is None:
                 raise
-            return _promise_response(self._desk.training.refuse(*address, error, owner, is_training=is_training))
+            return _promise_response(self._desk.training.fail_in_turn(*address, error, owner, is_training=is_training))
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
         # Clients must not compress bodies, because `_add_checks` refuses them. All else has the SDK's defaults.

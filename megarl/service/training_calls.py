@@ -91,27 +91,27 @@ class TrainingCalls(RequestHandlers):
 
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), run_step, is_training=True)
 
-    def refuse(self, model_id: str, number: int, error: Exception, owner: str, *, is_training: bool) -> Promise:
-        """Accept an unreadable request: its promise fails, so that its number is used. Raises NotFoundError.
-
-        A BusyError is raised again, so that the client repeats the request, until its patience ends. `is_training`: the
-        next step fails too, because it lacks this request.
+    def fail_in_turn(self, model_id: str, number: int, error: Exception, owner: str, *, is_training: bool) -> Promise:
+        """Use the number of an unreadable request, and return a promise that fails with `error`.
 
         SDK 0.38 raises an error for a refused request, and continues with the next number. Later requests would wait
-        for the unused number.
+        for the unused number. `is_training`: the next step fails too, because it lacks this request.
+
+        Raises NotFoundError. A BusyError is raised again, so that the client repeats the request, until its patience
+        ends.
         """
         session, model = self._sessions.find_model(model_id, owner)
         self._sessions.note_use(session, model)
-        return self._ledger.refuse(model_id, number, error, is_training=is_training)
+        return self._ledger.fail_in_turn(model_id, number, error, is_training=is_training)
 
-    def refuse_numbered(self, values: dict[str, Any], owner: str) -> Promise:
-        """Accept an unsupported numbered request: its promise fails, so that its number is used."""
+    def save_weights_external(self, values: dict[str, Any], owner: str) -> Promise:
+        """Use the number of this request, and return a promise that fails: external formats are not supported."""
         address, model = self._sessions.read_address(values, owner)
 
-        async def refuse() -> Reply:
+        async def fail() -> Reply:
             raise UserError(
                 "save_weights_external: this service writes no external formats; use save_state, and copy the folder "
                 "from service/checkpoints in the folder of the run"
             )
 
-        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), refuse)
+        return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), fail)

@@ -50,7 +50,9 @@ async def test_every_request_runs_once_in_order(
     for place, number in enumerate(arrivals):
         for _ in range(2 if place in lost else 1):
             if number in refused:
-                promise = ledger.refuse("m", number, UserError(f"refused {number}"), is_training=number not in saves)
+                promise = ledger.fail_in_turn(
+                    "m", number, UserError(f"refused {number}"), is_training=number not in saves
+                )
             else:
                 promise = ledger.submit("m", number, b"%d" % number, note(runs, number))
             assert promises.setdefault(number, promise.request_id) == promise.request_id
@@ -100,13 +102,13 @@ async def test_a_refusal_and_a_good_copy_of_one_request_get_the_first_promise() 
     ledger, runs = Ledger(report=print), []
     ledger.open_model("m", "owner", print)
     good = ledger.submit("m", 1, b"body", note(runs, 1))
-    assert ledger.refuse("m", 1, UserError("came late"), is_training=True) is good
-    refused = ledger.refuse("m", 2, UserError("came late"), is_training=True)
+    assert ledger.fail_in_turn("m", 1, UserError("came late"), is_training=True) is good
+    refused = ledger.fail_in_turn("m", 2, UserError("came late"), is_training=True)
     assert ledger.submit("m", 2, b"body", note(runs, 2)) is refused
     assert await ledger.wait_for(good, 5.0) == json_reply(number=1)
     assert await ledger.wait_for(refused, 5.0) == json_reply(error="came late", category="user")
     assert runs == [1]
-    assert ledger.refuse("m", -1, UserError("came late"), is_training=True).is_failed
+    assert ledger.fail_in_turn("m", -1, UserError("came late"), is_training=True).is_failed
     await ledger.close()
 
 
@@ -119,18 +121,18 @@ async def test_a_request_of_a_busy_service_is_repeated_and_then_uses_its_number(
     for now[0] in (0.0, PATIENCE_SECONDS):
         for number in numbers:
             with pytest.raises(BusyError):
-                ledger.refuse("m", number, BusyError("busy"), is_training=True)
+                ledger.fail_in_turn("m", number, BusyError("busy"), is_training=True)
     # One of them has room at last, and waits for the others.
     ran = ledger.submit("m", 3, b"", note(runs, 3))
     now[0] = PATIENCE_SECONDS + 1
-    refused = [ledger.refuse("m", number, BusyError("busy"), is_training=True) for number in numbers]
+    refused = [ledger.fail_in_turn("m", number, BusyError("busy"), is_training=True) for number in numbers]
     assert refused[0] is ran, "the promise of an earlier copy stays"
     for promise in refused[1:]:
         assert await ledger.wait_for(promise, 5.0) == json_reply(error="busy", category="user")
     assert await ledger.wait_for(ran, 5.0) == json_reply(number=3) and runs == [3]
     # The next number has its own patience.
     with pytest.raises(BusyError):
-        ledger.refuse("m", 4, BusyError("busy"), is_training=True)
+        ledger.fail_in_turn("m", 4, BusyError("busy"), is_training=True)
     await ledger.close()
 
 
