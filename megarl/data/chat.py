@@ -1,7 +1,8 @@
 """Conversations, rendered by the tokenizer's chat template and encoded as tokens.
 
 A special token inside a message (`<|im_end|>` in a user's text) is plain text: only the template's special tokens
-control the model. `render` puts marks around special tokens of messages. `encode` encodes marked tokens as text.
+control the model. `render` puts marks around special tokens of messages. `encode_rendered` encodes marked tokens as
+text.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def render(
             [_add_marks(message, special_pattern) for message in with_reasoning_key(tokenizer, fitted_messages)],
             tools=[_add_marks(tool, special_pattern) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
-            # Return text, not ids: `encode` must see the marks before any special token is recognised.
+            # Return text, not ids: `encode_rendered` must see the marks before any special token is recognised.
             tokenize=False,
         )
     except Exception as error:  # a template is a program written by the model's author: it may raise anything
@@ -236,7 +237,7 @@ def render(
     return text
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of rendered text. No special tokens are added: the template has written them.
 
     Raises ValueError if a message contains a special token that the tokenizer cannot encode as text. Raises DataError
@@ -267,8 +268,8 @@ def _raise_panics_as_data_errors(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Return the number of tokens of a text inside a message. Raises ValueError like `render` and `encode`."""
-    return len(encode(tokenizer, _add_marks(text, special_tokens(tokenizer))))
+    """Return the number of tokens of a text inside a message. Raises ValueError like `render` and `encode_rendered`."""
+    return len(encode_rendered(tokenizer, _add_marks(text, special_tokens(tokenizer))))
 
 
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
@@ -303,7 +304,7 @@ class _LiteralEncoder:
 
     def encode(self, text: str) -> list[int]:
         # `ids` maps each mark to a special token of the template. Other special ids come from a message.
-        tokens = self.backend.encode(self._move_marks(text), add_special_tokens=False).ids
+        tokens = self.backend.encode(self._mark_template_tokens(text), add_special_tokens=False).ids
         # Some tokenizers have the special token's name in their ordinary vocabulary too. Then text would become a
         # control token.
         if forged := self.special_ids.intersection(tokens) - self.ids.keys():
@@ -313,14 +314,14 @@ class _LiteralEncoder:
             )
         return [self.ids.get(token, token) for token in tokens]
 
-    def _move_marks(self, text: str) -> str:
-        """Move the marks from the special tokens of messages to the special tokens of the template."""
+    def _mark_template_tokens(self, text: str) -> str:
+        """Remove the marks around special tokens of messages. Put marks around those that the template has written."""
         opening, closing = MARKS
         pieces, start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
-            written = match.group().startswith(opening)
+            is_of_message = match.group().startswith(opening)
             pieces.append(remove_marks(text[start : match.start()]))
-            pieces.append(remove_marks(match.group()) if written else opening + match.group() + closing)
+            pieces.append(remove_marks(match.group()) if is_of_message else opening + match.group() + closing)
             start = match.end()
         return "".join([*pieces, remove_marks(text[start:])])
 

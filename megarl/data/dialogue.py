@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode, num_tokens, render, special_tokens
+from megarl.data.chat import encode_rendered, num_tokens, render, special_tokens
 from megarl.data.tools.calls import ParsedTurn, parse, parser_of_template
 from megarl.data.tools.formats import PARSERS
 from megarl.thoughts import ALL_MARKS, MARKS, ends_in_thoughts
@@ -56,7 +56,7 @@ class Dialogue:
         return render(self.tokenizer, messages, generation_prompt=True, tools=tools)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
-        return np.array(encode(self.tokenizer, text), np.int32)
+        return np.array(encode_rendered(self.tokenizer, text), np.int32)
 
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text inside a message. Raises ValueError if the text cannot be encoded."""
@@ -85,7 +85,7 @@ class Dialogue:
         following = self._after_calls(answers, messages, tools) if answers else None
         if following is None:
             following = self._after_turn(messages, tools)
-        added = np.array(encode(self.tokenizer, following), np.int32)
+        added = np.array(encode_rendered(self.tokenizer, following), np.int32)
         # The template writes the end token of the turn; usually the policy has sampled it already.
         has_ended = len(token_ids) > 0 and len(added) > 0 and token_ids[-1] == added[0]
         return added[1:] if has_ended else added

@@ -204,17 +204,17 @@ class Record:
         except ValueError as error:
             raise self.error(f"'{field}' {error}") from error
 
-    def refuse_other_prompts(self, messages: Sequence[Mapping[str, Any]], *, answers: bool) -> None:
+    def refuse_other_prompts(self, messages: Sequence[Mapping[str, Any]], *, with_answers: bool) -> None:
         """Raise DataError if another prompt field has texts that `messages` lack.
 
-        With `answers`, texts of the assistant's messages in that field count too.
+        `with_answers`: texts of the assistant's messages in that field count too.
         """
         field = self.field(self.format.prompt)
         for name in self.format.other_prompts:
             if name == field or is_blank(self.fields.get(name)):
                 continue
             is_input = name in self.format.input and name == self.field(self.format.input)
-            if is_input or self._is_repeated(name, messages, answers):
+            if is_input or self._has_only_texts_of(messages, name, with_answers=with_answers):
                 continue
             raise self.error(
                 f"'{name}' is {shown(self.fields[name])}, but the prompt is read from '{field}'; remove one of the two "
@@ -235,15 +235,15 @@ class Record:
                 f"'{name}' is {shown(self.fields[name])}, but the answer is read from '{field}'; remove one of the two"
             )
 
-    def _is_repeated(self, name: str, messages: Sequence[Mapping[str, Any]], answers: bool) -> bool:
-        """Return whether `messages` have all texts of a field. Without `answers`, only texts of questions count."""
+    def _has_only_texts_of(self, messages: Sequence[Mapping[str, Any]], name: str, *, with_answers: bool) -> bool:
+        """Return whether `messages` have all texts of field `name`, except answers if not `with_answers`."""
         try:
             turns = self.messages(name, role="user")
         except DataError:
             return False
         texts = "\n".join(message.get("content") or "" for message in messages)
-        questions = [turn for turn in turns if answers or turn["role"] != "assistant"]
-        return all((turn.get("content") or "").strip() in texts for turn in questions)
+        compared_turns = [turn for turn in turns if with_answers or turn["role"] != "assistant"]
+        return all((turn.get("content") or "").strip() in texts for turn in compared_turns)
 
     def refuse_reasoning_field(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise DataError if a field has reasoning that `messages` lack.

@@ -51,7 +51,7 @@ class UnsendableError(Exception):
     """Raised if a message contains a value that JSON cannot express."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode_message(message: dict[str, Any]) -> bytes:
     """Return a message preceded by its length. Raises UnsendableError for a value without a JSON form."""
     try:
         payload = json.dumps(message, allow_nan=False).encode()
@@ -67,7 +67,7 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
     has closed the connection, and the errors of `patience`.
     """
     # send() in parts, not sendall(): with a full buffer, sendall() would exceed the time limit of `patience`.
-    unsent = memoryview(encode(message))
+    unsent = memoryview(encode_message(message))
     while unsent:
         if patience:
             connection.settimeout(patience())
@@ -85,7 +85,7 @@ def receive(connection: socket.socket, max_bytes: int | None, patience: Patience
     is not a JSON object. Raises the errors of `patience`.
     """
     size = payload_size(_receive_exactly(connection, HEADER_BYTES, patience), max_bytes)
-    return decode(_receive_exactly(connection, size, patience))
+    return decode_message(_receive_exactly(connection, size, patience))
 
 
 def payload_size(header: bytes | bytearray, max_bytes: int | None) -> int:
@@ -96,7 +96,7 @@ def payload_size(header: bytes | bytearray, max_bytes: int | None) -> int:
     return size
 
 
-def decode(payload: bytes | bytearray) -> dict[str, Any]:
+def decode_message(payload: bytes | bytearray) -> dict[str, Any]:
     """Return the message in a payload. Raises FrameError if it is not a JSON object."""
     try:
         message = json.loads(payload)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from megarl.data.chat import encode, exceeds
+from megarl.data.chat import encode_rendered, exceeds
 from megarl.data.dialogue import Dialogue
 from megarl.data.tools.calls import ParsedTurn
 from megarl.data.tools.schemas import ToolSchema, check_tools
@@ -72,7 +72,9 @@ class Codec:
     async def encode_text(self, text: str) -> NDArray[np.int32]:
         """Return the token ids [tokens] of a text prompt. Names of special tokens in it become special tokens."""
         messages = ({"role": "user", "content": text},)
-        return await self._in_thread(lambda: np.array(encode(self._dialogue.tokenizer, text), np.int32), messages)
+        return await self._in_thread(
+            lambda: np.array(encode_rendered(self._dialogue.tokenizer, text), np.int32), messages
+        )
 
     async def parse_completion(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> Decoded:
         """Parse a sampled completion. Without `tools` the text is not searched for tool calls."""

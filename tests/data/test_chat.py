@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data import chat
-from megarl.data.chat import encode, exceeds, load_tokenizer, render
+from megarl.data.chat import encode_rendered, exceeds, load_tokenizer, render
 from megarl.data.kinds.conversations import train_on_assistant
 from megarl.types import ConfigError, DataError
 
@@ -106,7 +106,7 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def ids_of(tokenizer: Any, *messages: dict[str, str]) -> list[int]:
-    return encode(tokenizer, render(tokenizer, messages, generation_prompt=True))
+    return encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True))
 
 
 def shared(first: list[int], second: list[int]) -> int:
@@ -321,7 +321,7 @@ def test_plain_text_begins_like_a_text_in_pretraining(
     tmp_path: Path, backend: Callable[[], Tokenizer], start: str
 ) -> None:
     tokenizer = load_tokenizer(base_model(tmp_path / "base", backend(), start), template="plain")
-    prompt = encode(tokenizer, render(tokenizer, [said("user", "Sort these.")], generation_prompt=True))
+    prompt = encode_rendered(tokenizer, render(tokenizer, [said("user", "Sort these.")], generation_prompt=True))
     assert prompt == tokenizer.encode("Sort these.")
     assert prompt.count(tokenizer.bos_token_id) == (1 if start else 0)
     (sequence,) = train_on_assistant(

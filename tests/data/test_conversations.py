@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from megarl.data.chat import encode, load_tokenizer, render
+from megarl.data.chat import encode_rendered, load_tokenizer, render
 from megarl.data.kinds.conversations import Conversations, train_on_assistant
 from megarl.data.reader import read_examples
 from megarl.data.token_batch import TokenBatch
@@ -87,7 +87,7 @@ def test_each_turn_of_a_reasoning_model_follows_the_prompt_that_sampling_shows()
     turns[1]["reasoning_content"], turns[3]["reasoning_content"] = "first thought", "second thought"
     sequences = train_on_assistant(tokenizer, turns)
     for place, sequence in zip((1, 3), sequences, strict=True):
-        prompt = encode(tokenizer, render(tokenizer, turns[:place], generation_prompt=True))
+        prompt = encode_rendered(tokenizer, render(tokenizer, turns[:place], generation_prompt=True))
         assert sequence.token_ids[: len(prompt)].tolist() == prompt and not sequence.loss_mask[: len(prompt)].any()
         assert sequence.loss_mask[len(prompt) :].all()
     # A turn that is not trained needs no sequence.

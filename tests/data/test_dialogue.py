@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.chat import encode, render
+from megarl.data.chat import encode_rendered, render
 from megarl.data.dialogue import Dialogue
 from megarl.types import ConfigError, ToolCall
 from tests.data.templates import FAMILIES, tokenizer_of
@@ -37,7 +37,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def ids(tokenizer: Any, messages: list[dict[str, Any]], **more: Any) -> list[int]:
-    return encode(tokenizer, render(tokenizer, messages, generation_prompt=True, **more))
+    return encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True, **more))
 
 
 ANSWERS = {

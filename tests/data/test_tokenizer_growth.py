@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.chat import encode, exceeds
+from megarl.data.chat import encode_rendered, exceeds
 from megarl.data.tokenizers.growth import refuse_growth
 from megarl.types import DataError
 
@@ -96,6 +96,6 @@ def test_a_regular_expression_that_panics_names_the_file() -> None:
     backend.normalizer = Replace(Regex("(a|a)+$b"), "x")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path="folder")
     with pytest.raises(DataError, match=r"^folder/tokenizer\.json: the tokenizer fails on a text \(Onig: "):
-        encode(tokenizer, "a" * 30 + "c")
+        encode_rendered(tokenizer, "a" * 30 + "c")
     with pytest.raises(DataError, match=r"^folder/tokenizer\.json"):
         exceeds(tokenizer, ("a" * 30 + "c") * 2, 10)

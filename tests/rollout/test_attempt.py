@@ -19,7 +19,7 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.sections.rollout import BudgetConfig
-from megarl.data.chat import encode, render
+from megarl.data.chat import encode_rendered, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
@@ -190,7 +190,7 @@ def problems(tokenizer: Any) -> list[Problem]:
     found = []
     for index in (7, 2, 11):
         messages = ({"role": "user", "content": f"Problem {index}."},)
-        prompt = encode(tokenizer, render(tokenizer, messages, generation_prompt=True))
+        prompt = encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True))
         found.append(Problem(index, messages, tuple(prompt), f"{index}"))
     return found
 

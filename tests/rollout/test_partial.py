@@ -16,7 +16,7 @@ import pytest
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.data.chat import encode, load_tokenizer, render
+from megarl.data.chat import encode_rendered, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
@@ -54,7 +54,7 @@ async def group(model_path: str, distributed_tier: None) -> AsyncIterator[Worker
 
 def problem_of(tokenizer: Any, index: int) -> Problem:
     messages = ({"role": "user", "content": f"Problem {index}."},)
-    prompt = encode(tokenizer, render(tokenizer, messages, generation_prompt=True))
+    prompt = encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True))
     return Problem(index, messages, tuple(prompt), f"{index}")
 
 

@@ -32,7 +32,7 @@ from report import host, metric_line, print_line, versions
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megarl.config import Recipe
-from megarl.data.chat import encode, tokenizer_of
+from megarl.data.chat import encode_rendered, tokenizer_of
 from megarl.platform.imports import disable_collector
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.engine_requests import Generates
@@ -77,8 +77,9 @@ async def measure(recipe: Recipe, num_sessions: int, load: Load, new_tokens: int
     Raises SystemExit if a session has not recorded each answer, or counts a fork.
     """
     tokenizer = tokenizer_of(recipe.model)
-    text_ids = encode(tokenizer, "The sum of both numbers is 5. " * new_tokens)
-    pool: Generates = ImmediatePool([*text_ids[: new_tokens - 1], *encode(tokenizer, f"{tokenizer.eos_token}")])
+    text_ids = encode_rendered(tokenizer, "The sum of both numbers is 5. " * new_tokens)
+    end_ids = encode_rendered(tokenizer, f"{tokenizer.eos_token}")
+    pool: Generates = ImmediatePool([*text_ids[: new_tokens - 1], *end_ids])
     sampling, limits = SamplingSettings(MAX_NEW_TOKENS), Limits(CONTEXT_TOKENS, 1 << 30, idle_seconds=600.0)
     # No attempt ends here: nothing is scored, and the new journal has no problem to find.
     unused, engines = cast("Any", None), cast("Any", pool)

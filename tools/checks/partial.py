@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.chat import encode, load_tokenizer, render
+from megarl.data.chat import encode_rendered, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.scoring.calling import Sample
@@ -190,7 +190,7 @@ async def measure(options: argparse.Namespace, model_path: Path, logs: Path) -> 
     problems = []
     for index in range(NUM_PROBLEMS):
         messages = ({"role": "user", "content": f"Problem {index}."},)
-        prompt = tuple(encode(tokenizer, render(tokenizer, messages, generation_prompt=True)))
+        prompt = tuple(encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True)))
         problems.append(Problem(index, messages, prompt, "7"))
     ranks = await LocalGroup(1).start(
         "tools.checks.partial:Engine",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode, exceeds, render
+from megarl.data.chat import encode_rendered, exceeds, render
 from megarl.data.formats import first_name_with_value
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import WEIGHT, have_same_texts, without_weights
@@ -101,7 +101,7 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
     _refuse_bad_answer(record)
     prompt = record.prompt(system_prompt)
     messages = (*prompt, *_read_response(record, prompt))
-    record.refuse_other_prompts(messages, answers=True)
+    record.refuse_other_prompts(messages, with_answers=True)
     record.refuse_reasoning_field(messages)
     record.refuse_unlisted_calls(messages)
     return messages
@@ -228,7 +228,7 @@ class _Sequence:
 
     def extend(self, tokenizer: Tokenizer, text: str, *, is_trained: bool) -> None:
         """Append the tokens that `text` adds to the text so far."""
-        piece = encode(tokenizer, text[len(self.text) :])
+        piece = encode_rendered(tokenizer, text[len(self.text) :])
         self.tokens += piece
         self.mask += [is_trained] * len(piece)
         self.text = text

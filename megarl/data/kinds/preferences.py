@@ -97,7 +97,7 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     chosen, rejected = (
         _read_conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
     )
-    record.refuse_other_prompts((*chosen, *rejected), answers=True)
+    record.refuse_other_prompts((*chosen, *rejected), with_answers=True)
     if _prompt_field(record) and not have_same_texts(_system(chosen), _system(rejected)):
         raise record.error("'chosen' and 'rejected' have different system messages; give both the same one")
     record.refuse_reasoning_field((*chosen, *rejected))
@@ -160,7 +160,7 @@ def _read_judged_conversation(record: Record, system_prompt: str | None) -> tupl
     field = record.field(record.format.response)
     record.refuse_other_responses(field)
     messages = _read_conversation(record, field, system_prompt)
-    record.refuse_other_prompts(messages, answers=True)
+    record.refuse_other_prompts(messages, with_answers=True)
     record.refuse_reasoning_field(messages)
     # A bad answer may be bad for its call.
     record.refuse_unlisted_calls(messages if label else messages[:-1])

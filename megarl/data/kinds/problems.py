@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode, exceeds, render
+from megarl.data.chat import encode_rendered, exceeds, render
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import without_weights
 from megarl.data.record_fields import unread_problem_field
@@ -50,7 +50,7 @@ def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None
     messages: tuple[dict[str, str], ...] = ({"role": "user", "content": "(a problem of the environment)"},)
     if system_prompt is not None:
         messages = ({"role": "system", "content": system_prompt}, *messages)
-    prompt = tuple(encode(tokenizer, render(tokenizer, messages, generation_prompt=True)))
+    prompt = tuple(encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True)))
     record = {"split": "validation" if is_heldout else "train"}
     first = FIRST_HELDOUT if is_heldout else 0
     return [Problem(first + number, messages, prompt, "", record) for number in range(count)]
@@ -110,7 +110,7 @@ class Problems(TokenisedKind):
         messages = without_weights(weighted_messages)
         if messages[-1]["role"] not in ("user", "tool"):
             raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
-        record.refuse_other_prompts(messages, answers=False)
+        record.refuse_other_prompts(messages, with_answers=False)
         return messages, answer
 
     def _encode_prompt(
@@ -121,7 +121,7 @@ class Problems(TokenisedKind):
             check_prompt_written(self.tokenizer, messages, tools, text)
             # Encoding a text of megabytes takes minutes; `exceeds` refuses it after its beginning.
             is_long = exceeds(self.tokenizer, text, self.max_tokens)
-            prompt = [] if is_long else encode(self.tokenizer, text)
+            prompt = [] if is_long else encode_rendered(self.tokenizer, text)
         except ValueError as error:
             raise record.error(str(error)) from error
         if is_long or len(prompt) > self.max_tokens:

@@ -17,8 +17,8 @@ from megarl.processes.frames import (
     FrameError,
     UnsendableError,
     answered_request,
-    decode,
-    encode,
+    decode_message,
+    encode_message,
     payload_size,
 )
 from megarl.processes.server_process import ServerProcess, ServerSettings
@@ -218,7 +218,7 @@ class LibraryProcess:
         if self._reading_task.done() or self._is_closing:
             raise ChildError("the child process of the environment ended")
         try:
-            self._writer.write(encode(dict(message)))
+            self._writer.write(encode_message(dict(message)))
         except UnsendableError as error:
             raise ChildError(f"the request to the environment's child process is not JSON: {error}") from None
 
@@ -227,7 +227,7 @@ class LibraryProcess:
             self.kill()
         # A closing process ends all forks itself.
         elif not self.has_ended and not self._is_closing:
-            self._writer.write(encode({"cancel": number}))
+            self._writer.write(encode_message({"cancel": number}))
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
         """Pass answers to the waiting requests. When the process ends, fail those still waiting."""
@@ -255,7 +255,7 @@ class LibraryProcess:
 async def _receive(reader: asyncio.StreamReader, max_bytes: int) -> dict[str, Any]:
     # IncompleteReadError is an EOFError.
     size = payload_size(await reader.readexactly(HEADER_BYTES), max_bytes)
-    return decode(await reader.readexactly(size))
+    return decode_message(await reader.readexactly(size))
 
 
 def _read_value(answer: Mapping[str, Any]) -> dict[str, Any]:

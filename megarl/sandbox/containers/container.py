@@ -15,7 +15,15 @@ from itertools import count
 from typing import Any
 
 from megarl.files.shipped import PACKAGE
-from megarl.processes.frames import HEADER_BYTES, FrameError, decode, encode, payload_size, receive, time_limit
+from megarl.processes.frames import (
+    HEADER_BYTES,
+    FrameError,
+    decode_message,
+    encode_message,
+    payload_size,
+    receive,
+    time_limit,
+)
 from megarl.processes.launcher import LaunchedProgram
 from megarl.processes.process_tree import kill_by_descriptor
 from megarl.processes.supervised_process import SupervisedProcess
@@ -256,7 +264,7 @@ class Container:
     def _send(self, message: dict[str, Any]) -> None:
         assert self._writer is not None
         if not self._writer.is_closing():
-            self._writer.write(encode(message))
+            self._writer.write(encode_message(message))
 
     async def _pass_on_answers(self, reader: asyncio.StreamReader) -> None:
         """Pass answers to their requests until the connection ends. Then fail the unanswered requests."""
@@ -275,7 +283,7 @@ class Container:
 
 async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
     size = payload_size(await reader.readexactly(HEADER_BYTES), MAX_MESSAGE_BYTES)
-    return decode(await reader.readexactly(size))
+    return decode_message(await reader.readexactly(size))
 
 
 def start_keeper(settings: ContainerSettings) -> SupervisedProcess:
