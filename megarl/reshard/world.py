@@ -84,8 +84,10 @@ class PlacedLayouts(Layouts):
     def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
         assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from rank {first} on exceed {num_ranks} ranks"
         self._layouts, self._first, self._num_ranks = layouts, first, num_ranks
-        # Keyed by the id of a holdings object. The entry keeps the object alive, so that its id is not reused.
-        self._placed: dict[int, tuple[tuple[Holding, ...], tuple[Holding, ...]]] = {}
+        self._shifted_holdings: dict[int, tuple[tuple[Holding, ...], tuple[Holding, ...]]] = {}
+        """(original, shifted) by the id of the original: the tensors of a kind share one object, also after the shift.
+        The entry keeps the original alive, so that its id is not reused.
+        """
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
@@ -102,17 +104,18 @@ class PlacedLayouts(Layouts):
         return f"{self._layouts!r} from rank {self._first} of {self._num_ranks}"
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
+        # The layouts count ranks from their own first one. Here their first rank is `first`.
         holdings = self._layouts.holdings(tensor)
-        if id(holdings) not in self._placed:
-            placed = tuple(holding._replace(ranks=_shift_ranks(holding.ranks, self._first)) for holding in holdings)
-            self._placed[id(holdings)] = holdings, placed
-        return self._placed[id(holdings)][1]
+        if id(holdings) not in self._shifted_holdings:
+            shifted = tuple(holding._replace(ranks=_shift_ranks(holding.ranks, self._first)) for holding in holdings)
+            self._shifted_holdings[id(holdings)] = holdings, shifted
+        return self._shifted_holdings[id(holdings)][1]
 
 
-def _shift_ranks(ranks: Sequence[int], by: int) -> Sequence[int]:
+def _shift_ranks(ranks: Sequence[int], distance: int) -> Sequence[int]:
     if isinstance(ranks, range):
-        return range(ranks.start + by, ranks.stop + by, ranks.step)
-    return tuple(rank + by for rank in ranks)
+        return range(ranks.start + distance, ranks.stop + distance, ranks.step)
+    return tuple(rank + distance for rank in ranks)
 
 
 class ListedLayouts(Layouts):

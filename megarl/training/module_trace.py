@@ -24,7 +24,7 @@ class ModuleTrace:
     def __init__(self, chunks: Sequence[nn.Module], measure: Callable[[Tensor], Tensor]) -> None:
         """Prepare for this pipeline stage's chunks. Megatron's process groups must exist."""
         self._chunks, self._measure = chunks, measure
-        self._numbers = chunk_numbers(len(chunks))
+        self._chunk_numbers = list_chunk_numbers(len(chunks))
         self._rows = [-1] * len(chunks)
         self._running_chunk: int | None = None
         self._calls = 0
@@ -37,9 +37,11 @@ class ModuleTrace:
         handles: list[Any] = []
         for index, chunk in enumerate(self._chunks):
             handles.append(chunk.register_forward_pre_hook(self._make_begin_hook(index)))
-            global_name = model_names(chunk)
+            to_model_name = make_model_namer(chunk)
             for name, module in chunk.named_modules():
-                handles.append(module.register_forward_hook(self._make_output_hook(global_name(name), module is chunk)))
+                # The chunk itself has an empty name. Its output is the chunk's.
+                output_name = to_model_name(name) or "output"
+                handles.append(module.register_forward_hook(self._make_output_hook(output_name, module is chunk)))
         try:
             yield
         finally:
@@ -67,7 +69,7 @@ class ModuleTrace:
                 return
             for tensor in _list_float_tensors(output):
                 chunk = self._running_chunk
-                self._places.append(Place(self._rows[chunk], self._numbers[chunk], self._calls))
+                self._places.append(Place(self._rows[chunk], self._chunk_numbers[chunk], self._calls))
                 self._names.append(name)
                 self._measures.append(self._measure(tensor.detach()))
                 self._calls += 1
@@ -77,7 +79,7 @@ class ModuleTrace:
         return record_output
 
 
-def chunk_numbers(num_chunks: int) -> list[int]:
+def list_chunk_numbers(num_chunks: int) -> list[int]:
     """Return the positions of this stage's chunks among all chunks of the model, from 0 in layer order."""
     # Imported late: the driver reads `CanaryReport` without Megatron.
     from megatron.core import parallel_state
@@ -87,19 +89,21 @@ def chunk_numbers(num_chunks: int) -> list[int]:
     return [stage + index * stages for index in range(num_chunks)]
 
 
-def model_names(chunk: nn.Module) -> Callable[[str], str]:
-    """Return a function from a chunk's module names to the model's. A stage numbers its layers from 0."""
+def make_model_namer(chunk: nn.Module) -> Callable[[str], str]:
+    """Return a function from names in a chunk to names in the model. A chunk numbers its layers from 0."""
     modules: Mapping[str, nn.Module] = dict(chunk.named_modules())
 
-    def rename(name: str) -> str:
+    def to_model_name(name: str) -> str:
+        """Replace the layer's number in the chunk by its number in the model, both from 0."""
         match = _LOCAL_LAYER.fullmatch(name)
         if match is None:
-            return name or "output"
-        layer = modules.get(match[1] + match[2])
-        number = getattr(layer, "layer_number", None)
-        return match[1] + (match[2] if number is None else str(number - 1)) + match[3]
+            return name
+        prefix, chunk_number, rest = match.groups()
+        # Megatron's `layer_number` counts the model's layers from 1.
+        layer_number = getattr(modules.get(prefix + chunk_number), "layer_number", None)
+        return name if layer_number is None else f"{prefix}{layer_number - 1}{rest}"
 
-    return rename
+    return to_model_name
 
 
 def _list_float_tensors(output: object) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.data.token_batch import TokenBatch
 from megarl.tracking.model_outputs import NotFinite, Place
 from megarl.training.model import ModelShard
-from megarl.training.module_trace import ModuleTrace, chunk_numbers, model_names
+from megarl.training.module_trace import ModuleTrace, list_chunk_numbers, make_model_namer
 from megarl.training.objective import RowLoss
 from megarl.training.rows.metrics import losses_of, read
 
@@ -78,10 +78,10 @@ def _list_candidates(
     model: ModelShard, rows: Sequence[TokenBatch], trace: ModuleTrace, losses: Sequence[Sequence[float]]
 ) -> Iterator[tuple[str, Place, str]]:
     """Yield this rank's tensors that are not finite, in search order: kind, place and name."""
-    chunks = list(zip(chunk_numbers(len(model.chunks)), model.chunks, strict=True))
+    chunks = list(zip(list_chunk_numbers(len(model.chunks)), model.chunks, strict=True))
     for chunk_number, chunk in chunks:
         weights = dict(chunk.named_parameters())
-        yield from _find_faults("weight", chunk_number, weights, model_names(chunk))
+        yield from _find_faults("weight", chunk_number, weights, make_model_namer(chunk))
     yield from (("output", output.place, output.name) for output in trace.outputs() if output.number)
     for row, row_losses in enumerate(losses):
         if not np.isfinite(row_losses).all():
@@ -96,7 +96,7 @@ def _list_candidates(
             name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
         }
         gradients = {name: parameter.main_grad for name, parameter in trained.items()}
-        faults = list(_find_faults("gradient", chunk_number, gradients, model_names(chunk)))
+        faults = list(_find_faults("gradient", chunk_number, gradients, make_model_namer(chunk)))
         # Gradients are searched from the last layer to the first, so their places are negative.
         yield from ((kind, Place(0, -place.chunk, -place.call), name) for kind, place, name in reversed(faults))
 

@@ -20,7 +20,7 @@ class TrainerPart:
         """Build the feature's models, before the policy. A collective over the trainer's ranks."""
 
     def extend_policy(self, policy: TrainingEngine) -> None:
-        """Change the policy after it is built. A collective over the trainer's ranks."""
+        """Add feeds to the built policy, or build models on it. A collective over the trainer's ranks."""
 
     def built_models(self) -> Mapping[str, Any]:
         """Return the feature's models, by the name under which the driver calls them."""

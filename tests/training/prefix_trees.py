@@ -133,7 +133,7 @@ def outputs(model: Any, batch: Any) -> Any:
 
     model.row_settings = RowSettings(batch.temperature, batch.support)
     for router in routers_of(model):
-        router.next_row = batch.layer_tokens()
+        router.next_row = batch.make_row_tokens()
     return model(batch.input_ids, None, None, labels=batch.labels, packed_seq_params=batch.row)
 
 

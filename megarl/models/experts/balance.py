@@ -50,7 +50,7 @@ class RowTokens:
     """The tokens of one row on one rank.
 
     `sequences` int64 [tokens]: each token's sequence in the row. `weights` [tokens]: False or 0 on padding. `lengths`
-    float32 [sequences]: without padding.
+    float32 [sequences]: tokens of each sequence of the whole row, without padding.
     """
 
     sequences: Tensor

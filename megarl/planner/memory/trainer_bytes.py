@@ -245,7 +245,7 @@ def _buffer_states(
     owned_overlaps = [overlap for overlap in overlaps if overlap > 0]
     owned_numel = sum(owned_overlaps)
     is_vector = [parameter.is_vector for parameter in reversed(parameters)]
-    numels_on_host = _list_numels_on_host(overlaps, is_vector, host_fraction)
+    numels_on_host = _estimate_numels_on_host(overlaps, is_vector, host_fraction)
     owned_moments = sum(
         overlap * parameter.num_moments
         for overlap, parameter in zip(overlaps, reversed(parameters), strict=True)
@@ -255,7 +255,7 @@ def _buffer_states(
     num_moments = max(parameter.num_moments for parameter in parameters)
     numel_on_device = owned_numel - sum(numels_on_host)
     numels = [parameter.numel for parameter in parameters]
-    whole_numels_on_host = _list_numels_on_host(
+    whole_numels_on_host = _estimate_numels_on_host(
         numels, [parameter.is_vector for parameter in parameters], host_fraction
     )
     return TrainerStates(
@@ -278,11 +278,11 @@ def _buffer_states(
     )
 
 
-def _list_numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
-    """Return the elements of each parameter whose optimizer moves to the host.
+def _estimate_numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
+    """Return the numbers of elements of the parameters that Megatron-Core would update on the host.
 
-    Matrices move first, until `fraction` is reached. Megatron-Core has another order within a layer, and treats several
-    model chunks together. The error is at most one parameter per chunk.
+    It moves matrices first, until `fraction` is reached. It has another order within a layer, and treats several model
+    chunks together. So this estimate is wrong by at most one parameter per chunk.
     """
     total = sum(max(numel, 0) for numel in numels)
     chosen_numels: list[int] = []

@@ -206,16 +206,13 @@ class TrainerCost:
         rank_tokens = tokens / layouts.cp
         share_of_model = stage_layers / work.num_layers
         flops_per_second = self._gemm_flops_per_second(rank_tokens) * layouts.tp
-        projection_flops = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
-        projection_flops = min(projection_flops, work.layer_flops)
-        # Each half of a layer has a gather before it and a reduction after it.
-        hidden_bytes = rank_tokens * work.shape.hidden_size * self.item_bytes
-        link_bytes_per_second = self._link_bytes_per_second(layouts.tp)
-        tensor_exchange_seconds = (
-            2 * hidden_bytes * (layouts.tp - 1) / layouts.tp / link_bytes_per_second * stage_layers
+        projection_flops = self._projection_flops()
+        tensor_exchange_seconds = self._tensor_exchange_seconds(
+            layouts, rank_tokens=rank_tokens, stage_layers=stage_layers
         )
         attention = CauseSeconds(
             compute=rank_tokens * (projection_flops + self.score_flops) * share_of_model / flops_per_second,
+            # `layer_seconds` is of whole layers, so it counts only here.
             launches=self.constants.layer_seconds * stage_layers,
             tensor_exchange=tensor_exchange_seconds,
             context_exchange=self._context_exchange_seconds(layouts, tokens=tokens, stage_layers=stage_layers),
@@ -228,6 +225,20 @@ class TrainerCost:
         if work.num_expert_layers:
             feed_forward += self._expert_seconds(layouts, rank_tokens=rank_tokens, stage_layers=stage_layers)
         return LayerSeconds(attention, feed_forward)
+
+    def _projection_flops(self) -> float:
+        """Return the FLOPs per token of all layers' attention projections."""
+        work = self.work
+        projection_flops = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
+        # Layers with linear attention count like the others. The limit leaves no negative FLOPs to the feed-forward.
+        return min(projection_flops, work.layer_flops)
+
+    def _tensor_exchange_seconds(self, layouts: Layouts, *, rank_tokens: Numbers, stage_layers: Numbers) -> Numbers:
+        """Return the seconds of the tensor-parallel exchange in one half of a stage's layers, such as attention."""
+        hidden_bytes = rank_tokens * self.work.shape.hidden_size * self.item_bytes
+        link_bytes_per_second = self._link_bytes_per_second(layouts.tp)
+        # A gather before this half of a layer, and a reduction after it.
+        return 2 * hidden_bytes * (layouts.tp - 1) / layouts.tp / link_bytes_per_second * stage_layers
 
     def _context_exchange_seconds(self, layouts: Layouts, *, tokens: Numbers, stage_layers: Numbers) -> Numbers:
         """Return the seconds in which context-parallel ranks exchange a row's keys and values [layouts].

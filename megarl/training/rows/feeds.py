@@ -54,7 +54,7 @@ class RouterTokensFeed(RowFeed):
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[RowTokens]:
         part = parallel_state.get_tensor_model_parallel_rank() % self._num_parts
-        return [batch.layer_tokens(self._num_parts, part) for batch in batches]
+        return [batch.make_row_tokens(self._num_parts, part) for batch in batches]
 
     def apply(self, chunk: torch.nn.Module, values: RowTokens) -> None:
         for router in routers_of(chunk):

@@ -44,20 +44,21 @@ class Microbatch:
     temperature: float | Tensor = 1.0
     """Sampling temperature of the log-probs: one number for all tokens, or [tokens]."""
 
-    def layer_tokens(self, parts: int = 1, part: int = 0) -> RowTokens:
-        """Return the sequence of each token, for part `part` of `parts` of this rank's tokens (sequence
-        parallelism).
+    def make_row_tokens(self, num_parts: int = 1, part: int = 0) -> RowTokens:
+        """Return the sequence of each token on this rank, for routers. They also need the lengths of all sequences.
+
+        With sequence parallelism, the rank's tokens are cut into `num_parts`, and this is number `part`.
         """
         assert self.row.host_local is not None
-        local = np.split(self.row.host_local, parts)[part]
+        row_indices = np.split(self.row.host_local, num_parts)[part]
         starts = self.padded.cumsum() - self.padded
-        sequences = np.repeat(np.arange(len(self.padded)), self.padded)[local]
-        is_real = local - starts[sequences] < self.lengths[sequences]
+        sequences = np.repeat(np.arange(len(self.padded)), self.padded)[row_indices]
+        is_not_padding = row_indices - starts[sequences] < self.lengths[sequences]
         device = self.mask.device
         return RowTokens(
-            torch.from_numpy(sequences).to(device),
-            torch.from_numpy(is_real).to(device),
-            torch.from_numpy(self.lengths.astype(np.float32)).to(device),
+            sequences=torch.from_numpy(sequences).to(device),
+            weights=torch.from_numpy(is_not_padding).to(device),
+            lengths=torch.from_numpy(self.lengths.astype(np.float32)).to(device),
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:

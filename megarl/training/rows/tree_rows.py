@@ -29,19 +29,19 @@ class TreeMicrobatch(Microbatch):
     edge too. All other tensors have one value per token of the separate sequences, without padding.
     """
 
-    def layer_tokens(self, parts: int = 1, part: int = 0) -> TreeTokens:
+    def make_row_tokens(self, num_parts: int = 1, part: int = 0) -> TreeTokens:
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tree = self.row.tree
         device = tree.reach.device
-        size = len(tree.own_tokens) // parts
+        size = len(tree.own_tokens) // num_parts
         stored = tree.host_stored_of - part * size
         is_own = (stored >= 0) & (stored < size)
         sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)[self.row.host_local][is_own]
         return TreeTokens(
-            torch.from_numpy(sequences).to(device),
-            torch.from_numpy(tree.num_represented[part * size : (part + 1) * size]).to(device),
-            torch.from_numpy(self.lengths.astype(np.float32)).to(device),
-            torch.from_numpy(stored[is_own]).to(device),
+            sequences=torch.from_numpy(sequences).to(device),
+            weights=torch.from_numpy(tree.num_represented[part * size : (part + 1) * size]).to(device),
+            lengths=torch.from_numpy(self.lengths.astype(np.float32)).to(device),
+            stored_of=torch.from_numpy(stored[is_own]).to(device),
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:

@@ -291,7 +291,7 @@ def _copy_parts(
         parts_of_dtype = [part for part in parts if _dtype(part) == dtype]
         part_ends = list(accumulate((part.values.numel() for part in parts_of_dtype), initial=0))
         offsets_by_dtype[dtype] = list(zip(parts_of_dtype, part_ends[:-1], strict=True))
-        layouts[dtype] = tuple(_piece(part, storage, offset) for part, offset in offsets_by_dtype[dtype])
+        layouts[dtype] = tuple(_piece(part, storage, offset=offset) for part, offset in offsets_by_dtype[dtype])
     files = _files_for(layouts, reusable_files)
     for dtype, file in files.items():
         flat_values = file.tensor.view(getattr(torch, dtype))
@@ -359,13 +359,15 @@ def _signature(data: bytes) -> bytes:
 
 
 def _live_layouts(parts: Sequence[StatePart]) -> dict[str, Layout]:
+    """Return the layout of the live parts by dtype. Each part is a storage of its own, so it begins at offset 0."""
     pieces_by_dtype: dict[str, list[Piece]] = {}
     for part in parts:
-        pieces_by_dtype.setdefault(_dtype(part), []).append(_piece(part, _live_storage(part), 0))
+        pieces_by_dtype.setdefault(_dtype(part), []).append(_piece(part, _live_storage(part), offset=0))
     return {dtype: tuple(pieces) for dtype, pieces in pieces_by_dtype.items()}
 
 
-def _piece(part: StatePart, storage: str, offset: int) -> Piece:
+def _piece(part: StatePart, storage: str, *, offset: int) -> Piece:
+    """Return the place of a part: `offset` elements after the start of `storage`."""
     # Scalars, such as a temperature, have no index range; they count as tensors of one element.
     start, shape = part.start or (0,), tuple(part.values.shape) or (1,)
     box = Box(part.name, start, tuple(a + n for a, n in zip(start, shape, strict=True)))
