@@ -248,16 +248,17 @@ class Recipe(Section):
         return (*self.teachers, *(name for teacher, name in SELF_TEACHERS.items() if teacher in named))
 
     @property
-    def teacher_of_source(self) -> dict[str, int]:
+    def teacher_numbers(self) -> dict[str, int]:
         """Number of each source's teacher (its index in `teacher_models`), by the source's name."""
-        numbers = {name: number for number, name in enumerate(self.teacher_models)}
-        name_of_folder = {folder: name for name, folder in self.teachers.items()}
-        teacher_of_source = {source.name: source.recipe.distillation.teacher or "" for source in self.sources}
-        names = {
-            source: SELF_TEACHERS.get(teacher) or name_of_folder.get(find_folder(teacher))
-            for source, teacher in teacher_of_source.items()
-        }
-        return {source: numbers[name] for source, name in names.items() if name in numbers}
+        names = self.teacher_models
+        name_by_folder = {folder: name for name, folder in self.teachers.items()}
+        numbers: dict[str, int] = {}
+        for source in self.sources:
+            teacher = source.recipe.distillation.teacher or ""
+            name = SELF_TEACHERS.get(teacher) or name_by_folder.get(find_folder(teacher))
+            if name in names:
+                numbers[source.name] = names.index(name)
+        return numbers
 
     # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.loops.models import move_reference
-from megarl.loops.on_policy import on_policy_rollout
+from megarl.loops.on_policy import open_rollout
 from megarl.loops.started_run import Run
 from megarl.rollout.step.advantages import compute_importance_weights
 from megarl.rollout.step.rl_batch import RLBatch
@@ -21,7 +21,7 @@ async def train(run: Run) -> None:
     algorithm, policy, has_advantages = recipe.algorithm, models["policy"], recipe.has_advantages
     teachers = Teachers(recipe, models, _make_teacher_prompts(run))
 
-    async with on_policy_rollout(run) as rollout:
+    async with open_rollout(run) as rollout:
         await rollout.resume()
         await run.evaluate_at_start(run.evaluate, rollout.state)
         for number in run.remaining_steps:

@@ -119,14 +119,17 @@ class OnPolicyRollout:
 
 
 @asynccontextmanager
-async def on_policy_rollout(run: Run) -> AsyncIterator[OnPolicyRollout]:
-    """Context of an on-policy loop's sampling. Groups in flight at its end are cancelled."""
+async def open_rollout(run: Run) -> AsyncIterator[OnPolicyRollout]:
+    """Context of an on-policy loop's sampling. Groups in flight at its end are cancelled.
+
+    Agent programs of an earlier driver continue if the journal has their attempts. Containers of all others are ended.
+    """
     recipe, sources = run.recipe, run.data.sources
     with closing(_open_journal(run)) if _has_agents(run) else nullcontext() as journal:
         if journal is not None:
             for source in sources:
                 if source.sampler.expect_programs is not None:
-                    source.sampler.expect_programs(journal.expected_keys, journal.orphans)
+                    source.sampler.expect_programs(journal.expected_keys, journal.orphaned_containers)
         state, policy = RLState(recipe.algorithm), BufferPolicy.from_recipe(recipe)
         buffer = GroupBuffer(recipe, sources, state, policy, journal)
         async with aclosing(buffer):

@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.datasets.reading import Dropped, read_conversations
 from megarl.loops.models import move_reference, retain_experts
-from megarl.loops.on_policy import on_policy_rollout
+from megarl.loops.on_policy import open_rollout
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.started_run import Run
 from megarl.loops.step import StepSamples
@@ -38,7 +38,7 @@ async def train(run: Run) -> None:
     for warning in list_off_policy_warnings(recipe):
         run.tracker.notice(warning)
 
-    async with on_policy_rollout(run) as rollout:
+    async with open_rollout(run) as rollout:
         await rollout.resume()
         await run.evaluate_at_start(run.evaluate, rollout.state)
         for number in run.remaining_steps:

@@ -47,7 +47,7 @@ def check_environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         yield from _find_variable_faults(recipe)
     else:
         try:
-            tools = _read_tools(recipe)
+            tools = _check_and_list_tools(recipe)
         except MegarlError as error:
             yield str(error)
             return
@@ -82,8 +82,8 @@ def _find_history_faults(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
         )
 
 
-def _read_tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
-    """Return the environment's tools before an attempt. Raises ConfigError if the environment cannot be used."""
+def _check_and_list_tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
+    """Raise ConfigError if the environment cannot be used. Else return its tools before an attempt."""
     make_environment = environment_factory(recipe)
     with environment_errors(recipe):
         environment = make_environment()

@@ -17,27 +17,23 @@ REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
 class Answers:
     """Verdicts (right or wrong) on the answers to one source's problems.
 
-    With `judging` = `by_value`, reward 1 means right and 0 wrong. Any other reward gives no verdict, and sets
-    `has_ended`: from then on `settle` removes all verdicts of the source. Otherwise accuracy would cover only answers
-    with a reward of exactly 0 or 1.
+    With `judging` = `declared`, every answer has a verdict. With `by_value`, reward 1 means right and 0 wrong. Any
+    other reward gives no verdict, and sets `has_unjudged`. From then on `drop_biased_verdict` drops all verdicts of
+    the source: accuracy would cover only answers with a reward of exactly 0 or 1.
     """
 
     judging: Judging = "declared"
     source: str = ""
     notify_once: Callable[[str, str], object] = lambda kind, text: None
-    has_ended: bool = False
+    has_unjudged: bool = False
 
-    def settle(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory. Remove its verdict (right or wrong) if `has_ended`.
-
-        Verdicts end for good when the first answer comes without one: a share of right answers would then be biased.
-        """
+    def drop_biased_verdict(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory. Its verdict is dropped if this or an earlier answer of the source had none."""
         reward = trajectory.reward
-        # Declared verdicts come with every answer. Only verdicts derived from rewards can be missing.
         if reward is None or self.judging != "by_value":
             return trajectory
-        if reward.answer_correct is None and not self.has_ended:
-            self.has_ended = True
+        if reward.answer_correct is None and not self.has_unjudged:
+            self.has_unjudged = True
             self.notify_once(
                 f"{self.source}: unjudged",
                 f"{self.source}: no accuracy, pass_at_K or majority_at_K is logged from now on (reward/unjudged), "
@@ -45,7 +41,7 @@ class Answers:
                 f"or the environment gives the reward. {REMEDY_TEXT}, or set answer_correct in the environment's last "
                 "step.",
             )
-        return replace(trajectory, reward=replace(reward, answer_correct=None)) if self.has_ended else trajectory
+        return replace(trajectory, reward=replace(reward, answer_correct=None)) if self.has_unjudged else trajectory
 
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:

@@ -36,8 +36,8 @@ class GroupSampler:
     """Samples and scores trajectories for one environment's problems. Scoring overlaps with sampling.
 
     An attempt uses a new environment from `make_environment`, one in a process of `environment_pool`, or an external
-    `agent` program. After a restart of the driver, call `expect_programs(keys, orphans)`. Agent programs with these API
-    keys then continue, and the containers `orphans` are ended. `notify_once(kind, text)` shows the user the first
+    `agent` program. After a restart of the driver, call `expect_programs(keys, orphaned_containers)`. Agent programs
+    with these API keys then continue, and the containers are ended. `notify_once(kind, text)` shows the user the first
     failure of each kind.
     """
 
@@ -115,7 +115,7 @@ class GroupSampler:
                 environment_seconds=trajectory.environment_seconds + seat_wait_seconds,
             )
         self._report(trajectory)
-        return self.answers.settle(trajectory)
+        return self.answers.drop_biased_verdict(trajectory)
 
     async def _attempt_in_environment(
         self,

@@ -166,15 +166,15 @@ class AgentProgram:
     places: asyncio.Semaphore
     make_agent: Callable[[], Agent] | None = None
 
-    def expect(self, keys: Sequence[str], orphans: Sequence[tuple[str, str]] = ()) -> None:
+    def expect(self, keys: Sequence[str], orphaned_containers: Sequence[tuple[str, str]] = ()) -> None:
         """Accept requests.
 
         After a restart of the driver, programs of the last driver may still run. Their requests, with the session
-        `keys`, wait until their sessions open. `orphans`, as (node, container name), cannot continue: their containers
-        are ended.
+        `keys`, wait until their sessions open. The programs of `orphaned_containers` (node, name) cannot continue, so
+        these containers are ended.
         """
         self.sessions.expect(keys)
-        self.containers.end_earlier(orphans)
+        self.containers.end_earlier(orphaned_containers)
         self.endpoint.accept()
 
     async def attempt(self, task: Task, budget: Budget, engine: AttemptEngine) -> Trajectory:

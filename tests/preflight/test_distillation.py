@@ -54,7 +54,7 @@ def test_of_a_mixture_the_source_without_a_teacher_is_named(
     assert "mixture.other: distillation.teacher: missing" in fault_of(distillation({"mixture": mixture}, teacher=None))
     sound = distillation({"mixture": mixture}, teacher=str(tiny_model(seed=3)))
     assert check(sound).world_size == 1
-    assert sound.teacher_of_source == {"one": 0, "other": 1} and sound.teachers["teacher0"] == teacher
+    assert sound.teacher_numbers == {"one": 0, "other": 1} and sound.teachers["teacher0"] == teacher
     assert sound.further_models["mixture.one.distillation.teacher"] == teacher
 
 
@@ -152,7 +152,7 @@ def test_prompts_without_answers_are_distilled_where_nothing_is_measured(
 def test_a_run_of_no_steps_has_no_teacher(distillation: Callable[..., Recipe]) -> None:
     heldout = {"heldout": distillation().data.train}
     only = distillation({"train": {"steps": 0}, "data": {"validation": heldout}}, teacher="absent")
-    assert check(only).world_size == 1 and only.teachers == only.teacher_of_source == {}
+    assert check(only).world_size == 1 and only.teachers == only.teacher_numbers == {}
 
 
 def test_no_more_tokens_are_asked_for_than_both_models_have(

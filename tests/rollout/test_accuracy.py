@@ -23,10 +23,13 @@ def verdicts(found: list[Trajectory]) -> list[bool | None]:
 def test_the_first_reward_without_a_verdict_ends_accuracy_for_good_and_is_logged_once() -> None:
     notices: list[tuple[str, str]] = []
     answers = Answers("by_value", "mine", lambda kind, text: notices.append((kind, text)))
-    first = [answers.settle(attempt(score, verdict)) for score, verdict in ((1.0, True), (0.0, False))]
+    first = [answers.drop_biased_verdict(attempt(score, verdict)) for score, verdict in ((1.0, True), (0.0, False))]
     assert verdicts(first) == [True, False] and not notices
-    second = [answers.settle(attempt(score, verdict)) for score, verdict in ((1.0, True), (0.3, None), (1.0, True))]
-    third = [answers.settle(attempt(score, verdict)) for score, verdict in ((0.0, False), (0.7, None))]
+    second = [
+        answers.drop_biased_verdict(attempt(score, verdict))
+        for score, verdict in ((1.0, True), (0.3, None), (1.0, True))
+    ]
+    third = [answers.drop_biased_verdict(attempt(score, verdict)) for score, verdict in ((0.0, False), (0.7, None))]
     assert verdicts(second) == [True, None, None] and verdicts(third) == [None, None]
     [(_, text)] = notices
     assert "0.3" in text and "judges_answer: true" in text
@@ -42,10 +45,12 @@ def test_a_data_source_is_not_measured_by_the_verdicts_before_the_end() -> None:
 
 def test_declared_verdicts_never_end() -> None:
     for judging in ("declared", "none"):
-        answers = Answers(judging, "mine", has_ended=True)
-        assert verdicts([answers.settle(attempt(1.0, True)), answers.settle(attempt(0.3, None))]) == [True, None]
+        answers = Answers(judging, "mine", has_unjudged=True)
+        assert verdicts(
+            [answers.drop_biased_verdict(attempt(1.0, True)), answers.drop_biased_verdict(attempt(0.3, None))]
+        ) == [True, None]
     unscored = replace(attempt(1.0, True), reward=None)
-    assert Answers("by_value").settle(unscored) == unscored
+    assert Answers("by_value").drop_biased_verdict(unscored) == unscored
 
 
 def test_a_resumed_run_knows_that_accuracy_has_ended() -> None:

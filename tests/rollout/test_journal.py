@@ -132,7 +132,7 @@ async def test_a_container_whose_answers_are_of_lost_weights_is_an_orphan(tmp_pa
             await log.end(ended(calls))
     journal.close()
     journal = opened(tmp_path, 2)
-    assert journal.orphans == [("node", "container of too new")]
+    assert journal.orphaned_containers == [("node", "container of too new")]
     assert journal.expected_keys == ["key of goes on"]
     journal.close()
 

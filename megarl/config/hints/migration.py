@@ -183,16 +183,19 @@ def _group_by_meaning(options: Sequence[Option], value: str | None) -> list[Mean
     return sorted((Meaning(tuple(group)) for group in groups.values()), key=lambda meaning: OTHERS in meaning.programs)
 
 
-def describe_option(several: Sequence[Meaning], value: str | None = None, *, with_override: bool = False) -> str:
+def describe_replacements(
+    option_meanings: Sequence[Meaning], value: str | None = None, *, with_override: bool = False
+) -> str:
     """Return the end of an error message about another program's option: the recipe fields that replace it.
 
-    `with_override`: add the override to write, if a field takes the option's value.
+    `value`: the option's value. `with_override`: add the override to write, if a field takes the option's value.
     """
     texts = []
-    for meaning in several:
-        text = meaning.describe(is_only=len(several) == 1)
+    is_only = len(option_meanings) == 1
+    for meaning in option_meanings:
+        text = meaning.describe(is_only=is_only)
         if with_override and meaning.takes_value:
-            text += f"{';' if len(several) == 1 else ','} write {written_override(meaning.fields[0], value)}"
+            text += f"{';' if is_only else ','} write {written_override(meaning.fields[0], value)}"
         texts.append(text)
     return "; ".join(texts)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.hints.foreign import REMOVED
-from megarl.config.hints.migration import describe_option, meanings, short_meanings
+from megarl.config.hints.migration import describe_replacements, meanings, short_meanings
 from megarl.config.hints.value_hints import nearest_value, written_override
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import HIDDEN, Place, holds_secret, secret_items, shown_key
@@ -113,13 +113,13 @@ def key_hint(place: str, value: str | None = None) -> str:
     # Other sections do not have the fields of list items, so they are not searched for them.
     fields, short_names = [] if _is_in_item(place) else _find_elsewhere(place), short_meanings(place, value)
     if foreign_meanings := meanings(place, value) or ([] if fields else short_names):
-        return describe_option(foreign_meanings)
+        return describe_replacements(foreign_meanings)
     if place.startswith("mixture."):
         inner = recipe_field(place)
         return key_hint(inner, value) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
     if fields:
         parents = [name.rpartition(".")[0] or "the top level" for name in fields]
-        also_text = f"; ColossalRL's -{place}: {describe_option(short_names)}" if short_names else ""
+        also_text = f"; ColossalRL's -{place}: {describe_replacements(short_names)}" if short_names else ""
         return f"it belongs under {' or '.join(parents)}: {', '.join(fields)}{also_text}"
     key, siblings = place.rpartition(".")[2], _list_siblings(place)
     if nearest_name := _find_nearest_field(place):
@@ -175,7 +175,7 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     if foreign_meanings := meanings(name, value) or (
         [] if is_recipe_field else short_meanings(option.lstrip("-"), value)
     ):
-        return describe_option(foreign_meanings, value, with_override=True)
+        return describe_replacements(foreign_meanings, value, with_override=True)
     # A recipe field, which is written as an override without dashes.
     if fields := [field for field in matches if section_of(recipe_fields[field]) is None]:
         return f"write {' or '.join(written_override(field, value) for field in fields)}"

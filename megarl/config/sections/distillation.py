@@ -12,16 +12,18 @@ from megarl.config.formulas import Formula
 from megarl.config.section import Section
 
 SELF_TEACHERS = {"reference": "reference", "policy": "live_teacher"}
-"""Teachers with the policy's weights, initial or live: name in the recipe -> name on the ranks."""
+"""Teachers that are the policy itself, with its initial or live weights: their names on the ranks, by the value of
+distillation.teacher.
+"""
 
 
 class DistillationConfig(Section):
     """Teachers and loss of a distillation."""
 
     teacher: str | None = None
-    """Teacher. policy: its weights before each update. reference: the initial policy, moved by
-    algorithm.reference_update_steps. Else the folder or Hub name of a language model with the policy's tokenizer;
-    further vocabulary rows are ignored as padding. Each source of a mixture may have its own teacher."""
+    """The teacher, also for each source of a mixture. policy: the policy before each update. reference: the initial
+    policy (updated: algorithm.reference_update_steps). Else the folder or Hub name of a language model with the
+    policy's tokenizer. Vocabulary rows that only one of both models has are padding, and are ignored."""
     teacher_prompt: str | None = None
     """Last user message of the teacher's own prompt. {prompt} is the policy's message, {context} a text hidden from the
     policy. Self-distillation: OPSD (arXiv 2601.18734), SDFT (2601.19897), SDPO (2601.20802). Default: the teacher reads

@@ -93,8 +93,9 @@ class RewardConfig(Section):
     """Maximum share of completions without a score (because of an error or a timeout) in a step or an evaluation. A
     higher share ends the run. Metrics: reward/errors, reward/timeouts, reward/parse_errors."""
     on_failure: Literal["zero", "leave_out"] = "zero"
-    """Treatment of a completion whose reward function failed. zero (default): its score is zero. leave_out: it has no
-    reward, is not trained, and is not part of its group's baseline (rl). In both cases it counts as failed."""
+    """Reward of a completion after an error or timeout of a reward function. zero (default): 0. leave_out: none. The
+    completion is then not trained, and does not count in its group's baseline (loop rl). Both values count it as
+    failed (max_failed_fraction)."""
     correct_score: float = 1.0
     """Score of a right answer by the built-in reward functions. ColossalRL uses 10."""
     source_field: str | None = "data_source"

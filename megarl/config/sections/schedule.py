@@ -85,7 +85,8 @@ class TrainConfig(Section):
     spike_loss_factor: Annotated[float | None, Field(gt=1.0), OnlyIf(SPIKES, LOSSES)] = 2.0
     """An update with a loss above this factor times the median is a spike too. null: losses are not compared."""
     spike_window: Annotated[PositiveInt, OnlyIf(SPIKES)] = 32
-    """Number of updates in the median. Spikes are detected from half this number of updates on."""
+    """Number of updates in the median of spike_factor and spike_loss_factor. No spike is detected before half this
+    number of updates."""
     max_rollbacks: Annotated[NonNegativeInt, OnlyIf(one_of("train.on_spike", "rollback"))] = 3
     """Maximum number of rollbacks in a run. The next spike stops the run, as with on_spike = stop."""
     on_unhealthy: Literal["warn", "stop"] = "warn"

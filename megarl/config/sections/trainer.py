@@ -166,9 +166,9 @@ class TrainerConfig(Section):
     """Weight of each step of the drafter relative to the step before: later drafts count only if earlier ones are
     accepted. 1: all weigh alike. Default: 0.8, as in EAGLE's code."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
-    over tokens: of each sequence (`seq_aux_loss`), or of an update (`aux_loss`, `global_aux_loss`; they cost one more
-    forward pass, to count each expert's tokens)."""
+    """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. moe_router_load_balancing_type:
+    `seq_aux_loss` balances experts over each sequence, `aux_loss` and `global_aux_loss` over an update. These two cost
+    one more forward pass, to count each expert's tokens."""
 
     @property
     def trains_draft_layers(self) -> bool:

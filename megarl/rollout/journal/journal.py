@@ -124,7 +124,7 @@ class AttemptJournal:
         return [t.opened["key"] for t in self._state.tries.values() if t.opened is not None and t.can_go_on]
 
     @property
-    def orphans(self) -> list[tuple[str, str]]:
+    def orphaned_containers(self) -> list[tuple[str, str]]:
         """(node, name) of each container that may have outlived an earlier driver, and whose program cannot
         continue.
         """

@@ -543,8 +543,8 @@ class JournalState:
 
     def _take_aborted(self, agent_try: JournaledTry, identity: str, num_tokens: int) -> None:
         """Subtract a call's unanswered tokens from a try. An answer or a later try has them now."""
-        if agent_try.aborted[identity] < num_tokens:
-            raise ValueError("a call continues more tokens than were sampled for it")
+        if (num_aborted := agent_try.aborted[identity]) < num_tokens:
+            raise ValueError(f"a call continues after {num_tokens} aborted tokens, but only {num_aborted} are recorded")
         if num_tokens:
             agent_try.aborted[identity] -= num_tokens
 

@@ -163,7 +163,7 @@ def _compare_rewards(
     recipe: Recipe,
     role_baselines: dict[str, float] | None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return advantages [tokens] by comparing the rewards of samples or turns, without a critic, and metrics."""
+    """Return advantages [tokens] and metrics. Rewards of samples or turns are compared; there is no critic."""
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
     metrics: dict[str, float] = {}

@@ -193,7 +193,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = len(trajectories)
     prompt_lengths = [_first_prompt_tokens(t) for t in trajectories]
     num_turns = [t.num_turns for t in trajectories]
-    sizes = [size for t in trajectories for size in t.turn_tokens]
+    turn_lengths = [num_tokens for t in trajectories for num_tokens in t.turn_tokens]
     segment_counts = [len(t.segments) for t in trajectories]
     values_by_metric = {
         "rollout/observed_tokens": [t.num_observed for t in trajectories],
@@ -206,8 +206,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/prompt_tokens/max": float(max(prompt_lengths)),
         "rollout/turns/mean": sum(num_turns) / count,
         "rollout/turns/max": float(max(num_turns)),
-        "rollout/turn_tokens/mean": sum(sizes) / max(len(sizes), 1),
-        "rollout/turn_tokens/max": float(max(sizes, default=0)),
+        "rollout/turn_tokens/mean": sum(turn_lengths) / max(len(turn_lengths), 1),
+        "rollout/turn_tokens/max": float(max(turn_lengths, default=0)),
         "rollout/restarted": float(sum(t.restarts for t in trajectories)),
         "rollout/segments/mean": sum(segment_counts) / count,
         "rollout/forks": float(sum(num_segments - 1 for num_segments in segment_counts if num_segments)),
@@ -220,9 +220,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     retained_sets = [s.retained_sets for t in trajectories for s in t.segments if s.retained_sets is not None]
     if retained_sets:
         # Count 0 means that nothing was cut off at this position, or nothing sampled.
-        sizes = np.concatenate([sets.counts[sets.counts > 0] for sets in retained_sets])
-        metrics["rollout/candidates_left/mean"] = float(sizes.mean())
-        metrics["rollout/candidates_left/max"] = float(sizes.max())
+        candidate_counts = np.concatenate([sets.counts[sets.counts > 0] for sets in retained_sets])
+        metrics["rollout/candidates_left/mean"] = float(candidate_counts.mean())
+        metrics["rollout/candidates_left/max"] = float(candidate_counts.max())
         metrics["rollout/candidates_left_bytes"] = float(sum(sets.nbytes for sets in retained_sets))
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:

@@ -50,7 +50,7 @@ class TeacherPrompts:
         `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
         if the chat template did not write the prompt: then the teacher's prompt cannot be derived.
         """
-        context_texts = [text for source in self.context if (text := _make_context(source, trajectory, group))]
+        context_texts = [text for part in self.context if (text := _find_context_text(part, trajectory, group))]
         if self.context and not context_texts:
             return None
         prompt, messages = trajectory.first_prompt, trajectory.messages[0] if trajectory.messages else ()
@@ -138,17 +138,17 @@ def _count_common_tokens(left: NDArray[np.int64], right: NDArray[np.int64]) -> i
     return int(differs[0]) if len(differs) else size
 
 
-def _make_context(source: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
-    """Return one source's part of a trajectory's context; empty if the trajectory has none."""
-    if source == "feedback":
+def _find_context_text(part: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
+    """Return the text of one part of `distillation.context`; empty if the trajectory has none."""
+    if part == "feedback":
         # Messages before each completion, then messages after the last one.
         replies_by_completion = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
         return "\n\n".join(
             _text(message.get("content")) for new_messages in replies_by_completion for message in new_messages
         ).strip()
-    if source == "success":
+    if part == "success":
         return next((peer.text for peer in group if peer is not trajectory and _is_success(peer)), "").strip()
-    return _text(trajectory.problem.record.get(source.removeprefix(RECORD))).strip()
+    return _text(trajectory.problem.record.get(part.removeprefix(RECORD))).strip()
 
 
 def _is_success(trajectory: Trajectory) -> bool:

@@ -71,7 +71,7 @@ class Teachers:
     def __init__(
         self, recipe: Recipe, models: Mapping[str, RankModel], prompts: Mapping[str, TeacherPrompts] = _NO_PROMPTS
     ) -> None:
-        self._teacher_by_source, self._prompts = recipe.teacher_of_source, prompts
+        self._teacher_numbers, self._prompts = recipe.teacher_numbers, prompts
         self._max_tokens = recipe.teacher_tokens
         self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teacher_models]
         self._openings: list[Opening] = []
@@ -79,7 +79,7 @@ class Teachers:
 
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: the number of the teacher, and of the sequence in the step."""
-        teacher_numbers = np.array([self._teacher_by_source[name] for name in batch.environments], np.int64)
+        teacher_numbers = np.array([self._teacher_numbers[name] for name in batch.environments], np.int64)
         sequence_numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
         batch.target_keys = np.column_stack([teacher_numbers[batch.samples], sequence_numbers])

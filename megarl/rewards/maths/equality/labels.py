@@ -83,7 +83,7 @@ def _read_assignments(node: Node) -> list[tuple[str, Node]] | None:
 
 
 def assignments(node: Node) -> dict[str, Node] | None:
-    """Return values by name if a formula gives values to at least two names, else None."""
+    """Return the values of at least two variables by their names, as in `x = 1, y = 2`; for other formulas None."""
     pairs = _read_assignments(node) if node.kind != "list" or node.value != "or" else None
     values = dict(pairs or ())
     return values if pairs and len(values) == len(pairs) > 1 else None

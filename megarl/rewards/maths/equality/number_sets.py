@@ -36,8 +36,8 @@ class NumberSet:
 
 def same_set(gold: Node, prediction: Node) -> bool | None:
     """Return whether two formulas mean the same set of real numbers. None: one formula does not mean a set."""
-    first = number_set(gold)
-    second = number_set(prediction) if first is not None else None
+    first = _read_if_number_set(gold)
+    second = _read_if_number_set(prediction) if first is not None else None
     if first is None or second is None:
         return None
     if first.variable and second.variable and first.variable != second.variable:
@@ -56,14 +56,16 @@ def _make_sample_points(edges: tuple[Fraction, ...]) -> list[Fraction]:
     return [*edges, *near_edges, *between, *_GRID]
 
 
-def number_set(node: Node) -> NumberSet | None:
+def _read_if_number_set(node: Node) -> NumberSet | None:
+    """Return the set that a formula means. None: it means no set, or has a number that cannot be computed."""
     try:
-        return _number_set(node)
+        return _read_number_set(node)
     except NoValueError:
         return None
 
 
-def _number_set(node: Node) -> NumberSet | None:
+def _read_number_set(node: Node) -> NumberSet | None:
+    """Return the set that a formula means, or None. Raises NoValueError if one of its numbers cannot be computed."""
     if node.kind == "tuple":
         return _read_interval(node)
     if node.kind == "set":
@@ -73,12 +75,12 @@ def _number_set(node: Node) -> NumberSet | None:
     if node == symbol("mathbbR"):
         return NumberSet(lambda point: True, ())
     if node.kind == "setop":
-        return _combine_sets([_number_set(part) for part in node.parts], node.value)
+        return _combine_sets([_read_number_set(part) for part in node.parts], node.value)
     if node.kind == "relation":
-        return _solution_set(node)
+        return _read_solutions(node)
     # \mathbb{R} - \{0\} is a set difference.
     if node.kind == "sum" and len(node.parts) == 2 and node.parts[1].kind == "negative":
-        sets = [_number_set(node.parts[0]), _number_set(node.parts[1].parts[0])]
+        sets = [_read_number_set(node.parts[0]), _read_number_set(node.parts[1].parts[0])]
         return _combine_sets(sets, "setminus")
     if node.kind == "builder":
         return _read_set_builder(node)
@@ -107,16 +109,16 @@ def _read_interval(node: Node) -> NumberSet | None:
 
 
 def _read_end(node: Node) -> Fraction | None:
-    return None if node in (INFINITY, negative(INFINITY)) else _number(node)
+    return None if node in (INFINITY, negative(INFINITY)) else _read_number(node)
 
 
-def _number(node: Node) -> Fraction:
+def _read_number(node: Node) -> Fraction:
     value = exact(node)
     return as_fraction(real_value(node)) if value is None else value
 
 
 def _make_finite_set(node: Node) -> NumberSet:
-    elements = tuple(_number(part) for part in node.parts)
+    elements = tuple(_read_number(part) for part in node.parts)
     return NumberSet(lambda point: any(_is_near(element, point) for element in elements), elements)
 
 
@@ -134,14 +136,14 @@ def _combine_sets(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
     return NumberSet(test[sign], edges, variables.pop()) if len(variables) == 1 else NumberSet(test[sign], edges)
 
 
-def _solution_set(node: Node) -> NumberSet | None:
+def _read_solutions(node: Node) -> NumberSet | None:
     r"""Return the solutions of inequalities or an equation in one variable, like `1 < x \le 2`."""
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
-        numbers = _number_set(node.parts[1])
+        numbers = _read_number_set(node.parts[1])
         return numbers and NumberSet(numbers.contains, numbers.edges, node.parts[0].value)
     if node.value == ("notin",) and node.parts[0].kind == "symbol":
-        numbers = _number_set(node.parts[1])
+        numbers = _read_number_set(node.parts[1])
         return numbers and NumberSet(lambda point: not numbers.contains(point), numbers.edges, node.parts[0].value)
     if len(names) != 1 or BLANK in node.parts or not set(node.value) <= INEQUALITIES | {"="}:
         return None
@@ -160,7 +162,7 @@ def _solution_set(node: Node) -> NumberSet | None:
     ends = [part for part in node.parts if part != variable]
     if not is_plain or any(end.symbols() for end in ends):
         return NumberSet(contains, None, name)
-    return NumberSet(contains, tuple(_number(end) for end in ends), name)
+    return NumberSet(contains, tuple(_read_number(end) for end in ends), name)
 
 
 def _is_true(first: Fraction, sign: str, second: Fraction) -> bool:
@@ -181,12 +183,12 @@ def _read_set_builder(node: Node) -> NumberSet | None:
     domain = None
     if head.kind == "relation" and head.value == ("in",):
         variable, domain_node = head.parts
-        domain = _number_set(domain_node)
+        domain = _read_number_set(domain_node)
         if domain is None:
             return None
     else:
         variable = head
-    solutions = _number_set(condition)
+    solutions = _read_number_set(condition)
     # The condition must be about the variable before the colon.
     if variable.kind != "symbol" or solutions is None or solutions.variable != variable.value:
         return None
@@ -200,7 +202,7 @@ def _join_conditions(node: Node) -> NumberSet | None:
 
     Relations separated by commas mean their union if the intersection is empty.
     """
-    sets = [_number_set(part) for part in node.parts]
+    sets = [_read_number_set(part) for part in node.parts]
     number_sets = [numbers for numbers in sets if numbers is not None]
     if len(number_sets) < len(sets) or len({numbers.variable for numbers in number_sets}) > 1:
         return None

@@ -173,23 +173,24 @@ class _Parser(DigitGroups):
 
     def sum(self) -> Node:
         self.enter_nesting()
-        terms = [self._parse_signed_term(is_first=True)]
+        terms = [self._parse_signed_term()]
         while self._is_sign():
-            terms.append(self._parse_signed_term(is_first=False))
+            terms.append(self._parse_signed_term(is_after_term=True))
         self.leave_nesting()
         return join_operands("sum", terms)
 
     def _is_sign(self) -> bool:
         return self.token.text in ("+", "-") or (self.token.kind == "command" and self.token.text in ("pm", "mp"))
 
-    def _parse_signed_term(self, *, is_first: bool) -> Node:
+    def _parse_signed_term(self, *, is_after_term: bool = False) -> Node:
+        """Parse a term with its sign, if any. After a term, the sign is an operator, so a second sign may follow."""
         if not self._is_sign():
             return self.term()
         sign = self.token.text
         self.advance()
-        # In +-5 and --5, a sign follows the operator.
-        if not is_first and self.token.text in ("+", "-"):
-            return self._with_sign(sign, self._parse_signed_term(is_first=True))
+        # 2 + -5 and 2 - -5.
+        if is_after_term and self.token.text in ("+", "-"):
+            return self._with_sign(sign, self._parse_signed_term())
         return self._with_sign(sign, self.term())
 
     def _with_sign(self, sign: str, node: Node) -> Node:
