@@ -187,7 +187,7 @@ else
         # The core alone could not be imported, which megarl reports as a broken installation.
         left_out=(transformer-engine transformer-engine-cu13)
         engine=""
-    elif [ -z "$has_wheel" ] && ! has_extension && ! command -v "${compiler[0]}" >/dev/null; then
+    elif [ -z "$has_wheel" ] && ! has_extension && ! command -v "${compiler[0]:-c++}" >/dev/null; then
         # Said before gigabytes are installed.
         echo "launch/setup.sh: Transformer Engine $engine's extension for torch $torch must be built here, but there is no" \
             "C++ compiler (${compiler[*]}). Install one, name the folder of a built wheel (MEGARL_WHEELS=DIR), or go without" \
@@ -232,7 +232,7 @@ else
                 --wheel-dir "$built" "transformer-engine-torch==$engine"; then
                 echo "launch/setup.sh: Transformer Engine $engine's extension was not built (above). Each compiler takes" \
                     "up to 2 GiB of memory: MAX_JOBS=N limits how many run at once. Mend that and run this again. Or go" \
-                    "without it: $venv/bin/uv pip uninstall --python $venv/bin/python transformer-engine transformer-engine-cu13, then" \
+                    "without it: $venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13 --python $venv/bin/python, then" \
                     "VENV=$venv TRANSFORMER_ENGINE=cached launch/setup.sh${1:+ $1}" >&2
                 exit 1
             fi

@@ -23,21 +23,6 @@ def ends_in_thoughts(text: str, *, begins_in_thoughts: bool = False) -> bool:
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text outside of its thoughts: without closed ones, and after a closing mark without an opening mark.
-
-    In texts with channels, the last channel.
-    """
-    for opening, closing in MARKS:
-        text = _remove_spans(text, opening, closing)
-    # The prompt may have opened the thoughts.
+    """Return the text after its last closed thoughts, or from its last channel on; the whole text if it has neither."""
     ends = [text.rfind(closing) + len(closing) for _, closing in MARKS if closing in text]
     return text[max(*ends, text.rfind(_CHANNEL), 0) :]
-
-
-def _remove_spans(text: str, opening: str, closing: str) -> str:
-    parts, position = [], 0
-    # Without a regular expression: its search from each of many openings would be quadratic.
-    while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start)) >= 0:
-        parts.append(text[position:start])
-        position = end + len(closing)
-    return "".join(parts) + text[position:]

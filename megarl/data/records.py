@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,6 @@ def _is_same_answer(first: Any, second: Any) -> bool:
     answers = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in (first, second)]
     texts = [str(value).strip() for value in answers]
     try:
-        return texts[0] == texts[1] or float(texts[0]) == float(texts[1])
-    except ValueError:
+        return texts[0] == texts[1] or Decimal(texts[0]) == Decimal(texts[1])
+    except InvalidOperation:
         return False

@@ -73,7 +73,8 @@ def test_boxed(text, answer, expected):
         (r"\boxed{4} \quad\text{or}\quad \boxed{5}", 0.0),
         (r"**\boxed{4}** or **\boxed{5}**", 0.0),
         (r"\boxed{\frac{10}{2}}, or \boxed{5}", 1.0),
-        (r"\boxed{5} <think>check</think> Done.", 1.0),
+        (r"\boxed{4}~\text{or}~\boxed{5}", 0.0),
+        (r"\boxed{4} \\ \text{or} \\ \boxed{5}", 0.0),
         (r"First \boxed{4}. Then it is \boxed{5}", 1.0),
     ],
 )

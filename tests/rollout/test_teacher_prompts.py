@@ -103,7 +103,7 @@ def teachers_of(
     recipe_of_source = recipe.model_copy()
     models: Any = {"live_teacher": model}
     teachers = Teachers(recipe_of_source, models, prompts)
-    teachers._teacher_by_source = {"sums": 0}
+    teachers._teacher_numbers = {"sums": 0}
     return teachers, model
 
 

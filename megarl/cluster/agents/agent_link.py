@@ -309,7 +309,7 @@ def _describe_end(code: int | None, *, ended_with_server: bool) -> str:
 def _pack_messages(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
     """Return the messages of one call as byte strings to be sent in this order. `ranks.messages` has the format.
 
-    Ranks with the same message object share one part of the batch, so the message is sent once.
+    Ranks with the same message object share one part of the node's call, so the message is sent once.
     """
     # Grouped by the object's identity, because comparing long messages would be slow.
     processes_by_message: defaultdict[int, list[int]] = defaultdict(list)

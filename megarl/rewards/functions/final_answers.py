@@ -39,12 +39,10 @@ _BARE = re.compile(
     re.ASCII,
 )
 r"""Matches a \boxed without braces. Its contents begin with a sign, a digit, a command or a single letter."""
-_SPACE = r"(?:[\s$*]|\\[,;: ]|\\q?quad(?![A-Za-z]))*"
+_GAP = r"(?:[\s$*~]|\\\\|\\[,;:!()\[\] ]|\\q?quad(?![A-Za-z]))*"
 _BOX_BEFORE = re.compile(
     r"\\(?:boxed|fbox)\s*\{(?P<contents>(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*)\}"
-    rf"{_SPACE}(?:\\[()\[\]])?{_SPACE}"
-    rf"(?P<connective>[,;]?{_SPACE}\\text\s*\{{\s*(?:or|and)\s*\}}|[,;]?{_SPACE}\b(?:or|and)\b|[,;])"
-    rf"{_SPACE}(?:\\[()\[\]])?{_SPACE}\Z"
+    rf"{_GAP}(?P<connective>(?:[,;]{_GAP})?(?:\\text\s*\{{\s*(?:or|and)\s*\}}|\b(?:or|and)\b)|[,;]){_GAP}\Z"
 )
 """Matches a box and the connective between it and the next box, at the text's end."""
 _JOINED_CHARACTERS = 200
@@ -52,6 +50,7 @@ _MAX_JOINED = 10
 """Limits of a list of boxes: the characters of a box with its connective, and the number of boxes."""
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPEN, _CLOSE = _TAGS[2:]
+_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_WORDS_AROUND_BOX = 6
 """Words around the box of a final answer, as in `x = \\boxed{3} meters per second`. A solution has more."""
@@ -80,15 +79,15 @@ def last_box(text: str) -> Marked | None:
 
 def _join_boxes(text: str, box: Marked) -> Marked:
     """Return the box with those before it that are joined to it by a connective."""
-    # Imported here: checks of data records import this module before the run, and need no comparison of formulas.
-    from megarl.rewards.maths.agreement import agreement
-
     for _ in range(_MAX_JOINED):
         beginning = max(0, box.start - _JOINED_CHARACTERS)
         previous = _BOX_BEFORE.search(text, beginning, box.start)
         if previous is None:
             break
-        # The same answer in another form, as in \\boxed{\\frac12} or \\boxed{0.5}, is no second answer.
+        # Imported here: checks of data records import this module before the run, and hardly ever compare formulas.
+        from megarl.rewards.maths.agreement import agreement
+
+        # The same answer in another form, as in \boxed{\frac12} or \boxed{0.5}, is no second answer.
         is_repeated = agreement(previous["contents"], box.text) == 1.0
         connective = " or " if "or" in previous["connective"] else ", "
         box = Marked(previous.start(), box.text if is_repeated else f"{previous['contents']}{connective}{box.text}")
@@ -175,7 +174,8 @@ def read_marked_line(text: str, mark: re.Match[str]) -> str:
 
 def last_tagged(text: str) -> str | None:
     """Return the text in the last <answer>...</answer> outside of <think>...</think>, or None."""
-    tags = last_tags(without_thoughts(text))
+    # The tags may stand before the thoughts: then only the format is wrong.
+    tags = last_tags(without_thoughts(_THOUGHTS.sub("", text)))
     return None if tags is None else tags.text
 
 
@@ -247,7 +247,7 @@ def answering_text(text: str, *, in_thoughts: bool = False) -> str:
 
 
 def final_text(text: str, *, in_thoughts: bool = False) -> str:
-    """Return the completion without its thoughts. An answer inside thoughts was only considered."""
+    """Return the completion after its thoughts. An answer inside thoughts was only considered."""
     return without_thoughts(answering_text(text, in_thoughts=in_thoughts))
 
 

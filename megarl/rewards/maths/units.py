@@ -90,7 +90,8 @@ def _find_meaning(
     singular = _singular(name.lower())
     if singular == "pound" and unit_words is not None and "sterling" in unit_words:
         singular = name = "sterling"
-    meaning = _UNITS.get(name) or _UNITS.get(singular)
+    # The plural of a unit whose case matters comes first: 5 Mbs are megabits.
+    meaning = _UNITS.get(name) or _UNITS.get(_singular(name)) or _UNITS.get(singular)
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
     if meaning is None and is_text and len(name) == 1:
         meaning = _UNITS.get(f"text {name}")
@@ -291,14 +292,18 @@ _UNITS |= {
     for name in (prefix + spelling, prefix_word + word)
     if name not in _UNITS and prefix + symbol not in ("Gg", "Gm")
 } | {
-    "mhz": (Fraction(10**6), {"second": -1}),
-    "mpa": (10**6 * _UNITS["Pa"][0], _UNITS["Pa"][1]),
+    prefix + symbol.lower(): (factor * _UNITS[symbol][0], _UNITS[symbol][1])
+    for prefix, factor in (("k", 10**3), ("m", 10**6), ("g", 10**9))
+    for symbol in ("Hz", "Pa")
+} | {
+    "kHz": (Fraction(1000), {"second": -1}),
 } | {
     name: (Fraction(1), dimensions)
     for names, dimensions in (
         ("kB KB kb kilobyte", {"kilobyte": 1}), ("MB mb megabyte", {"megabyte": 1}),
-        ("GB gb gigabyte", {"gigabyte": 1}), ("Kb kbit kilobit", {"kilobit": 1}), ("Mb Mbit megabit", {"megabit": 1}),
-        ("Gb Gbit gigabit", {"gigabit": 1}), ("kBps KBps", {"kilobyte": 1, "second": -1}),
+        ("GB gb gigabyte", {"gigabyte": 1}), ("Kb kbit kilobit", {"kilobit": 1}),
+        ("Mb Mbit mbit megabit", {"megabit": 1}),
+        ("Gb Gbit gbit gigabit", {"gigabit": 1}), ("kBps KBps", {"kilobyte": 1, "second": -1}),
         ("MBps", {"megabyte": 1, "second": -1}), ("GBps", {"gigabyte": 1, "second": -1}),
         ("kbps Kbps", {"kilobit": 1, "second": -1}), ("Mbps mbps", {"megabit": 1, "second": -1}),
         ("Gbps gbps", {"gigabit": 1, "second": -1}),
