@@ -359,6 +359,10 @@ def _write_files(
     names_by_file = {file: sorted(names, key=lambda name: -itemsizes[name]) for file, names in files.items()}
 
     def write_slab(file: str, copied_before: Sequence[str], pieces: Sequence[Piece], tensor: Tensor | None) -> None:
+        """Append to a file: the header if it is new, the tensors `copied_before`, then a slab's values.
+
+        `tensor` [any shape] has the values; None: no slab follows. `pieces` of the slab count in `checksums`.
+        """
         if file not in manifest.sizes:
             manifest.append(file, safetensors_header({name: entries[name] for name in names_by_file[file]}))
         for name in copied_before:

@@ -39,7 +39,7 @@ _MEET_SECONDS = 60.0
 Reports = list[ReshardReport]
 """Reports of a reshard, one per rank."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
-"""Calls of one attempt: the trainers', then one per replica."""
+"""Calls of one attempt to copy the weights: one to all trainers, then one to each replica."""
 
 
 class ReshardCalls:

@@ -45,7 +45,10 @@ async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
 
 
 async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> tuple[list[StateCopy], list[str]]:
-    """Return the living agents' copies. With `checks`, drop damaged ones, and return a sentence about each."""
+    """Return all copies in the memory of living agents, and a sentence about each damaged copy.
+
+    Only with `checks` do the agents look for damaged copies. These are dropped.
+    """
     living = _living(agents)
     answers = await asyncio.gather(
         *(agent.request("copies", checks=checks) for agent in living), return_exceptions=True

@@ -79,7 +79,7 @@ def _refuse_split_turns(messages: Sequence[Any], standard: Sequence[Mapping[str,
 
 
 def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) -> None:
-    """Raise ValueError for a tool's result whose `tool_call_id` is that of no call before it.
+    """Raise ValueError if a tool's result has the `tool_call_id` of no earlier call.
 
     Nothing is checked if calls have no ids, or are in another field.
     """

@@ -92,14 +92,20 @@ class Streamed(Sequence[Made], Generic[Made]):
 
 
 def numbers_of(problems: Sequence[Problem]) -> NDArray[np.int64]:
-    """Return the `index` of each problem: [problems]. Problems on disk are not tokenised."""
+    """Return the `index` of each problem: [problems].
+
+    A loop over problems on disk would read and tokenise each, so their stored numbers are used.
+    """
     if isinstance(problems, Streamed):
         return problems.numbers
     return np.fromiter((problem.index for problem in problems), np.int64, len(problems))
 
 
 def values_of(problems: Sequence[Problem], field: str) -> Iterator[Any]:
-    """Yield a field's value of each problem's record. Problems on disk are not tokenised."""
+    """Yield a field's value of each problem's record.
+
+    A loop over problems on disk would tokenise each, so only their records are read.
+    """
     if isinstance(problems, Streamed):
         return problems.values(field)
     return (problem.record[field] for problem in problems)

@@ -148,10 +148,10 @@ class TokenBatch:
         selected.samples = np.repeat(np.arange(len(selection)), counts[selection])
         return selected
 
-    def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
-        """Return the same sequences with only these per-token arrays, and without the keys of distillation targets."""
+    def with_arrays(self, arrays: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
+        """Return the same sequences with `arrays` as the only ones in `per_token`, and without `target_keys`."""
         return TokenBatch(
-            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts,
+            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(arrays), self.experts,
             self.expert_digests, self.retained_sets, self.temperatures, labels=self.labels,
             shares_prefixes=self.shares_prefixes,
         )  # fmt: skip

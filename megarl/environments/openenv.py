@@ -36,7 +36,7 @@ class UnreachableError(EnvironmentUnavailableError):
 
 
 class OpenEnv:
-    """Environment of the OpenEnv server at `url`, or of a server that megarl starts by `command`.
+    """Environment on an OpenEnv server: an existing one at `url`, or one started by megarl with `command`.
 
     `command` is a program with arguments; `{port}` in them is replaced by a free port.
 

@@ -49,7 +49,7 @@ class GroupedQuery:
         return self.head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
-        """Return the number of weights in one layer's projections (query, key, value, output), without biases."""
+        """Return the number of weights in a layer's projections: query with gate, key, value, output; no biases."""
         gates = self.num_heads if self.has_output_gate else 0
         return hidden_size * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim
 
@@ -111,6 +111,10 @@ class Latent:
         return self.num_heads * self.value_head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
+        """Return the number of weights in a layer's projections, including those to and from the latent vectors.
+
+        With `query_rank` 0, queries have one direct projection.
+        """
         query_channels = self.num_heads * self.head_dim
         direct_elements = hidden_size * query_channels
         latent_elements = self.query_rank * (hidden_size + query_channels)

@@ -96,6 +96,7 @@ def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
     else:
         shared = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
     shared.set_timeout(timeout)
+    # Only ranks of this run know the secret, so a run that connects by mistake uses other keys.
     return PrefixStore(f"{derived_key('names in the store').hex()} {meeting.name}", shared)
 
 

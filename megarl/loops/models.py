@@ -169,7 +169,7 @@ async def load_experts(models: Mapping[str, RankModel], recipe: Recipe, state: R
 
 
 async def retain_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState) -> dict[str, float]:
-    """With router replay, drop the ranks' routed experts, except those of waiting groups.
+    """With router replay, drop the choices of experts stored on the ranks, except for groups waiting or in flight.
 
     Returns `rollout/routed_experts_bytes`, their size before.
     """

@@ -168,10 +168,10 @@ class DrafterHead:
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Any
     ) -> Tensor | None:
-        """Return the KL of each step in nats, float32 [steps, tokens]; None without a row. Shapes as in `ExtraHead`.
+        """Return the KL of each drafting step in nats, float32 [steps, tokens]; None without a row.
 
-        Step k at position t compares with the policy at t + 1 + k. If that position is in another sequence, the entry
-        has no meaning.
+        Arguments as in `ExtraHead`. Step k (from 0) at position t compares the drafter's distribution with the policy's
+        at position t + 1 + k. If this position is in another sequence, the entry has no meaning.
         """
         drafter_row, self.row = self.row, None
         if drafter_row is None:

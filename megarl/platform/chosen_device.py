@@ -1,4 +1,4 @@
-"""The device chosen by the recipe for its ranks (`cluster.device`), and checks that the machine has it.
+"""Reads from `cluster.device` which device a rank uses, and checks that the machine has it.
 
 Does not import torch, because the checks before a start use this module. `platform.device` also asks torch.
 """

@@ -127,23 +127,23 @@ def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
 def physical_cores(cores: Collection[int], root: Path = SYS) -> list[tuple[int, ...]]:
     """Group logical CPUs by physical core, so that a core's hardware threads stay together."""
     groups: dict[int, list[int]] = {}
-    for core in sorted(cores):
-        siblings = root / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        first = core
+    for cpu in sorted(cores):
+        siblings = root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        first_cpu = cpu
         with suppress(OSError, ValueError):
-            first = min(parse_core_ranges(siblings.read_text()), default=core)
-        groups.setdefault(first, []).append(core)
+            first_cpu = min(parse_core_ranges(siblings.read_text()), default=cpu)
+        groups.setdefault(first_cpu, []).append(cpu)
     return [tuple(group) for group in groups.values()]
 
 
 def _rank_cpus(groups: Sequence[tuple[int, ...]], index: int, count: int) -> tuple[int, ...]:
-    """Return the logical CPUs of rank `index` of `count`. `groups` has the CPUs of each core.
+    """Return the logical CPUs of rank `index` of `count`. `groups` has the logical CPUs of each physical core.
 
-    Ranks share a core only if there are too few.
+    Ranks share a core only if there are too few cores.
     """
     start = index * len(groups) // count
     stop = max((index + 1) * len(groups) // count, start + 1)
-    return tuple(sorted(core for group in groups[start:stop] for core in group))
+    return tuple(sorted(cpu for group in groups[start:stop] for cpu in group))
 
 
 def parse_core_ranges(text: str) -> list[int]:

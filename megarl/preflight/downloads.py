@@ -16,10 +16,11 @@ from megarl.types import DataError
 
 
 def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_models: bool = True) -> bool:
-    """Download a recipe's models and data sets if they are Hub names and missing in this machine's cache.
+    """Download a recipe's models and data sets from the Hub, except those in this machine's cache.
 
-    `notify` gets a line before and after each download. Returns whether anything was downloaded. Raises DataError with
-    the recipe field, the reason, and the command to run on a machine with a network.
+    Local paths and generated problems need no download. Without `with_models`, only data sets are downloaded. `notify`
+    gets a line before and after each download. Returns whether anything was downloaded. Raises DataError with the
+    recipe field, the reason, and the command to run on a machine with a network.
     """
     paths = recipe.model_paths if with_models else {}
     was_downloaded = [download_model(path, field, notify) for field, path in paths.items()]

@@ -60,7 +60,10 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 def _list_gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
-    """Return the GPUs to check: installed ones at a start on this machine, else the named ones."""
+    """Return the GPUs to check: the model named in `cluster.gpu_memory_gib`, or this machine's if the run uses them.
+
+    Before a start the named model has priority; at a start, the installed GPUs.
+    """
     named_gpus = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named_gpus and not is_start:
         return named_gpus

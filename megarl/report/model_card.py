@@ -148,7 +148,6 @@ def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
 
     path = str(run.config.get("model.path", ""))
     folder = Path(find_folder(path))
-    inherited: dict[str, Any] = {}
     # The card may come with a downloaded folder, so expect any damage.
     try:
         base_metadata = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()

@@ -253,6 +253,7 @@ class GroupBuffer:
         flight or waiting.
         """
         state = self.state
+        # Only groups drawn one by one are in flight in a checkpoint, so their seed number is `draw` + 1, as below.
         for group in state.started.values():
             if group.draw not in self._tasks:
                 self._start_attempts(group, group.draw + 1)

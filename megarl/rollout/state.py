@@ -105,8 +105,10 @@ class RLState:
             self.draws.add("used", group[0].problem.source, group[0].problem.index)
 
     def forget_step(self) -> None:
-        """Undo the current step: restore the state before its draws. If draws are not repeated, only let its groups
-        wait again.
+        """Undo the current step before its update.
+
+        If the next try repeats its draws (see `begin_step`), restore the state before them. Otherwise keep the draws,
+        and let the step's groups wait again.
         """
         self.role_baselines = dict(self._baselines_before_step)
         if self._before_step is not None:

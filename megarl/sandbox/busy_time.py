@@ -23,7 +23,7 @@ class BusyTime:
         self._read_at = time.monotonic()
 
     def read(self) -> float:
-        """Return the busy seconds so far; 0: the kernel does not report them."""
+        """Return the busy seconds so far. A living process counts 0 if the kernel does not report its times."""
         now = time.monotonic()
         seconds_by_process = {pid: _busy_seconds(pid) for pid in descendants(self._spawner)}
         ended_processes = self._seconds_by_process.keys() - seconds_by_process.keys()

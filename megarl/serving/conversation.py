@@ -92,8 +92,8 @@ def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, 
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
-            {"id": name, "type": "function", "function": {"name": function, "arguments": _parse_arguments(arguments)}}
-            for name, function, arguments in calls
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": _parse_arguments(arguments)}}
+            for call_id, name, arguments in calls
         ]
     return message
 

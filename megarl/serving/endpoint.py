@@ -127,8 +127,9 @@ class Endpoint:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request. Count it if metrics are on, and write errors in the format of the requested API."""
+        """Answer a request, with errors in the format of the requested API. If metrics are on, count and time it."""
         began = time.monotonic()
+        # Stays if the client closes the connection: the handler is then cancelled.
         status = _CLIENT_LEFT
         try:
             response = await self._answer(request, handler)

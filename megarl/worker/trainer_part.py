@@ -30,7 +30,7 @@ class TrainerPart:
         """Prepare for the first step, after all models are built. A collective over the trainer's ranks."""
 
     def notices(self) -> Sequence[str]:
-        """Return texts for the user about this feature, at the start."""
+        """Return sentences about this feature. The user sees them at the start of the run."""
         return ()
 
     def saved_models(self) -> Mapping[str, Model]:

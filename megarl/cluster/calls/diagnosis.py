@@ -68,10 +68,10 @@ class Diagnosis:
         return await self._end.run_once(end)
 
     async def end_if_stopped(self, fault: str, patience_seconds: float) -> None:
-        """End the group, for this `fault`, if a living rank is stopped (by SIGSTOP, for example).
+        """End the group if a living rank is stopped (by SIGSTOP, for example). The error says `fault`.
 
-        An agent that does not answer within `patience_seconds` (limited to a few seconds up to a minute) counts as
-        stopped, with all its ranks.
+        An agent without an answer within `patience_seconds` counts as stopped, with all its ranks. At least
+        `STACKS_SECONDS` and at most a minute are allowed, whatever `patience_seconds` is.
         """
         if self._end.has_begun:
             return
@@ -232,8 +232,8 @@ class Diagnosis:
         """Return the living ranks that cannot run, each with the obstacle in words.
 
         The text is empty if the rank's own process is stopped (SIGSTOP, for example). Other obstacles are a stopped
-        fork server, and an agent without an answer within `patience_seconds`; all ranks of the agent then count. The
-        time is limited to a few seconds up to a minute.
+        fork server, and an agent without an answer within `patience_seconds`; all ranks of the agent then count. At
+        least `STACKS_SECONDS` and at most a minute are allowed.
         """
         limited_seconds = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
         answers = await self._ranks.request("stopped", handles, limited_seconds)

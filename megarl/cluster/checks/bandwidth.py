@@ -82,10 +82,10 @@ class Bandwidth:
 
 
 def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
-    """Return the rounds of the test: the kind of link, and each participating rank's partner.
+    """Return the rounds of a bandwidth test: the kind of link, and each participating rank's partner.
 
-    `nodes[r]` is the node of rank r. Pairs `WITHIN` nodes are neighbours on a node. Pairs `ACROSS` nodes have the same
-    local rank on neighbouring nodes.
+    All pairs of a round exchange data at the same time. `nodes[r]` is the node of rank r. Pairs `WITHIN` nodes are
+    neighbours on a node. Pairs `ACROSS` nodes have the same local rank on neighbouring nodes.
     """
     ranks_by_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     rounds_within, rounds_across = [], []

@@ -78,6 +78,10 @@ class LocalNodes(Nodes):
             await self.start(Path(), timeout_seconds)
 
     async def close(self) -> None:
+        """Close the connection to the agent, and wait for the end of its process (`_agent`).
+
+        `agents` has its link; none if the agent was not connected.
+        """
         for link in self.agents:
             link.cut()
         if self._agent is not None:

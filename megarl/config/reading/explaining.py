@@ -195,9 +195,9 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all values below a section, each with its dotted name relative to the section.
+    """Yield all values below a section, each with its name relative to the section, such as `.data.train`.
 
-    A value that is not a section has an empty name.
+    The names begin with a dot. If `value` is an empty section, or not a section, its name is empty.
     """
     if isinstance(value, Mapping) and value:
         for name, item in value.items():

@@ -51,9 +51,10 @@ def _is_written_alone(tokenizer: Tokenizer, message: Mapping[str, Any], tools: S
 def check_answer_written(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendered: str
 ) -> None:
-    """Raise ValueError for a text of the last message, the assistant's, missing in its turn.
+    """Raise ValueError if the template leaves out a text of the last message, an answer of the assistant.
 
-    `rendered` is the text of all messages. The turn includes its generation prompt, which may open the thoughts.
+    `rendered` is the text of all messages. The answer's part of it begins after the earlier messages, with the
+    generation prompt: this may already open the reasoning.
     """
     number = len(messages) - 1
     before = render(tokenizer, messages[:number], generation_prompt=False, tools=tools) if number else ""

@@ -73,7 +73,7 @@ class EnginePart:
         return output
 
     def extend_completion(self, completion: Completion, output: Any) -> Completion:
-        """Add values of vLLM's output to a completion. Called on the leader only."""
+        """Return a finished completion, with this feature's values from vLLM's output. Called on the leader only."""
         return completion
 
     def extend_aborted(self, completion: Completion, state: Any) -> Completion:

@@ -11,7 +11,7 @@ from megarl.types import Request
 
 
 class RetainedKV(EnginePart):
-    """Part that keeps running requests' KV cache after a weight update. Later requests do not reuse it."""
+    """Lets running requests keep their KV cache when the weights change. Requests added later do not reuse it."""
 
     keeps_cache = True
 

@@ -24,6 +24,7 @@ class RoutedExperts(EnginePart):
         self._keep = keep
 
     def extend_completion(self, completion: Completion, output: Any) -> Completion:
+        """Store the experts of vLLM's output here. Return the completion with their handle and hashes."""
         if output.routed_experts is None:
             return completion
         experts = output.routed_experts

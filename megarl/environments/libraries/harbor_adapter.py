@@ -66,7 +66,8 @@ class Library:
     def refuse_tasks(self, tasks):
         """Raise ValueError for a task that the environment cannot run: its network modes or its resources.
 
-        Creates a trial of each kind of task, without a start. The trial's own checks are those before its start.
+        Tasks with equal LIMIT_FIELDS are of one kind. One trial of each kind is created, but not started: Harbor checks
+        a task when it creates the trial.
         """
         os.environ[KEY_NAME] = "check"
         kinds = {}

@@ -223,6 +223,7 @@ class LibraryProcess:
             raise ChildError(f"the request to the environment's child process is not JSON: {error}") from None
 
     def _cancel(self, number: int) -> None:
+        """End the fork of request `number`. If the process has no forks, end the process."""
         if self.introduction.get("is_forked") is not True:
             self.kill()
         # A closing process ends all forks itself.

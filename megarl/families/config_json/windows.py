@@ -78,9 +78,9 @@ def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ..
 
 
 def refuse_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return no windows. Raises DataError for `use_sliding_window`.
+    """Raise DataError if `use_sliding_window` is true. Otherwise return no windows.
 
-    For families whose windows transformers and vLLM 0.30 place in different layers.
+    For families in which transformers and vLLM 0.30 give different layers a window.
     """
     if flag(config, "use_sliding_window"):
         raise DataError(

@@ -33,13 +33,14 @@ class DataPosition:
 
     @classmethod
     def from_checkpoint(cls, step: int, driver: Mapping[str, Any]) -> Self:
-        """Return the position in driver.json, in the form that `as_json` writes.
+        """Return the position stored in a checkpoint's driver.json. `step` is the checkpoint's step.
 
         Checkpoints of earlier versions have none. Each of their steps drew as many records as their recipe says.
         """
         if (drawn_counts := driver.get("drawn")) is not None:
             return cls(step, {name: int(count) for name, count in drawn_counts.items()})
         recipe = driver["recipe"]
+        # On-policy loops have their position in data.train in `rollout.state`.
         data_fields = ["data.ptx"] if recipe.get("loop") in _ON_POLICY else _BATCH_SIZES
         return cls(
             step,

@@ -39,7 +39,7 @@ class ExactRouter(TopKRouter):
         """
         logits = logits.flatten(0, -2)
         rounded_logits = logits.detach().to(self.weight.dtype)
-        # The engine makes the same call. Among equal logits, this function decides which are chosen, and their order.
+        # The engine makes the same call. `torch.topk` decides which of equal logits are chosen, and their order.
         chosen_logits, experts = torch.topk(rounded_logits, k=self.topk, dim=-1, sorted=False)
         if self.config.moe_router_pre_softmax:
             megatron_weights = logits.softmax(-1).gather(1, experts)

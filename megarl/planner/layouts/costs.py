@@ -122,9 +122,9 @@ class LayoutCosts:
         )
 
     def scoring_seconds(self, layouts: Layouts, *, row_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds of a step's passes without gradients [layouts]: log-probs, and the reward model's scores.
+        """Return the seconds of a step's forward passes for log-probs and for the reward model's scores: [layouts].
 
-        `row_tokens` [layouts]: capacity of a row in these passes.
+        They compute no gradients. `row_tokens` [layouts]: capacity of a row in these passes.
         """
         tokens = self.workload.tokens
         scoring = self.trainer_cost.scoring_seconds(layouts, tokens=tokens, row_tokens=row_tokens)

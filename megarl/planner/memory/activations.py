@@ -429,8 +429,9 @@ def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
     """Return the bytes saved by the head: the last norm, the hidden states of all tokens, and tensors for log-probs."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     split = _count_sequence_parts(parallel, settings)
-    # In a tree, the head also gathers hidden states for the edges, about one for each token.
+    # If shared prefixes are stored once, the head also copies a hidden state for each prediction, about one per token.
     gathered_bytes = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
+    # The norm's weight is frozen with LoRA, so the normalised values for its gradient are not saved.
     normed_bytes = 0 if settings.lora_rank else size
     return tokens / split * shape.hidden_size * (FLOAT32 + normed_bytes) + gathered_bytes + tokens * _LOSS_BYTES
 

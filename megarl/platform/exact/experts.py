@@ -30,9 +30,10 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
-    """Make the experts of a live vLLM model compute as this module describes.
+    """Replace the computation of the experts in a live vLLM model by `_compute_experts`.
 
-    Products over the intermediate channels have `num_blocks` blocks over all ranks.
+    Layers without experts in `modules` are skipped. Products over the intermediate channels have `num_blocks` blocks
+    over all ranks.
     """
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts

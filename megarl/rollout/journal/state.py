@@ -166,12 +166,15 @@ class JournaledTry:
         return (None, 0) if chain is None else (chain.numbers[-1], chain.num_tokens)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of this try, in the order of reading."""
-        names = {"try": self.name, "attempt": self.attempt_name, "settings": self.settings}
-        yield {"kind": "began", **names, "step": self.first_step}
+        """Yield the records of this try (one run of its attempt's agent program), in the order of reading.
+
+        The record of an answer has only the prompt's tokens after `base`, the number of an earlier answer.
+        """
+        identity_fields = {"try": self.name, "attempt": self.attempt_name, "settings": self.settings}
+        yield {"kind": "began", **identity_fields, "step": self.first_step}
         if self.can_go_on:
             yield from (dict(record) for record in (self.opened, *self.asked.values()) if record is not None)
-        # Rebuild the try step by step: `base` of a record may only name an answer written before it.
+        # Repeat the try answer by answer, because `base` must name an answer written before.
         rebuilt_try = JournaledTry(self.name, self.attempt_name, self.settings, self.first_step)
         refused_calls = list(self.refused)
         for number, answer in sorted(self.answers.items()):

@@ -318,7 +318,7 @@ async def _is_readable(descriptor: int, seconds: float) -> bool:
 
 
 def start_fault(settings: ContainerSettings) -> str | None:
-    """Start a container and end it at once. Returns why it does not start; None: it starts."""
+    """Start a container as a trial, and remove it at once. Return why it did not start; None: it started."""
     keeper = start_keeper(settings)
     try:
         return receive(keeper.connection, MAX_MESSAGE_BYTES, time_limit(_TRIAL_SECONDS)).get("refused")
@@ -326,7 +326,7 @@ def start_fault(settings: ContainerSettings) -> str | None:
         return keeper.end().stderr_tail() or str(error)
     finally:
         if settings.kind in COMMAND_LINES:
-            # As in `stop`: a killed keeper would leave its container to a daemon.
+            # Let the keeper remove the container, as in `stop`. If the keeper is killed first, the container stays.
             with suppress(EOFError, OSError, FrameError):
                 keeper.connection.shutdown(socket.SHUT_WR)
                 receive(keeper.connection, MAX_MESSAGE_BYTES, time_limit(_REMOVAL_SECONDS))

@@ -99,6 +99,7 @@ class ContainerHost:
         return asdict(program_task.result())
 
     async def _cancel(self, name: str) -> dict[str, Any]:
+        """End the program running in the container `name`, if any. The container continues."""
         if (running := self._running.get(name)) is not None:
             running.cancel()
         return {}

@@ -90,7 +90,10 @@ def _keep_apptainer_container(
     url = f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"])
 
     def serve(start_place: Callable[[], Place]) -> None:
-        """In the container's first process: start the container, then answer requests. A failed start is reported."""
+        """Start the container, then answer the host's requests. Called in the container's first process.
+
+        `start_place` starts it, and returns the `Place` of its programs. A failed start is reported to the host.
+        """
         try:
             if (cpus := settings["limits"]["cpus"]) is not None:
                 _use_cpus(math.ceil(cpus))

@@ -107,6 +107,7 @@ def _mount_image(image: str, users: int | None) -> str:
 
 
 def _show_system(root: str, python: Sequence[str]) -> None:
+    """Mount the system folders, and the folders of megarl's Python, read-only below `root`. Links remain links."""
     for folder in dict.fromkeys((*_SYSTEM_FOLDERS, *python)):
         # On merged systems /bin is a link to usr/bin. Programs expect this.
         if os.path.islink(folder):

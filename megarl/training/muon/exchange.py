@@ -30,7 +30,10 @@ _DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One round on this rank: its plans, and its matrices as pairs (first element, shape)."""
+    """A round of `MatrixExchange` on this rank. `gather` copies matrices to their owners, `scatter` copies them back.
+
+    `matrices` are those owned by this rank, each as (first element in its flat buffer, shape).
+    """
 
     gather: RankPlan
     scatter: RankPlan

@@ -45,9 +45,9 @@ class TreeMicrobatch(Microbatch):
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:
-        """Return, for each stored place, the index of a token in the row of separate sequences: [places].
+        """Return, for each token stored on this rank, its index in the row of separate sequences: [places].
 
-        If several sequences share the place, it is the last sequence's token. Padding places have -1.
+        If several sequences share a stored token, it is the index in the last of them. Padding has -1.
         """
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tokens = np.full(len(self.row.tree.own_tokens), -1)

@@ -36,9 +36,10 @@ class ReshardChecks:
         """Checksums of this rank's engine; None without an engine or without `weights.check_every`."""
 
     def compare_with_folder(self) -> None:
-        """Compare rows of the engine with the model folder, while the trainers still have its weights. A collective.
+        """Compare rows of the engine's weights with the model folder. A collective.
 
-        Does nothing for probed engines, because vLLM's own loader filled them by name.
+        Call it while the trainers still have the folder's weights. If `is_probed`, nothing is compared: then vLLM's own
+        loader gets each tensor by its name, and converts it.
         """
         if self.is_probed:
             return

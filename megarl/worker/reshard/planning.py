@@ -191,7 +191,10 @@ class _Planner:
         return ReshardPlan(live_reshard, self._engine_shape, engine_layout)
 
     def add_drafter(self, plan: ReshardPlan) -> ReshardPlan:
-        """Add the copies of the trained drafter to a plan. Raises ConfigError if it cannot be written in place."""
+        """Return `plan` with further copies: from the trained drafter to the engines' drafters. A collective.
+
+        Raises ConfigError if an engine's drafter cannot be written in place.
+        """
         ends, recipe = self._ends, self._ends.recipe
         assert recipe.drafter is not None
         shape = read_drafter_shape(find_folder(recipe.drafter), self._trainer_shape)

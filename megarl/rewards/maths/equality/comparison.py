@@ -345,11 +345,12 @@ class Comparison:
         return num_moduli.denominator == 1 if num_moduli is not None else self.same(gold_residue, residue)
 
     def _same_expression(self, gold: Node, prediction: Node) -> bool:
+        r"""Return whether two formulas have equal values. One of them may lack its degree sign: `90` for `90^\circ`."""
         gold_degrees, predicted_degrees = count_degrees(gold), count_degrees(prediction)
-        # Only one side is in degrees: pi on the other side means radians, otherwise the sign was left out.
         if (gold_degrees is None) != (predicted_degrees is None):
-            plain = gold if gold_degrees is None else prediction
-            if not any(node.kind == "constant" and node.value == "pi" for node in plain.walk()):
+            side_without_sign = gold if gold_degrees is None else prediction
+            # With pi this side is in radians. Otherwise its sign was left out, so compare the numbers of degrees.
+            if not any(node.kind == "constant" and node.value == "pi" for node in side_without_sign.walk()):
                 gold, prediction = gold_degrees or gold, predicted_degrees or prediction
         return same_value(gold, adopt_constant(gold, prediction), self.factor)
 

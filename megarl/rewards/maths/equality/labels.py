@@ -22,9 +22,9 @@ def is_label(node: Node) -> bool:
 
 
 def may_be_asked_for(node: Node) -> bool:
-    r"""Return whether a problem may ask for the left side of an equation.
+    r"""Return whether a problem may ask for the value of `node`, the left side of an answer's equation.
 
-    `m+n = 7` and `\frac{m}{n} = 7` ask for a value: the answer is 7. `2x+3y = 12` is a line.
+    With `m+n = 7` or `\frac{m}{n} = 7` the answer is 7. `2x+3y = 12` is a line: nobody asks for the value of `2x+3y`.
     """
     nodes = list(node.walk())
     # 2x + 3y = 12 and x^2 + y^2 = 25 are lines and curves.
