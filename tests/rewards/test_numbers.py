@@ -8,6 +8,7 @@ import pytest
 
 from megarl.rewards.maths.agreement import agreement
 from megarl.rewards.maths.equality.exact import exact
+from megarl.rewards.maths.equality.rewrites import drop_rounding
 from megarl.rewards.maths.formulas.parser import parse
 from megarl.rewards.maths.numbers import ANY_SEPARATOR, COMMA, NotMathematicsError, read_based_number, read_number
 from megarl.rewards.maths.quantities import read_quantity
@@ -49,6 +50,11 @@ def test_a_root_is_exact_only_if_it_is_rational(text: str, value: Fraction | Non
 def test_a_binomial_is_exact_for_whole_numbers(text: str, value: int | None) -> None:
     tree = parse(text)
     assert tree is not None and exact(tree) == value
+
+
+def test_a_rounding_is_dropped_and_the_name_stays() -> None:
+    rounded, named = parse(r"x=\frac16\approx0.1667"), parse(r"x=\frac16")
+    assert rounded is not None and drop_rounding(rounded) == named
 
 
 def test_a_unit_has_at_most_four_words() -> None:
