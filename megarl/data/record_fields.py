@@ -114,7 +114,7 @@ def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: C
     The field chooses an environment, sampling settings or another reward than the recipe's `rewards`. None: the rewards
     are not checked.
     """
-    if (fault := unread_environment_field(fields, environment)) is not None:
+    if (fault := _unread_environment_field(fields, environment)) is not None:
         return fault
     for name in _SAMPLING_FIELDS:
         if not says_nothing(fields.get(name)) and not _is_own(environment):
@@ -122,10 +122,10 @@ def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: C
                 f"'{name}' is {shown(fields[name])}, which is not read; set rollout.sampling in the recipe, for all "
                 "records alike, and remove the field"
             )
-    return None if rewards is None else unread_reward_field(fields, environment, rewards)
+    return None if rewards is None else _unread_reward_field(fields, environment, rewards)
 
 
-def unread_reward_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str]) -> str | None:
+def _unread_reward_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str]) -> str | None:
     """Return an error for the first field that chooses another reward than the recipe's `rewards`, or None.
 
     Rewards and environments of the user's own get the whole record, and may read any field.
@@ -153,7 +153,7 @@ def _is_own(environment: str) -> bool:
     return ":" in environment or environment == "command"
 
 
-def unread_environment_field(fields: Mapping[str, Any], environment: str) -> str | None:
+def _unread_environment_field(fields: Mapping[str, Any], environment: str) -> str | None:
     """Return an error for the first environment field that `environment` does not read, or None.
 
     Environments and agents of the user's own get the whole record, and may read any field.

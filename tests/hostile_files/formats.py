@@ -42,7 +42,8 @@ from megarl.report.model_card import write_card
 from megarl.report.page import render, render_evaluations
 from megarl.report.replays import replay_contents
 from megarl.report.watched import WatchedRun
-from megarl.rollout.journal.state import JournaledAnswer, JournaledTry, JournalState
+from megarl.rollout.journal.state import JournalState
+from megarl.rollout.journal.tries import JournaledAnswer, JournaledTry
 from megarl.rollout.recording import RecordedCall
 from megarl.rollout.state import RLState
 from megarl.rollout.step.step_record import StepRecord

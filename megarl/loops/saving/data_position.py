@@ -9,6 +9,7 @@ from typing import Any, Self
 from megarl.config import Recipe, TrainConfig
 from megarl.config.sections.learning import AlgorithmConfig
 from megarl.data.sampler import DataOrder
+from megarl.loops.saving.driver_state import saved_value
 
 _BATCH_SIZES: Mapping[str, tuple[str, int]] = {
     "data.train": ("train.prompts_per_step", TrainConfig().prompts_per_step),
@@ -42,14 +43,12 @@ class DataPosition:
         recipe = driver["recipe"]
         # On-policy loops have their position in data.train in `rollout.state`.
         data_fields = ["data.ptx"] if recipe.get("loop") in _ON_POLICY else _BATCH_SIZES
-        return cls(
-            step,
-            {
-                name: step * _value_at(recipe, *_BATCH_SIZES[name])
-                for name in data_fields
-                if _value_at(recipe, name, None)
-            },
-        )
+        drawn: dict[str, int] = {}
+        for name in data_fields:
+            size_field, default_size = _BATCH_SIZES[name]
+            if saved_value(recipe, name):
+                drawn[name] = step * (saved_value(recipe, size_field) or default_size)
+        return cls(step, drawn)
 
     def after(self, step: int, recipe: Recipe) -> Self:
         """Return the position at the end of a later step of a run that continues from this one."""
@@ -78,8 +77,3 @@ def _batch_sizes(recipe: Recipe) -> dict[str, int]:
     """Return how many records each step draws, by the field of the data."""
     sizes = {} if recipe.is_on_policy else {"data.train": recipe.train.prompts_per_step}
     return sizes | ({"data.ptx": recipe.algorithm.ptx_conversations} if recipe.data.ptx else {})
-
-
-def _value_at(recipe: Mapping[str, Any], dotted: str, default: Any) -> Any:
-    section, name = dotted.split(".")
-    return (recipe.get(section) or {}).get(name, default)

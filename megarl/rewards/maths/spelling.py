@@ -112,9 +112,11 @@ _NAMED_SET = re.compile(
 _DOES_NOT_EXIST = re.compile(r"(?:the\s+limit\s+)?(?:does\s+not|doesn't)\s+exist|D\.?N\.?E", re.IGNORECASE)
 _BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
 _DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
+_TEXT_BRACE = r"\\(?:text|textrm|mbox|mathrm)\s*\{"
+"""Matches the beginning of words in a formula: `\\text{`."""
 _LETTER_OF_MERIDIEM = re.compile("[mMn]")
 _MERIDIEM = re.compile(
-    r"(?<=\d)(?:\s|\\[,; ]|~)*(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?"
+    rf"(?<=\d)(?:\s|\\[,; ]|~)*(?:{_TEXT_BRACE}\s*)?"
     r"(?:([AaPp])(?:[Mm]|\.\s?[Mm]\.?)|(noon)|(midnight))(?![A-Za-z])\s*\}?"
 )
 """Matches `AM`, `p.m.` or `noon` after a number."""
@@ -125,7 +127,7 @@ _DOMAIN = re.compile(
 """Matches a parameter's values in brackets, or the word before these values."""
 _NUMBER_SET = re.compile(r"\\in\s*(?:\\(?:mathbf|mathrm|bm)\s*)?(?:\{\s*([ZNRQC])\s*\}|([ZNRQC])(?![A-Za-z0-9_'({]))")
 """Matches a number set in plain or bold letters: `k \\in Z`."""
-_BETWEEN_WORDS = r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{|[{}\s])*"
+_BETWEEN_WORDS = rf"(?:{_TEXT_BRACE}|[{{}}\s])*"
 _INTEGER = re.compile(
     rf"(?:[,;(]|\\text\s*\{{){_BETWEEN_WORDS}(?:(?:where|with|for){_BETWEEN_WORDS})?"
     rf"(?:(?P<subject>[A-Za-z]){_BETWEEN_WORDS}(?:is\s+(?:an|any)|is|an|any)\s+integer(?![A-Za-z])"
@@ -154,12 +156,15 @@ _BRACED_ARRAY = re.compile(
 """Matches an array behind a single brace: cases in older LaTeX."""
 _CASES = re.compile(r"\\begin\{[dr]?cases\}(?P<rows>.*?)\\end\{[dr]?cases\}", re.DOTALL)
 _ROW_END = re.compile(r"\\\\(?:\s*\[[^\]]*\])?")
-_CONDITION_WORD = re.compile(
-    r"[\s,&]*(?:\\(?:text|textrm|mbox|mathrm)\s*\{\s*,?\s*(?:if|for|when|where)\s*\}|\b(?:if|for|when|where)\b)\s*"
-)
-_OTHERWISE = re.compile(
-    r"[\s,&]*(?:\\(?:text|textrm|mbox|mathrm)\s*\{\s*,?\s*(?:otherwise|else)\s*\}|\b(?:otherwise|else)\b)[\s.,;]*$"
-)
+
+
+def _match_any_word(words: str) -> str:
+    """Return a pattern for one of the words, plain or in a \\text{}, and the separators before it."""
+    return rf"[\s,&]*(?:{_TEXT_BRACE}\s*,?\s*(?:{words})\s*\}}|\b(?:{words})\b)"
+
+
+_CONDITION_WORD = re.compile(rf"{_match_any_word('if|for|when|where')}\s*")
+_OTHERWISE = re.compile(rf"{_match_any_word('otherwise|else')}[\s.,;]*$")
 _COMMA_OF_VALUE = re.compile(r"\s*,\s*&")
 _RELATION_SIGN = re.compile(r"[<>=≤≥≠∈]|\\(?:le|leq|leqslant|ge|geq|geqslant|ne|neq|lt|gt|in)(?![A-Za-z])")
 

@@ -10,22 +10,18 @@ _COMPLEMENTS = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="
 """Sign of the relation that holds exactly if the one with the key does not."""
 
 
-def same_cases(gold: Node, prediction: Node, is_same: Callable[[Node, Node], bool]) -> bool:
+def same_cases(gold: Node, prediction: Node, is_same_row: Callable[[Node, Node], bool]) -> bool:
     """Return whether two nodes of `cases` with as many rows have equal values under equal conditions.
 
     Of two cases, `otherwise` is the opposite of the other condition.
     """
     candidates = list(_with_written_complement(prediction))
     for row in _with_written_complement(gold):
-        match = next((candidate for candidate in candidates if _is_same_row(row, candidate, is_same)), None)
+        match = next((candidate for candidate in candidates if is_same_row(row, candidate)), None)
         if match is None:
             return False
         candidates.remove(match)
     return True
-
-
-def _is_same_row(gold: Node, prediction: Node, is_same: Callable[[Node, Node], bool]) -> bool:
-    return len(gold.parts) == len(prediction.parts) and all(map(is_same, gold.parts, prediction.parts))
 
 
 def _with_written_complement(cases: Node) -> tuple[Node, ...]:

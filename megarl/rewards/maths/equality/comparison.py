@@ -231,7 +231,7 @@ class Comparison:
                 len(prediction.parts),
             )
             if is_alike and gold.kind == "matrix" and gold.value == "cases":
-                return same_cases(gold, prediction, self.same)
+                return same_cases(gold, prediction, self._same_row)
             return is_alike and all(map(self._same_row, gold.parts, prediction.parts))
         if "ratio" in (gold.kind, prediction.kind):
             return self._same_ratio(gold, prediction)
