@@ -61,6 +61,10 @@ class Models(RequestHandlers):
 
         async def load_checkpoint() -> Reply:
             """Check that the checkpoint fits the service, then load it into model `model_id`."""
+            if body.weights_access_token is not None:
+                raise UserError(
+                    "weights_access_token: is not supported; leave it out, and use the key that saved the checkpoint"
+                )
             folder, record = self._checkpoints.find(body.path, owner)
             if body.base_model is not None:
                 check_base(self._trainer.served, body.base_model)

@@ -95,6 +95,7 @@ Metadata = Annotated[dict[str, Any], AfterValidator(_as_texts)]
 class CreateSession(Body):
     tags: list[str] = []
     user_metadata: Metadata | None = None
+    project_id: str | None = None
     display_name: Annotated[str, Field(max_length=200)] | None = None
 
 
@@ -134,7 +135,7 @@ class OptimizerKind(Settings):
     type: str = "adamw"
 
 
-class CreateModel(Body):
+class CreateModel(Settings):
     session_id: str
     model_seq_id: Number
     base_model: str
@@ -143,7 +144,7 @@ class CreateModel(Body):
     optimizer_config: OptimizerKind = OptimizerKind()
 
 
-class LoadWeights(Body):
+class LoadWeights(Settings):
     """A load either creates a model (`session_id`), or is the first numbered request of one (`model_id`)."""
 
     path: str
@@ -155,6 +156,7 @@ class LoadWeights(Body):
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerKind | None = None
+    weights_access_token: str | None = None
 
 
 class AdamSettings(Settings):
@@ -168,7 +170,7 @@ class AdamSettings(Settings):
     grad_clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 0.0
 
 
-class OptimStep(Numbered):
+class OptimStep(Numbered, Settings):
     adam_params: AdamSettings | None = None
     optimizer_params: OptimizerKind | None = None
 
@@ -188,7 +190,7 @@ class SaveForSampler(Numbered):
     user_metadata: Metadata | None = None
 
 
-class CreateSampler(Body):
+class CreateSampler(Settings):
     session_id: str
     sampling_session_seq_id: Number
     base_model: str | None = None
@@ -242,7 +244,7 @@ class SampleAddress(Body):
     num_samples: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
 
 
-class SampleRequest(SampleAddress):
+class SampleRequest(SampleAddress, Settings):
     base_model: str | None = None
     model_path: str | None = None
     prompt: Prompt

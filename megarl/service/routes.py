@@ -50,6 +50,7 @@ _UNEMBED_NOTICE = (
     "This service trains adapters of attention and MLP layers. train_unembed has no effect: the output layer has no "
     "adapter."
 )
+_PROJECT_NOTICE = "project_id has no effect: this service has no projects; sessions belong to their key."
 
 Handler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
@@ -237,7 +238,8 @@ class _Routes:
 
     async def _create_session(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(CreateSession, await _read_json(request))
-        values = {"session_id": self._desk.sessions.open(body, owner), "info_message": _UNEMBED_NOTICE}
+        notices = [_UNEMBED_NOTICE] if body.project_id is None else [_UNEMBED_NOTICE, _PROJECT_NOTICE]
+        values = {"session_id": self._desk.sessions.open(body, owner), "info_message": " ".join(notices)}
         return web.json_response({"type": "create_session", **values})
 
     async def _heartbeat(self, request: web.Request, owner: str) -> web.StreamResponse:

@@ -39,8 +39,9 @@ class Sampling(RequestHandlers):
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         if sampler_id in session.samplers:
             return sampler_id
-        if body.model_path is None:
+        if body.model_path is None or body.base_model is not None:
             check_base(self._trainer.served, body.base_model)
+        if body.model_path is None:
             session.add_sampler(Sampler(sampler_id, Weights(owner, session.session_id)))
             return sampler_id
         folder, record = self._checkpoints.find(body.model_path, owner)

@@ -37,6 +37,13 @@ class Saves(RequestHandlers):
             body = read_fields(SaveForSampler, values)
             if body.kind not in ("snapshot", "inflight"):
                 raise UserError(f"kind = {body.kind:.50}: is not a kind of sampling client; use snapshot or inflight")
+            if body.path is not None and body.kind == "inflight":
+                raise UserError("kind = inflight: a named save has fixed weights; leave out path, or use snapshot")
+            if body.path is None and body.ttl_seconds is not None:
+                raise UserError(
+                    f"ttl_seconds = {body.ttl_seconds}: weights without a name end with their session; give path, or "
+                    "leave this out"
+                )
             if body.path is not None:
                 # In SDK 0.38 this call has no field for overwriting: a name in use is replaced.
                 path = await self._save(model, "sampler_weights", body, owner, overwrite=True)

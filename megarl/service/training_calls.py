@@ -15,7 +15,7 @@ from megarl.service.ledger import Promise, Reply, digest_of, json_reply
 from megarl.service.losses import read_settings
 from megarl.service.refusals import UserError
 from megarl.service.request_handlers import RequestHandlers
-from megarl.service.requests import AdamSettings, OptimStep, read_fields
+from megarl.service.requests import OptimStep, read_fields
 from megarl.service.served_checks import check_optimizer
 
 
@@ -78,6 +78,9 @@ class TrainingCalls(RequestHandlers):
                 body = read_fields(OptimStep, values)
                 if body.optimizer_params is not None:
                     check_optimizer(body.optimizer_params.type)
+                # A step with defaults would hide a newer name of the settings.
+                if body.adam_params is None:
+                    raise UserError("adam_params is missing: give the settings of AdamW, at least learning_rate")
                 if failure is not None:
                     raise UserError(
                         f"no optimizer step: {failure}. The gradients of all calls since the last step were dropped; "
@@ -86,7 +89,7 @@ class TrainingCalls(RequestHandlers):
             except UserError:
                 await self._trainer.clear_gradients(model.model_id)
                 raise
-            metrics = await self._trainer.optim_step(model.model_id, body.adam_params or AdamSettings())
+            metrics = await self._trainer.optim_step(model.model_id, body.adam_params)
             return json_reply(metrics=metrics)
 
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), run_step, is_training=True)

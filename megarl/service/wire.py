@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -82,27 +81,41 @@ class Sample(NamedTuple):
 def parse_training_call(raw: bytes) -> Any:
     """Return the message of a forward_backward request.
 
-    Raises MalformedError for another message, and for more than `_MAX_PARTS` parts: 8 MiB of empty datums would take
-    minutes.
+    Raises MalformedError for another message, for fields of a newer SDK, and for more than `_MAX_PARTS` parts: 8 MiB
+    of empty datums would take minutes.
     """
     from google.protobuf.message import DecodeError
 
-    data_number = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
-    num_parts = 0
-    for number, start, end in _find_fields(raw, 0, len(raw)):
-        # A datum's fields are its chunks and tensors.
-        for _ in itertools.chain([number], _find_fields(raw, start, end) if number == data_number else ()):
-            num_parts += 1
-            if num_parts > _MAX_PARTS:
-                raise MalformedError(
-                    f"the body has more than {_MAX_PARTS} datums, chunks and tensors; send fewer datums at once"
-                )
+    for num_parts, (kind, number) in enumerate(_walk_parts(raw), 1):
+        # The parser would ignore it, although it may change the loss.
+        if number not in kind.fields_by_number:
+            raise MalformedError(
+                f"the body's {kind.name} has field {number}, unknown to tinker {SDK_VERSION}; use this version of the "
+                "SDK"
+            )
+        if num_parts > _MAX_PARTS:
+            raise MalformedError(
+                f"the body has more than {_MAX_PARTS} datums, chunks and tensors; send fewer datums at once"
+            )
     message = messages().ForwardBackwardRequest()
     try:
         message.ParseFromString(raw)
     except DecodeError as error:
         raise MalformedError("the body is not a ForwardBackwardRequest") from error
     return message
+
+
+def _walk_parts(raw: bytes) -> Iterator[tuple[Any, int]]:
+    """Yield each field of a forward_backward request and of its datums: its message's descriptor, and its number.
+
+    A datum's fields are its chunks and tensors.
+    """
+    call, datum = messages().ForwardBackwardRequest.DESCRIPTOR, messages().Datum.DESCRIPTOR
+    data_number = call.fields_by_name["data"].number
+    for number, start, end in _find_fields(raw, 0, len(raw)):
+        yield call, number
+        if number == data_number:
+            yield from ((datum, part_number) for part_number, *_ in _find_fields(raw, start, end))
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:

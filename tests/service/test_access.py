@@ -153,6 +153,32 @@ async def test_wrong_fields_fail_their_promise_and_use_their_number(tmp_path: Pa
         assert "exists" in second["error"] and first["path"] == third["path"]
 
 
+async def test_what_would_do_nothing_is_refused_or_named(tmp_path: Path) -> None:
+    async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
+        client = Client(http, url, "tml-a")
+        session_id, model_id = await make_model(client)
+        saved = await client.result("save_weights", {"model_id": model_id, "seq_id": 1, "path": "kept"})
+        load = {"path": saved["path"], "optimizer": False, "weights_access_token": "of-another-key"}
+        for number, (path, body, fault) in enumerate(
+            (
+                ("optim_step", {}, "adam_params is missing"),
+                ("save_weights_for_sampler", {"kind": "inflight", "path": "named"}, "kind = inflight"),
+                ("save_weights_for_sampler", {"sampling_session_seq_id": 1, "ttl_seconds": 3600}, "ttl_seconds = 3600"),
+                ("load_weights", load, "weights_access_token"),
+            ),
+            2,
+        ):
+            reply = await client.result(path, {"model_id": model_id, "seq_id": number} | body)
+            assert reply["category"] == "user" and reply["error"].startswith(fault), reply
+        sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": saved["path"]}
+        status, reply = await client.post("create_sampling_session", sampler | {"base_model": "other"})
+        assert status == 422 and reply["error"].startswith("base_model = other")
+        assert (await client.post("create_sampling_session", sampler | {"base_model": "Qwen/Qwen3-8B"}))[0] == 200
+        for project, is_named in ((None, False), ("p", True)):
+            _, session = await client.post("create_session", {"project_id": project})
+            assert ("project_id has no effect" in session["info_message"]) == is_named
+
+
 async def test_parallel_requests_for_models_stay_within_the_limit(tmp_path: Path) -> None:
     class SlowTrainer(FakeTrainer):
         async def create_model(self, *arguments: Any) -> None:

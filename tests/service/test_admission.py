@@ -132,7 +132,8 @@ async def test_a_body_without_room_uses_its_number_after_the_patience_of_its_cli
             refusal = await client.result("save_weights", body)
             is_read.set()
         assert "at once" in refusal["error"] and refusal["category"] == "user"
-        step = await client.result("optim_step", {"model_id": model_id, "seq_id": body["seq_id"] + 1})
+        step_body = {"model_id": model_id, "seq_id": body["seq_id"] + 1, "adam_params": {}}
+        step = await client.result("optim_step", step_body)
         assert "metrics" in step
 
 

@@ -72,7 +72,7 @@ async def test_refused_saves_fail_alone(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("megarl.service.checkpoints.MAX_CHECKPOINTS", 1)
         refusals.append(await save(path="other"))
         assert [refusal["category"] for refusal in refusals] == ["user"] * 4
-        step = await client.result("optim_step", {"model_id": model_id, "seq_id": next(numbers)})
+        step = await client.result("optim_step", {"model_id": model_id, "seq_id": next(numbers), "adam_params": {}})
         assert step["metrics"]["grad_norm:mean"] > 0, "the gradients before the saves are in the step"
 
 

@@ -14,7 +14,7 @@ from aiohttp import ClientSession
 
 from megarl.service import wire
 from megarl.service.refusals import UserError
-from megarl.service.requests import CreateModel, SampleRequest, read_fields
+from megarl.service.requests import CreateModel, CreateSampler, LoadWeights, OptimStep, SampleRequest, read_fields
 from megarl.serving.body import read_head
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
@@ -64,6 +64,8 @@ BOMBS = {
     "length beyond the end": b"\x1a\xff\xff\xff\xff\x0f",
     "endless number": b"\x10" + b"\xff" * 1000,
     "groups": b"\x1b" * 100_000,
+    "field of a newer SDK": field(1, b"model") + field(99, b""),
+    "field of a newer SDK's datum": field(3, field(99, b"")),
 }
 
 
@@ -163,18 +165,29 @@ async def test_an_unknown_setting_of_a_step_is_refused_unless_it_is_null(tmp_pat
         assert "metrics" in await client.result("optim_step", body | {"seq_id": 2})
 
 
+NEW_MODEL: dict[str, Any] = {"session_id": "s", "model_seq_id": 0, "base_model": "m"}
+SAMPLED: dict[str, Any] = {
+    "sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "values", "field"),
+    ("kind", "required", "values", "field"),
     [
-        (CreateModel, {"lora_config": {"rank": 8, "alpha": 64}}, "alpha"),
-        (CreateModel, {"optimizer_config": {"type": "adamw", "momentum": 0.9}}, "momentum"),
-        (SampleRequest, {"sampling_params": {"min_p": 0.1}}, "min_p"),
+        (CreateModel, NEW_MODEL, {"lora_config": {"rank": 8, "alpha": 64}}, "alpha"),
+        (CreateModel, NEW_MODEL, {"optimizer_config": {"type": "adamw", "momentum": 0.9}}, "momentum"),
+        (CreateModel, NEW_MODEL, {"dtype": "float32"}, "dtype"),
+        (CreateSampler, {"session_id": "s", "sampling_session_seq_id": 0}, {"dtype": "float32"}, "dtype"),
+        (LoadWeights, {"path": "p", "optimizer": True}, {"only_layers": [1]}, "only_layers"),
+        (OptimStep, {"model_id": "m", "seq_id": 1}, {"optim_params": {"learning_rate": 1.0}}, "optim_params"),
+        (SampleRequest, SAMPLED, {"sampling_params": {"min_p": 0.1}}, "min_p"),
+        (SampleRequest, SAMPLED, {"logit_bias": {"7": -1}}, "logit_bias"),
     ],
 )
-def test_an_unknown_setting_of_results_is_refused(kind: type[Any], values: dict[str, Any], field: str) -> None:
-    required = {"session_id": "s", "model_seq_id": 0, "base_model": "m", "sampling_session_id": "s", "seq_id": 0}
-    required |= {"prompt": {"chunks": []}, "sampling_params": {}}
-    read_fields(kind, required)
+def test_an_unknown_setting_of_results_is_refused(
+    kind: type[Any], required: dict[str, Any], values: dict[str, Any], field: str
+) -> None:
+    read_fields(kind, required | {"type": "sample", "later": None})
     with pytest.raises(UserError, match=f"{field} = .* is not supported; leave it out"):
         read_fields(kind, required | values)
 
