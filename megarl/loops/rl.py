@@ -17,7 +17,7 @@ from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.started_run import Run
 from megarl.loops.step import StepSamples
 from megarl.preflight import list_off_policy_warnings
-from megarl.rollout.step.advantages import penalty_kl, weigh
+from megarl.rollout.step.advantages import penalty_kl, weigh_batch
 from megarl.rollout.step.scoring import forward_of, score
 from megarl.rollout.step.updates import PolicyUpdates, update_critic
 
@@ -56,7 +56,7 @@ async def train(run: Run) -> None:
                 with phase("advantages"):
                     # Before some tokens are excluded from the loss.
                     step.outcome.kl = penalty_kl(batch, recipe)
-                    step.log(weigh(batch, recipe, number, rollout.state.kl_coefficient, baselines))
+                    step.log(weigh_batch(batch, recipe, number, rollout.state.kl_coefficient, baselines))
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
                 token_records = await run.samples.token_records(number, groups, batch)
 

@@ -34,7 +34,7 @@ Score = Callable[[Sample], Awaitable[Scored]]
 
 GRACE_SECONDS = 2.0
 """Seconds for an environment to finish after it was cancelled or closed. Then it is abandoned."""
-_ATTEMPTS_AT_A_LOSS = 2
+_MIN_TRIES_AFTER_LOSS = 2
 """Minimum number of tries if the environment's process died, even if the recipe allows fewer. The kernel may have
 killed the process for lack of memory.
 """
@@ -196,7 +196,7 @@ async def attempt(
             max_tries = budget.attempts
             if isinstance(error, EnvironmentProcessError):
                 # The environment's process may have been killed from outside, so retry once even with attempts = 1.
-                max_tries = max(max_tries, _ATTEMPTS_AT_A_LOSS)
+                max_tries = max(max_tries, _MIN_TRIES_AFTER_LOSS)
             if restarts + 1 >= max_tries:
                 ended, failure = "error", _failure_text(error)
                 break
@@ -346,18 +346,11 @@ async def _take_turns(
     num_sampled = num_calls = num_invalid_in_a_row = 0
     for turn_number in range(budget.max_turns):
         token_ids = conversation.prompt
-        tokens_left = budget.context_tokens - len(token_ids)
-        if budget.sampled_tokens is not None:
-            tokens_left = min(tokens_left, budget.sampled_tokens - num_sampled)
+        sampling = _limit_new_tokens(task.sampling, budget, len(token_ids), num_sampled)
         # Not an error: the policy used up its context, like a completion cut at its token limit.
-        if tokens_left <= 0:
+        if sampling is None:
             return "length"
         is_last = turn_number + 1 == budget.max_turns
-        sampling = (
-            task.sampling
-            if tokens_left >= task.sampling.max_new_tokens
-            else replace(task.sampling, max_new_tokens=tokens_left)
-        )
         # Attempt name and turn number make the request id unique among running requests.
         request = Request(
             f"{task.name}.{turn_number}", token_ids, sampling, call_seed(task, token_ids, conversation.calls)
@@ -365,12 +358,12 @@ async def _take_turns(
         completion = await engine.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: the engine rejects the request: {completion.error}")
-        turn = conversation.take(completion, is_last=is_last)
+        turn = conversation.add_completion(completion, is_last=is_last)
         num_sampled += len(completion.token_ids)
         num_calls += len(turn.calls)
         if budget.tool_calls is not None and num_calls > budget.tool_calls:
             return "calls"
-        step = _call_with_environment_data(conversation.add, await clock.time_call(environment.step, turn))
+        step = _call_with_environment_data(conversation.add_step, await clock.time_call(environment.step, turn))
         is_truncated = turn.finish_reason == "length"
         # A truncated final turn ends as `length`, even if the environment also says that it is done.
         if is_truncated and (step.done or budget.truncated_turn == "end"):
@@ -382,8 +375,20 @@ async def _take_turns(
             num_invalid_in_a_row = 0 if call.error is None else num_invalid_in_a_row + 1
         if budget.invalid_calls is not None and num_invalid_in_a_row >= budget.invalid_calls:
             return "invalid_calls"
-        _call_with_environment_data(conversation.observe, step)
+        _call_with_environment_data(conversation.append_observation, step)
     return "turns"
+
+
+def _limit_new_tokens(
+    sampling: SamplingSettings, budget: Budget, num_prompt_tokens: int, num_sampled: int
+) -> SamplingSettings | None:
+    """Return the parameters of the next turn. None: the attempt has used up its context or its sampled tokens."""
+    tokens_left = budget.context_tokens - num_prompt_tokens
+    if budget.sampled_tokens is not None:
+        tokens_left = min(tokens_left, budget.sampled_tokens - num_sampled)
+    if tokens_left <= 0:
+        return None
+    return sampling if tokens_left >= sampling.max_new_tokens else replace(sampling, max_new_tokens=tokens_left)
 
 
 def _failure_text(error: BaseException) -> str:

@@ -42,11 +42,12 @@ class AttemptEngine:
         log: AttemptLog | None = None,
         is_followed: bool = False,
     ) -> None:
+        """`calls` are the attempt's recorded calls: the list that checkpoints save, changed in place."""
         self.log = log
         self._pool, self._calls, self._purpose = pool, [] if calls is None else calls, COUNTED_FOR.get()
         if log is not None:
             for call in [call for call in self._calls if not call.is_done]:
-                if not log.note_begun(call):
+                if not log.admit_call(call):
                     # Remove it from the shared list, so that later checkpoints do not have the call either.
                     self._calls.remove(call)
         # A program still running since an earlier driver has its earlier answers. Only the answer it still waits for
@@ -113,21 +114,7 @@ class AttemptEngine:
         is_repeated = call.is_done
         num_begun = 0 if is_repeated else num_sampled(call.parts)
         if not is_repeated:
-            is_last = is_last and not self.is_followed
-            attempt_try = None if self.log is None else self.log.name
-            report_abort = partial(self._note_abort, call, num_begun, attempt_try, on_abort)
-            report_loss = partial(self._note_loss, attempt_try, on_loss)
-            # Without a journal nobody has counted the tokens of a checkpoint.
-            report_begun = None if self.log is None else on_begun
-            if self.log is not None:
-                self.log.note_called(call)
-            completion = await self._sample(
-                request, call, affinity, report_begun, report_abort, report_loss, is_last=is_last
-            )
-            # Change the list in place: `StartedGroup.calls` and the pool hold the same list. `completion` includes all
-            # parts.
-            call.parts[:] = [completion]
-            call.is_done = True
+            await self._sample_call(request, call, affinity, on_begun, on_abort, on_loss, is_last=is_last)
         # The journal must have the answer before the agent reads it.
         if self.log is not None:
             try:
@@ -140,6 +127,34 @@ class AttemptEngine:
                     on_abort(len(call.parts[0].token_ids))
                 raise
         return call.parts[0]
+
+    async def _sample_call(
+        self,
+        request: Request,
+        call: RecordedCall,
+        affinity: str | None,
+        on_begun: Callable[[int], None] | None,
+        on_abort: Callable[[int], None] | None,
+        on_loss: OnLoss | None,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Sample the rest of a call's completion, and store the whole completion in `call`."""
+        attempt_try = None if self.log is None else self.log.name
+        report_abort = partial(self._note_abort, call, num_sampled(call.parts), attempt_try, on_abort)
+        report_loss = partial(self._note_loss, attempt_try, on_loss)
+        # Without a journal nobody has counted the tokens of a checkpoint.
+        report_begun = None if self.log is None else on_begun
+        if self.log is not None:
+            self.log.note_called(call)
+        is_last = is_last and not self.is_followed
+        completion = await self._sample(
+            request, call, affinity, report_begun, report_abort, report_loss, is_last=is_last
+        )
+        # Change the list in place: `StartedGroup.calls` and the pool hold the same list. `completion` includes all
+        # parts.
+        call.parts[:] = [completion]
+        call.is_done = True
 
     def _note_abort(
         self,

@@ -79,7 +79,7 @@ class AttemptConversation:
         else:
             self.prompt = self.dialogue.opening(self.opening, self.prompt_tools)
 
-    def take(self, completion: Completion, *, is_last: bool = False) -> Turn:
+    def add_completion(self, completion: Completion, *, is_last: bool = False) -> Turn:
         """Add a completion of the current prompt, and return it as a turn.
 
         Raises ConfigError for an unknown tool-call format.
@@ -100,7 +100,7 @@ class AttemptConversation:
         self.turns.append(turn)
         return turn
 
-    def add(self, step: object) -> Step:
+    def add_step(self, step: object) -> Step:
         """Check and store the environment's step after the last turn. Return it with shortened tool replies.
 
         The metric `tools/shortened` counts a reply once, even if the environment shortened it too. Raises TypeError if
@@ -122,7 +122,7 @@ class AttemptConversation:
         self.steps.append(checked)
         return checked
 
-    def observe(self, step: Step) -> None:
+    def append_observation(self, step: Step) -> None:
         """Append the environment's messages to the prompt. Raises ValueError if the chat template rejects them."""
         if self.history == "render":
             text_before = self._rendered
@@ -153,6 +153,7 @@ class AttemptConversation:
         return tuple(messages)
 
     def _shorten_reply(self, message: Message, max_tokens: int) -> Message:
+        """Return a tool's reply shortened to `max_tokens`. Other messages stay unchanged."""
         text = message.get("content")
         if message["role"] != "tool" or not isinstance(text, str):
             return message

@@ -170,7 +170,7 @@ class GroupBuffer:
         # Remember the state before the draws, so that `forget_step` can undo them.
         self.state.begin_step(repeats_draws=self.policy.is_synchronous)
         if self.policy.is_synchronous:
-            groups = await self._finish_or_withdraw()
+            groups = await self._sample_or_cancel_step()
         else:
             self._drop_stale()
             groups = await self._sample_groups_for_step()
@@ -223,7 +223,7 @@ class GroupBuffer:
             if any(source.sampler.is_abandoned() for source in self._sources.values()):
                 raise AbandonedError
 
-    async def _finish_or_withdraw(self) -> list[Group]:
+    async def _sample_or_cancel_step(self) -> list[Group]:
         """Return the groups of a synchronous step. On an error, cancel all groups and their requests."""
         try:
             groups = await self._sample_groups_for_step()

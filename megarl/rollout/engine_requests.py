@@ -92,8 +92,10 @@ class Replica:
         """Ids of this replica's running requests, in the order of admission. The values are unused."""
         self.waiting: Queue = OrderedDict()
         self.aborts: list[str] = []
+        """Ids of cancelled requests to abort in the engine."""
         self.is_lost = False
         self.pump: asyncio.Task[None] | None = None
+        """Task that steps the engine."""
         self.pace = Pace()
 
     @property

@@ -108,10 +108,9 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
     """
     sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
     for source, name, problems in sets:
-        recipe = source.recipe
-        settings = recipe.evaluation
+        settings = source.recipe.evaluation
         sampling = sampling_settings(
-            recipe.evaluation_sampling, repetition_penalty=settings.sampling.repetition_penalty
+            source.recipe.evaluation_sampling, repetition_penalty=settings.sampling.repetition_penalty
         )
         # Tasks created below inherit this context variable, so the pool counts their tokens for the evaluation.
         context_token = COUNTED_FOR.set("evaluation")
@@ -128,26 +127,34 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
             COUNTED_FOR.reset(context_token)
         counts = failure_metrics(trajectories, max_failed_fraction, f"val/{name}/reward_")
         counts |= {f"val/{name}/{key}": value for key, value in reward_call_metrics.items()}
-        read_answer = find_answer_reader([(function.name, function.kwargs) for function in recipe.reward.functions])
-        measure_arguments = (settings.samples_per_prompt, settings.ks, read_answer)
-        grouped = by_data_source(trajectories, recipe.reward.source_field)
-        # Majority votes take a while. Count them in a thread, so that the event loop can answer calls.
-        set_measures = await asyncio.to_thread(compute_measures, trajectories, *measure_arguments)
-        # A single data source would only repeat the numbers of the set.
-        data_source_parts = grouped.items() if len(grouped) > 1 else ()
-        measures_by_part = {
-            key: await asyncio.to_thread(compute_measures, part, *measure_arguments) for key, part in data_source_parts
-        }
-        yield EvaluatedSet(
-            name,
-            trajectories,
-            settings.samples_per_prompt,
-            sampling.temperature,
-            set_measures,
-            measures_by_part,
-            counts,
-            read_answer,
-        )
+        yield await _measure_set(source, name, trajectories, sampling.temperature, counts)
+
+
+async def _measure_set(
+    source: Source, name: str, trajectories: list[Trajectory], temperature: float, counts: Mapping[str, float]
+) -> EvaluatedSet:
+    """Return a sampled validation set with its measures, of the whole set and by data source."""
+    recipe, settings = source.recipe, source.recipe.evaluation
+    read_answer = find_answer_reader([(function.name, function.kwargs) for function in recipe.reward.functions])
+    measure_arguments = (settings.samples_per_prompt, settings.ks, read_answer)
+    grouped = by_data_source(trajectories, recipe.reward.source_field)
+    # Majority votes take a while. Count them in a thread, so that the event loop can answer calls.
+    set_measures = await asyncio.to_thread(compute_measures, trajectories, *measure_arguments)
+    # A single data source would only repeat the numbers of the set.
+    data_source_parts = grouped.items() if len(grouped) > 1 else ()
+    measures_by_part = {
+        key: await asyncio.to_thread(compute_measures, part, *measure_arguments) for key, part in data_source_parts
+    }
+    return EvaluatedSet(
+        name,
+        trajectories,
+        settings.samples_per_prompt,
+        temperature,
+        set_measures,
+        measures_by_part,
+        counts,
+        read_answer,
+    )
 
 
 def compute_measures(

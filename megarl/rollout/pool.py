@@ -91,6 +91,7 @@ class EnginePool:
         self._waiting: Queue = OrderedDict()
         self._pending: dict[str, PendingRequest] = {}
         self._homes: dict[str, Replica] = {}
+        """Replica that has each trajectory's prefix cached, by `affinity`."""
         self._open: set[str] = set()
         """Trajectories that may send another request after the current one, by `affinity` or else by request id."""
         self._withdrawn: dict[str, PendingRequest] = {}

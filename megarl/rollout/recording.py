@@ -30,7 +30,6 @@ class RecordedCall:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the engine has refused the call."""
         return self.is_done and self.parts[0].finish_reason == "error"
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:

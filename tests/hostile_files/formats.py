@@ -569,7 +569,7 @@ def _trajectory() -> Any:
 
 def _record() -> StepRecord:
     from megarl.rollout.step.rl_batch import RLBatch
-    from megarl.rollout.step.step_record import batch_arrays, digests_of
+    from megarl.rollout.step.step_record import batch_arrays, compute_digests
 
     groups = [[_trajectory()]]
     batch = RLBatch.from_groups(groups)
@@ -582,7 +582,7 @@ def _record() -> StepRecord:
         groups=groups,
         waiting=[],
         arrays=arrays,
-        digests=digests_of({"token_ids": batch.token_ids, **arrays}, batch.cu_samples),
+        digests=compute_digests({"token_ids": batch.token_ids, **arrays}, batch.cu_samples),
         borders=batch.cu_samples,
         metrics={"train/loss": 0.25},
         state={},

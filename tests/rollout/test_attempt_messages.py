@@ -170,7 +170,7 @@ def test_a_reply_cut_to_two_limits_counts_once(contents: list[str], by_environme
         tuple({"role": "tool", "name": "f", "content": content} for content in contents),
         metrics={"tools/shortened": by_environment},
     )
-    assert conversation.add(step).metrics == {"tools/shortened": total}
+    assert conversation.add_step(step).metrics == {"tools/shortened": total}
 
 
 def test_a_limit_of_sampled_tokens_is_of_all_turns_together() -> None:

@@ -12,7 +12,7 @@ from megarl.config import AlgorithmConfig
 from megarl.environments import Start
 from megarl.environments.validation import checked_start
 from megarl.rollout.state import RLState
-from megarl.rollout.step.advantages import weigh
+from megarl.rollout.step.advantages import weigh_batch
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.types import ConfigError, Trajectory
 from tests.rollout.batches import attempt, batch_of, of_sequences, recipe
@@ -38,7 +38,7 @@ def play(random: np.random.Generator, step: int) -> list[list[Trajectory]]:
 def advantages_of(batch: RLBatch, baselines: dict[str, float], decay: float) -> list[float]:
     """The advantage of each sample, the same for all of its tokens."""
     played = recipe(algorithm=RAE | {"role_decay": decay}, mixture=MIXTURE)
-    metrics = weigh(batch, played, 0, 0.0, baselines)
+    metrics = weigh_batch(batch, played, 0, 0.0, baselines)
     assert {name.removeprefix("advantages/baseline/"): metrics[name] for name in metrics} == baselines
     values = []
     for found in of_sequences(batch, "advantages"):
@@ -95,14 +95,14 @@ def test_baselines_are_saved_bit_equal_and_a_failed_step_changes_none(tmp_path: 
 def test_without_a_mixture_a_baseline_has_the_role_s_name() -> None:
     """The environment's path may change from start to start."""
     baselines: dict[str, float] = {}
-    weigh(batch_of([replace(attempt(0, 1.0, 2), role="first")]), recipe(algorithm=RAE), 0, 0.0, baselines)
+    weigh_batch(batch_of([replace(attempt(0, 1.0, 2), role="first")]), recipe(algorithm=RAE), 0, 0.0, baselines)
     assert baselines == pytest.approx({"first": 0.05})
 
 
 def test_a_sample_without_a_role_is_refused() -> None:
     batch = batch_of([attempt(0, 1.0, 2)])
     with pytest.raises(ConfigError, match=r"algorithm\.advantage = rae: environment single_turn named no role;"):
-        weigh(batch, recipe(algorithm=RAE), 0, 0.0, {})
+        weigh_batch(batch, recipe(algorithm=RAE), 0, 0.0, {})
 
 
 @pytest.mark.parametrize("role", ["", "a/b", "two words", 3])

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save
 from megarl.reshard.checks.fingerprint import fingerprint
 from megarl.rollout.state import flatten
 from megarl.rollout.step.rl_batch import RLBatch
-from megarl.rollout.step.step_record import StepRecord, batch_arrays, differences, digests_of, record_folder
+from megarl.rollout.step.step_record import StepRecord, batch_arrays, compute_digests, find_differences, record_folder
 from megarl.types import DataError
 from tests.rollout.batches import segmented
 
@@ -40,7 +40,7 @@ def record_of(step: int = 3, *, is_complete: bool = True, seed: int = 0) -> Step
         groups=groups,
         waiting=[[segmented(2, 0, 0.0, ".xx")]],
         arrays=arrays if is_complete else {},
-        digests=digests_of({"token_ids": batch.token_ids, **arrays}, batch.cu_samples),
+        digests=compute_digests({"token_ids": batch.token_ids, **arrays}, batch.cu_samples),
         borders=batch.cu_samples,
         metrics={"train/loss": 0.25, "train/grad_norm": 1.5},
         state={"optimizer.state.exp_avg.layer[0]": parts, "layer[0]": parts},
@@ -59,7 +59,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, is_complete: bool) -
     num_bytes = record.save(tmp_path)
     assert num_bytes == sum(file.stat().st_size for file in record_folder(tmp_path, 3).iterdir())
     found = loaded(record, tmp_path)
-    assert list(differences(record, found)) == []
+    assert list(find_differences(record, found)) == []
     assert (found.layout, found.metrics, found.state, found.kl_coefficient) == (
         LAYOUT,
         record.metrics,
@@ -75,14 +75,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, is_complete: bool) -
         for mine, its in zip(one.segments, other.segments, strict=True):
             np.testing.assert_array_equal(mine.token_ids, its.token_ids)
             np.testing.assert_array_equal(mine.rollout_logprobs, its.rollout_logprobs)
-    assert list(differences(StepRecord.load(tmp_path, 3), found)) == []
+    assert list(find_differences(StepRecord.load(tmp_path, 3), found)) == []
 
 
 def test_a_later_record_of_a_step_replaces_the_earlier_one(tmp_path: Path) -> None:
     record_of(seed=0).save(tmp_path)
     second = record_of(seed=1)
     second.save(tmp_path)
-    assert list(differences(second, loaded(second, tmp_path))) == []
+    assert list(find_differences(second, loaded(second, tmp_path))) == []
     assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
 
 
@@ -100,7 +100,7 @@ def test_differences_come_in_the_order_of_the_step() -> None:
         },
     )
     other.arrays["advantages"][4] += 0.5
-    found = list(differences(first, other))
+    found = list(find_differences(first, other))
     assert [one.tensor for one in found] == [
         "advantages", "optimizer.state.exp_avg.layer[0]", "train/grad_norm", "layer[0]",
     ]  # fmt: skip
@@ -114,12 +114,12 @@ def test_without_values_the_sample_is_named_by_its_checksum() -> None:
     first = record_of(is_complete=False)
     digests = {name: array.copy() for name, array in first.digests.items()}
     digests["old_logprobs"][2] ^= 1
-    [found] = differences(first, replace(first, digests=digests))
+    [found] = find_differences(first, replace(first, digests=digests))
     assert (found.tensor, found.place) == ("old_logprobs", "of sample 2")
     digests["token_ids"][0] ^= 1
     # Tokens are equal or not, also in another layout; values cannot be compared without being there.
     elsewhere = replace(first, digests=digests, layout=OTHER_LAYOUT)
-    assert [one.tensor for one in differences(first, elsewhere)] == ["token_ids"]
+    assert [one.tensor for one in find_differences(first, elsewhere)] == ["token_ids"]
 
 
 @pytest.mark.parametrize(("change", "differs"), [(3e-6, False), (1e-3, True), (float("nan"), True)])
@@ -131,7 +131,7 @@ def test_another_layout_has_a_tolerance(change: float, differs: bool) -> None:
     other = {"layer[0]": {0: fingerprint(halves[:, :3]), 1: fingerprint(halves[:, 3:], (0, 3))}}
     arrays = {**first.arrays, "advantages": first.arrays["advantages"] * np.float32(1 + change)}
     elsewhere = replace(first, arrays=arrays, state=other, layout=OTHER_LAYOUT)
-    found = list(differences(replace(first, state=state), elsewhere))
+    found = list(find_differences(replace(first, state=state), elsewhere))
     assert [one.tensor for one in found] == (["advantages", "layer[0]"] if differs else [])
 
 
@@ -140,8 +140,8 @@ def test_nan_agrees_with_nan_alone() -> None:
     arrays = {name: array.copy() for name, array in first.arrays.items()}
     arrays["old_logprobs"][0] = np.nan
     unknown = replace(first, arrays=arrays)
-    assert list(differences(unknown, unknown)) == []
-    assert [one.tensor for one in differences(first, unknown)] == ["old_logprobs"]
+    assert list(find_differences(unknown, unknown)) == []
+    assert [one.tensor for one in find_differences(first, unknown)] == ["old_logprobs"]
 
 
 def test_of_wrong_gradients_the_most_different_one_comes_first() -> None:
@@ -150,7 +150,7 @@ def test_of_wrong_gradients_the_most_different_one_comes_first() -> None:
     names = [f"optimizer.state.exp_avg.layer[{layer}]" for layer in (2, 10)]
     before = replace(first, state=dict.fromkeys(names, parts[0]))
     after = replace(first, state=dict(zip(names, parts[1:], strict=True)))
-    assert [one.tensor for one in differences(before, after)] == names[::-1]
+    assert [one.tensor for one in find_differences(before, after)] == names[::-1]
 
 
 def test_what_only_one_execution_has_is_a_difference() -> None:
@@ -163,11 +163,11 @@ def test_what_only_one_execution_has_is_a_difference() -> None:
         state={},
     )
     for one, two in ((first, other), (other, first)):
-        found = [each.tensor for each in differences(one, two)]
+        found = [each.tensor for each in find_differences(one, two)]
         assert found == ["advantages", "train/grad_norm", "layer[0]"]
     # A record of train.record = tokens has neither values nor the optimizer's state.
     small = replace(first, arrays={}, state={"layer[0]": first.state["layer[0]"]})
-    assert not list(differences(first, small)) and not list(differences(small, first))
+    assert not list(find_differences(first, small)) and not list(find_differences(small, first))
 
 
 def test_a_chain_differs_from_the_first_different_step_on(tmp_path: Path) -> None:

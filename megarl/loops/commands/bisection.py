@@ -10,7 +10,7 @@ from megarl.rollout.step.step_record import (
     Difference,
     StepRecord,
     chain_of,
-    differences,
+    find_differences,
     recorded_steps,
 )
 from megarl.tracking.run_folder import RECORDS
@@ -53,7 +53,7 @@ def bisect(first: Path, second: Path) -> Bisection:
             raise ConfigError(
                 f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
             )
-        return tuple(differences(first_record, second_record))
+        return tuple(find_differences(first_record, second_record))
 
     compared_chains: set[int] = set()
 

@@ -47,7 +47,7 @@ from megarl.preflight import check
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rollout.state import flatten, problem_lookup
-from megarl.rollout.step.advantages import weigh
+from megarl.rollout.step.advantages import weigh_batch
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.scoring import complete_logprobs, forward_of, score
 from megarl.rollout.step.step_record import (
@@ -56,7 +56,7 @@ from megarl.rollout.step.step_record import (
     RECIPE,
     Difference,
     StepRecord,
-    differences,
+    find_differences,
     record_folder,
     recorded_steps,
 )
@@ -392,7 +392,7 @@ class _StepExecutor:
         policy = models["policy"]
         completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward_of(policy, recipe))
         scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)
-        weigh(batch, recipe, record.step, record.kl_coefficient, dict(record.role_baselines))
+        weigh_batch(batch, recipe, record.step, record.kl_coefficient, dict(record.role_baselines))
         metrics: dict[str, float] = {}
         if "critic" in models:
             metrics |= await update_critic(batch, models["critic"], recipe, StepOutcome())
@@ -410,7 +410,7 @@ class _StepExecutor:
             is_complete=bool(record.arrays),
         )  # fmt: skip
         return StepComparison(
-            record.step, record.num_tokens, replayed.layout == record.layout, tuple(differences(record, replayed))
+            record.step, record.num_tokens, replayed.layout == record.layout, tuple(find_differences(record, replayed))
         )
 
 

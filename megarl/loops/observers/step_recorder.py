@@ -18,7 +18,7 @@ from megarl.loops.step import Step, StepSamples
 from megarl.platform.spans import span
 from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.rollout.step.rl_batch import RLBatch
-from megarl.rollout.step.step_record import COMPARED_METRICS, StepRecord, batch_arrays, digests_of
+from megarl.rollout.step.step_record import COMPARED_METRICS, StepRecord, batch_arrays, compute_digests
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RECORDS
 
@@ -106,7 +106,7 @@ async def make_record(
         groups=samples.groups,
         waiting=samples.waiting,
         arrays=arrays if is_complete else {},
-        digests=digests_of({"token_ids": batch.token_ids, **arrays}, borders),
+        digests=compute_digests({"token_ids": batch.token_ids, **arrays}, borders),
         borders=borders,
         metrics={name: metrics[name] for name in COMPARED_METRICS if name in metrics},
         state=state,

@@ -304,6 +304,11 @@ class AttemptLog:
         earlier: JournaledTry | None = None,
         is_reopened: bool = False,
     ) -> None:
+        """`ended` is the trajectory of a try that is over. `earlier` is the attempt's previous try, with answers to
+        repeat.
+
+        `is_reopened`: the try's agent program still runs, and continues.
+        """
         self.ended = ended
         self.reopened: ReopenedSession | None = ReopenedSession.of(agent_try) if is_reopened else None
         self.calls: list[RecordedCall] = []
@@ -399,10 +404,10 @@ class AttemptLog:
 
     def _is_lost(self, call: RecordedCall) -> bool:
         """Return whether the tokens of a checkpoint's answer are counted, and this try cannot repeat it."""
-        is_known = self._earlier is not None and self._earlier.knows(call.identity)
+        is_known = self._earlier is not None and self._earlier.has_counted(call.identity)
         return is_known and not self._origins.get(_digest(call))
 
-    def note_begun(self, call: RecordedCall) -> bool:
+    def admit_call(self, call: RecordedCall) -> bool:
         """Count the tokens of an unanswered call in a checkpoint. Return whether this try may continue the call.
 
         False if the sampling parameters have changed, or if a later driver started from the same checkpoint and has
@@ -411,7 +416,7 @@ class AttemptLog:
         identity, num_tokens = call.identity, num_sampled(call.parts)
         earlier = self._earlier or self._try
         is_usable = earlier.settings == self._try.settings
-        if not earlier.knows(identity):
+        if not earlier.has_counted(identity):
             # Its driver was killed, so no try has its tokens.
             if num_tokens:
                 self._journal.note_aborted(self.name if is_usable else earlier.name, identity, num_tokens)

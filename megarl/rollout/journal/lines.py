@@ -78,10 +78,12 @@ def completion_values(completion: Completion) -> dict[str, Any]:
     """Return a completion as JSON values, without routed experts: these are stored on their rank."""
     sets = completion.retained_sets
     return {
-        "tokens": _encode(completion.token_ids, np.int32),
-        "logprobs": _encode(completion.rollout_logprobs, np.float32),
-        "versions": _encode(completion.weight_versions, np.int32),
-        "sets": None if sets is None else [_encode(sets.counts, np.int32), _encode(sets.token_ids, np.int32)],
+        "tokens": _encode_array(completion.token_ids, np.int32),
+        "logprobs": _encode_array(completion.rollout_logprobs, np.float32),
+        "versions": _encode_array(completion.weight_versions, np.int32),
+        "sets": None
+        if sets is None
+        else [_encode_array(sets.counts, np.int32), _encode_array(sets.token_ids, np.int32)],
         "finish": completion.finish_reason,
     }
 
@@ -93,7 +95,7 @@ def read_completion(
 
     Raises ValueError, TypeError or LookupError if invalid.
     """
-    token_ids, logprobs = decode_tokens(values["tokens"]), _decode(values["logprobs"], np.float32)
+    token_ids, logprobs = decode_tokens(values["tokens"]), _decode_array(values["logprobs"], np.float32)
     versions = decode_tokens(values["versions"])
     if not len(token_ids) == len(logprobs) == len(versions):
         raise ValueError("tokens, log-probs and weight versions differ in number")
@@ -114,29 +116,29 @@ def read_completion(
 
 
 def encode_tokens(token_ids: NDArray[Any]) -> str:
-    return _encode(token_ids, np.int32)
+    return _encode_array(token_ids, np.int32)
 
 
 def decode_tokens(text: Any) -> NDArray[np.int32]:
     """Return the int32 numbers [tokens] in a base64 text. Raises ValueError or TypeError for other text or negative
     numbers.
     """
-    numbers = _decode(text, np.int32)
+    numbers = _decode_array(text, np.int32)
     if (numbers < 0).any():
         raise ValueError("a number is negative")
     return numbers
 
 
-def _encode(array: NDArray[Any], kind: Any) -> str:
-    return base64.b64encode(np.ascontiguousarray(array, kind).tobytes()).decode()
+def _encode_array(array: NDArray[Any], dtype: Any) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, dtype).tobytes()).decode()
 
 
-def _decode(text: Any, kind: Any) -> NDArray[Any]:
-    if not isinstance(text, str):
+def _decode_array(base64_text: Any, dtype: Any) -> NDArray[Any]:
+    if not isinstance(base64_text, str):
         raise TypeError("an array is not text")
     try:
-        content = base64.b64decode(text, validate=True)
+        content = base64.b64decode(base64_text, validate=True)
     except binascii.Error as error:
         raise ValueError("an array is not base64") from error
     # Copy: an array over bytes is read-only, but later steps may change its values.
-    return np.frombuffer(content, kind).copy()
+    return np.frombuffer(content, dtype).copy()

@@ -294,6 +294,7 @@ class JournalState:
         if not isinstance(values["error"], str | None):
             raise TypeError("the reason of a refusal is not text")
         completion = replace(completion, error=values["error"])
+        # Without `_used_from` the journal is only counted, and needs no calls.
         if self._used_from is not None:
             prompt = _read_prompt(agent_try, values)
             call = RecordedCall(prompt, [completion], is_done=True, identity=str(values["id"]))

@@ -115,7 +115,7 @@ class JournaledTry:
     def has_answer(self, identity: str) -> bool:
         return any(answer.identity == identity for answer in self.answers.values())
 
-    def knows(self, identity: str) -> bool:
+    def has_counted(self, identity: str) -> bool:
         """Return whether the journal has counted tokens of this call. `identity` is empty in checkpoints of old."""
         return identity in self.aborted or (bool(identity) and self.has_answer(identity))
 
@@ -142,7 +142,7 @@ class JournaledTry:
             token_ids = np.concatenate([call.prompt_token_ids.astype(np.int64), call.parts[0].token_ids])
             self.chains.append(Chain([number], len(token_ids), hashlib.blake2b(token_ids.tobytes()).digest()))
 
-    def place(self, prompt: NDArray[np.int32]) -> tuple[int | None, int]:
+    def find_base_answer(self, prompt: NDArray[np.int32]) -> tuple[int | None, int]:
         """Return the number of the answer that a prompt [prompt] continues, and the number of tokens up to its end.
 
         Returns (None, 0) if the prompt continues no answer.
@@ -212,18 +212,19 @@ def sampled_record(
         "repeatable": is_repeatable,
         "begun": num_begun,
         "request": request,
-        **_call_values(agent_try, call),
+        **_call_fields(agent_try, call),
     }
 
 
 def refused_record(agent_try: JournaledTry, call: RecordedCall) -> dict[str, Any]:
     """Return the record of a call that an engine refused. Its tokens are counted by another record (`aborted`)."""
-    values = _call_values(agent_try, call)
-    return {"kind": "refused", "try": agent_try.name, "error": call.parts[0].error, **values}
+    call_fields = _call_fields(agent_try, call)
+    return {"kind": "refused", "try": agent_try.name, "error": call.parts[0].error, **call_fields}
 
 
-def _call_values(agent_try: JournaledTry, call: RecordedCall) -> dict[str, Any]:
-    base_answer, num_shared = agent_try.place(call.prompt_token_ids)
+def _call_fields(agent_try: JournaledTry, call: RecordedCall) -> dict[str, Any]:
+    """Return the record's fields of a call. `new` has only the prompt's tokens after the answer `base`."""
+    base_answer, num_shared = agent_try.find_base_answer(call.prompt_token_ids)
     return {
         "id": call.identity,
         "base": base_answer,

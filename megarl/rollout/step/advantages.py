@@ -63,7 +63,7 @@ METRICS = (
 )
 
 
-def weigh(
+def weigh_batch(
     batch: RLBatch,
     recipe: Recipe,
     weight_version: int,
@@ -219,10 +219,10 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
     if share is None or not mask.any():
         return {}
     assert batch.entropies is not None
-    is_kept, threshold = highest_entropy_mask(torch.from_numpy(batch.entropies), mask, share=share)
+    is_selected, threshold = highest_entropy_mask(torch.from_numpy(batch.entropies), mask, share=share)
     weights = batch.per_token.get("importance_weights", batch.loss_mask.astype(np.float32))
-    batch.per_token["importance_weights"] = np.where(is_kept.numpy(), weights, np.float32(0))
-    return {"entropy/threshold": float(threshold), "entropy/trained_share": float(is_kept.sum() / mask.sum())}
+    batch.per_token["importance_weights"] = np.where(is_selected.numpy(), weights, np.float32(0))
+    return {"entropy/threshold": float(threshold), "entropy/trained_share": float(is_selected.sum() / mask.sum())}
 
 
 def _compute_scores(batch: RLBatch, recipe: Recipe) -> Tensor:

@@ -172,7 +172,7 @@ class RLBatch(TokenBatch):
         orders = [
             _pass_order(len(self.groups), recipe.seed, step, number) for number in range(recipe.train.epochs_per_step)
         ]
-        return [samples for order in orders for samples in parts(order, recipe.train.updates_per_step)]
+        return [samples for order in orders for samples in split_evenly(order, recipe.train.updates_per_step)]
 
     def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
         """Return the minibatch of each critic update of a step. The critic's loss is the mean over tokens."""
@@ -180,7 +180,7 @@ class RLBatch(TokenBatch):
         # Send only these two arrays to the ranks: the critic reads no others.
         batch = self.with_arrays({name: self.per_token[name] for name in ("values", "returns")})
         samples = np.arange(len(self.groups))
-        minibatches = [batch.select_samples(part) for part in parts(samples, recipe.critic.updates_per_step)]
+        minibatches = [batch.select_samples(part) for part in split_evenly(samples, recipe.critic.updates_per_step)]
         for minibatch in minibatches:
             assign_token_weights(minibatch, algorithm)
         return minibatches
@@ -212,7 +212,7 @@ def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant
     batch.per_token["token_weights"] = weights.numpy()
 
 
-def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+def split_evenly(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     """Split sample indices, int64 [samples], into `count` arrays of equal size."""
     size = len(samples) // count
     return [samples[start : start + size] for start in range(0, len(samples), size)]

@@ -186,14 +186,15 @@ def _lacks_entropies(trajectory: Trajectory) -> bool:
 def with_logprobs(trajectory: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
     """Return the trajectory with `logprobs` as `old_logprobs`: one array [tokens] per segment, zero if not sampled."""
     pairs = zip(trajectory.segments, logprobs, strict=True)
-    return replace(trajectory, segments=tuple(replace(s, old_logprobs=_sampled_only(s, values)) for s, values in pairs))
+    return replace(
+        trajectory, segments=tuple(replace(s, old_logprobs=_zero_unsampled(s, values)) for s, values in pairs)
+    )
 
 
 def _with_entropies(trajectory: Trajectory, entropies: Sequence[np.ndarray]) -> Trajectory:
     pairs = zip(trajectory.segments, entropies, strict=True)
-    return replace(trajectory, segments=tuple(replace(s, entropies=_sampled_only(s, values)) for s, values in pairs))
+    return replace(trajectory, segments=tuple(replace(s, entropies=_zero_unsampled(s, values)) for s, values in pairs))
 
 
-def _sampled_only(segment: Segment, values: np.ndarray) -> np.ndarray:
-    """Return the values with zeros at tokens that were not sampled."""
+def _zero_unsampled(segment: Segment, values: np.ndarray) -> np.ndarray:
     return np.where(segment.loss_mask, values, np.float32(0))

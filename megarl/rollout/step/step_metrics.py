@@ -139,12 +139,12 @@ def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -
     """Return reward metrics per data source, named by `field` of the records. Unscored trajectories are omitted."""
     rewarded = [t for t in trajectories if t.reward is not None]
     # A source may stop having verdicts within a step. The mean of its earlier verdicts would be biased.
-    unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
+    unjudged_environments = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
     rewards: dict[str, list[Reward]] = {}
     for name, source_trajectories in by_data_source(rewarded, field).items():
         for t in source_trajectories:
             assert t.reward is not None
-            reward = replace(t.reward, answer_correct=None) if t.environment in unjudged else t.reward
+            reward = replace(t.reward, answer_correct=None) if t.environment in unjudged_environments else t.reward
             rewards.setdefault(name, []).append(reward)
     return source_metrics(rewards)
 
@@ -166,8 +166,8 @@ def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Traject
     lengths = np.array([t.num_sampled for t in trajectories])
     groups = np.array([t.group for t, _ in scored])
     has_equal_rewards = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
-    names = {"accuracy": "reward/accuracy", "unjudged": "reward/unjudged"}
-    verdicts = {names[name]: value for name, value in accuracy_metrics(all_rewards).items()}
+    metric_names = {"accuracy": "reward/accuracy", "unjudged": "reward/unjudged"}
+    verdicts = {metric_names[name]: value for name, value in accuracy_metrics(all_rewards).items()}
     return (
         function_metrics(all_rewards)
         | verdicts
@@ -190,6 +190,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     The environment's own metrics get the prefix `environment/`, except `tools/`.
     """
+    return (
+        _compute_size_metrics(trajectories)
+        | _compute_ended_shares(trajectories)
+        | _compute_candidate_metrics(trajectories)
+        | _count_errors_by_kind(trajectories)
+        | _average_environment_metrics(trajectories)
+    )
+
+
+def _compute_size_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the metrics of tokens, turns, segments, restarts and waits of attempts."""
     count = len(trajectories)
     prompt_lengths = [_first_prompt_tokens(t) for t in trajectories]
     num_turns = [t.num_turns for t in trajectories]
@@ -214,21 +225,44 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     for name, attempt_values in values_by_metric.items():
         metrics |= {f"{name}/mean": sum(attempt_values) / count, f"{name}/max": float(max(attempt_values))}
-    # Log zeros too, so that each reason has a curve without gaps.
-    for end_reason in get_args(Ended):
-        metrics[f"rollout/ended/{end_reason}"] = sum(t.ended == end_reason for t in trajectories) / count
+    return metrics
+
+
+def _compute_ended_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    # Zeros too, so that each reason has a curve without gaps.
+    return {
+        f"rollout/ended/{end_reason}": sum(t.ended == end_reason for t in trajectories) / len(trajectories)
+        for end_reason in get_args(Ended)
+    }
+
+
+def _compute_candidate_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return how many tokens top_p, top_k and min_p left to choose from. Empty if they cut off none."""
     retained_sets = [s.retained_sets for t in trajectories for s in t.segments if s.retained_sets is not None]
-    if retained_sets:
-        # Count 0 means that nothing was cut off at this position, or nothing sampled.
-        candidate_counts = np.concatenate([sets.counts[sets.counts > 0] for sets in retained_sets])
-        metrics["rollout/candidates_left/mean"] = float(candidate_counts.mean())
-        metrics["rollout/candidates_left/max"] = float(candidate_counts.max())
-        metrics["rollout/candidates_left_bytes"] = float(sum(sets.nbytes for sets in retained_sets))
+    if not retained_sets:
+        return {}
+    # Count 0 means that nothing was cut off at this position, or nothing sampled.
+    candidate_counts = np.concatenate([sets.counts[sets.counts > 0] for sets in retained_sets])
+    return {
+        "rollout/candidates_left/mean": float(candidate_counts.mean()),
+        "rollout/candidates_left/max": float(candidate_counts.max()),
+        "rollout/candidates_left_bytes": float(sum(sets.nbytes for sets in retained_sets)),
+    }
+
+
+def _count_errors_by_kind(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:
             # A failure is "Kind: reason". Reasons are unbounded, so only the kind names a metric.
             name = f"rollout/errors/{trajectory.failure.partition(':')[0]}"
             metrics[name] = metrics.get(name, 0.0) + 1
+    return metrics
+
+
+def _average_environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the means of the environments' own metrics, over the attempts that have them."""
+    metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
         values = [t.metrics[name] for t in trajectories if name in t.metrics]
         metrics[name if name.startswith("tools/") else f"environment/{name}"] = sum(values) / len(values)

@@ -100,25 +100,7 @@ class StepRecord:
         Replaces an existing record of the step, because a resumed run repeats steps.
         """
         archive = Archive()
-        trajectories_in_order = flatten([*self.groups, *self.waiting])
-        trajectories = [
-            entry.to_json(archive, f"{trajectory_index}.")
-            for trajectory_index, entry in enumerate(trajectories_in_order)
-        ]
-        values = {
-            "step": self.step,
-            "layout": self.layout,
-            "kl_coefficient": self.kl_coefficient,
-            "role_baselines": dict(self.role_baselines),
-            "sizes": [len(group) for group in self.groups],
-            "waiting": [len(group) for group in self.waiting],
-            "trajectories": trajectories,
-            "times": archive.times,
-            "metrics": dict(self.metrics),
-            "state": {
-                name: [[rank, *_plain(entry)] for rank, entry in parts.items()] for name, parts in self.state.items()
-            },
-        }
+        values = self._to_json(archive)
         arrays = {f"sampled.{name}": array for name, array in archive.arrays.items()}
         arrays |= {f"array.{name}": array for name, array in self.arrays.items()}
         arrays |= {f"digest.{name}": array for name, array in self.digests.items()} | {"borders": self.borders}
@@ -142,6 +124,28 @@ class StepRecord:
                 sync(partial / name)
             replace_folder(partial, folder)
         return sum(map(len, contents.values()))
+
+    def _to_json(self, archive: Archive) -> dict[str, Any]:
+        """Return the record as JSON values. Arrays and times of its trajectories go to `archive`."""
+        trajectories = [
+            trajectory.to_json(archive, f"{trajectory_index}.")
+            for trajectory_index, trajectory in enumerate(flatten([*self.groups, *self.waiting]))
+        ]
+        return {
+            "step": self.step,
+            "layout": self.layout,
+            "kl_coefficient": self.kl_coefficient,
+            "role_baselines": dict(self.role_baselines),
+            "sizes": [len(group) for group in self.groups],
+            "waiting": [len(group) for group in self.waiting],
+            "trajectories": trajectories,
+            "times": archive.times,
+            "metrics": dict(self.metrics),
+            "state": {
+                name: [[rank, *_fingerprint_values(fingerprint)] for rank, fingerprint in parts.items()]
+                for name, parts in self.state.items()
+            },
+        }
 
     def _compute_chain(self, previous: str) -> str:
         """Return the hash of this step's results and of the `previous` hash, which covers all earlier steps."""
@@ -178,7 +182,7 @@ class StepRecord:
                 digests=_select_by_prefix(arrays, "digest."),
                 borders=arrays["borders"],
                 metrics={name: float(value) for name, value in values["metrics"].items()},
-                state=_read_state(values["state"]),
+                state=_read_fingerprints(values["state"]),
                 chain=chain_of(records, step),
             )
             record._check_sizes(step)
@@ -248,18 +252,19 @@ def _select_by_prefix(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[s
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _plain(fingerprint: Fingerprint) -> list[Any]:
+def _fingerprint_values(fingerprint: Fingerprint) -> list[Any]:
     # As text: JSON readers of other languages are exact only up to 53 bits.
     return [f"{fingerprint.checksum:016x}", fingerprint.squares, fingerprint.numel, *fingerprint.sketch]
 
 
-def _read_state(values: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, dict[int, Fingerprint]]:
+def _read_fingerprints(parts_by_tensor: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, dict[int, Fingerprint]]:
+    """Return the fingerprints by tensor and rank, from lists [rank, `_fingerprint_values`]."""
     return {
         name: {
             rank: Fingerprint(int(checksum, 16), tuple(sketch), squares, numel)
             for rank, checksum, squares, numel, *sketch in parts
         }
-        for name, parts in values.items()
+        for name, parts in parts_by_tensor.items()
     }
 
 
@@ -271,7 +276,7 @@ def batch_arrays(batch: RLBatch) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def digests_of(arrays: Mapping[str, NDArray[Any]], borders: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+def compute_digests(arrays: Mapping[str, NDArray[Any]], borders: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
     """Return a CRC-32 number of each sample's part of each array, int64 [samples]."""
     num_samples = len(borders) - 1
 
@@ -305,7 +310,7 @@ class Difference:
         return ": ".join(part for part in (" ".join(filter(None, (self.tensor, self.place))), self.amount) if part)
 
 
-def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Difference]:
+def find_differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Difference]:
     """Yield the differences between two executions of a step, in the order in which a step computes the values.
 
     With equal parallel sizes, all values must be bit-equal, and state tensors are compared rank by rank. With different
@@ -355,8 +360,8 @@ def _find_metric_differences(
             yield Difference(name, "", _MISSING if name in recorded else _ADDED)
         elif name in recorded:
             # Not a sum of rounded values, and smaller than any absolute tolerance: compare it exactly.
-            tolerance_here = 0.0 if name == "train/learning_rate" else tolerance
-            if not _is_close(np.array([recorded[name]]), np.array([replayed[name]]), tolerance_here)[0]:
+            metric_tolerance = 0.0 if name == "train/learning_rate" else tolerance
+            if not _is_close(np.array([recorded[name]]), np.array([replayed[name]]), metric_tolerance)[0]:
                 yield Difference(name, "", f"{recorded[name]:.9g} recorded, {replayed[name]:.9g} now")
 
 

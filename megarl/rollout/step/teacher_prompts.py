@@ -113,9 +113,11 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
     token_pieces: list[NDArray[np.int64]] = []
     index_pieces: list[NDArray[np.int64]] = []
     for opening, start, end in zip(openings, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        first_kept = int(start) + opening.num_replaced
-        token_pieces += [opening.token_ids, batch.token_ids[first_kept:end]]
-        index_pieces.append(np.concatenate([np.full(len(opening.token_ids), -1, np.int64), np.arange(first_kept, end)]))
+        first_retained = int(start) + opening.num_replaced
+        token_pieces += [opening.token_ids, batch.token_ids[first_retained:end]]
+        index_pieces.append(
+            np.concatenate([np.full(len(opening.token_ids), -1, np.int64), np.arange(first_retained, end)])
+        )
     batch_indices = np.concatenate(index_pieces)
     joined = TokenBatch(
         token_ids=np.concatenate(token_pieces),
