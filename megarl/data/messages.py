@@ -24,7 +24,7 @@ REASONING_KEYS = (REASONING, "reasoning", "thinking")
 """Names under which programs write the reasoning of an assistant's message."""
 WEIGHT = "weight"
 """Key of a message that is not trained. In standard form its value is always 0."""
-WEIGHT_KEYS = (WEIGHT, "loss", "loss_mask", "trainable", "train", "training")
+WEIGHT_KEYS = (WEIGHT, "loss", "loss_mask", "step_loss_mask", "trainable", "train", "training")
 """Names under which programs say whether an assistant's message is trained."""
 _KEYS = {
     "system": frozenset({"role", "content", "name", *WEIGHT_KEYS}),
@@ -40,6 +40,14 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of text parts, in OpenAI's two APIs."""
 _REMEDIES = {
     "function_call": "give the call in tool_calls",
+    **dict.fromkeys(
+        ("mask", "masked", "train_on", "train_on_turn", "loss_scale", "loss_weight"),
+        'give "weight": 0 if the message is not to be trained, and remove the key',
+    ),
+    **dict.fromkeys(
+        ("train_detail", "training_detail", "reasoning_training_detail", "prefix"),
+        "a message is trained as a whole or not at all, so remove the record",
+    ),
     **dict.fromkeys(
         ("image", "images", "video", "videos", "audio", "audios"), "megarl trains on text alone, so remove the record"
     ),

@@ -6,19 +6,29 @@ Fields that choose a record's reward function are errors if the recipe has anoth
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from megarl.data.formats import RecordFormat, value_at
 from megarl.data.messages import says_nothing
+from megarl.data.tools.records import standard_tools
 from megarl.files.strict_json import shown
 
 _TEXT_ONLY = "megarl trains on text alone; remove the records with it, or the field if the prompts do without it"
 _ONE_TEMPLATE = "set model.chat_template_kwargs in the recipe, for all records alike, and remove the field"
 _BY_MESSAGE = 'give "weight": 0 at each message that is not to be trained, and remove the field'
+_OWN_TOKENS = "megarl encodes the record's texts itself; remove the field"
+_NO_WEIGHTS = "records have no weights of their own; remove the field, or the record for a weight of 0"
+_AS_TOOLS = "give the tools in the field tools"
+_WEIGHTS = ("weight", "loss_weight", "sample_weight", "loss_multiplier", "trainable")
+"""Names of a record's weight."""
+_SWITCHES = ("loss", "train", "training")
+"""Names of a switch whether a record is trained. Only false is one: other values are notes, such as a measured loss."""
 _REMEDIES = {
     **dict.fromkeys(
-        ("image", "images", "image_url", "video", "videos", "audio", "audios", "multi_modal_data", "multi_modal_inputs",
-         "multimodal_inputs"),
+        ("image", "images", "image_url", "image_urls", "image_path", "image_paths", "rejected_images", "video",
+         "videos", "video_path", "rejected_videos", "audio", "audios", "audio_path", "ref_audios", "audio_codes",
+         "rejected_audios", "pixel_values", "multi_modal_data", "multi_modal_inputs", "multimodal_inputs"),
         _TEXT_ONLY,
     ),
     **dict.fromkeys(
@@ -28,26 +38,39 @@ _REMEDIES = {
     ),
     **dict.fromkeys(
         ("loss_mask", "response_mask", "completion_mask", "assistant_masks", "mask", "train_on_prompt",
-         "train_on_inputs", "train_on_input", "mask_history", "input_ids", "loss_scale", "loss_weights", "train_mask",
-         "token_weights", "train_on_turn"),
+         "train_on_inputs", "train_on_input", "mask_history", "loss_scale", "loss_weights", "train_mask",
+         "token_weights", "train_on_turn", "loss_masks", "assistant_mask", "prompt_mask"),
         _BY_MESSAGE,
     ),
     **dict.fromkeys(
-        ("weight", "loss_weight", "sample_weight", "trainable"),
-        "records have no weights of their own; remove the field, or the record for a weight of 0",
+        ("input_ids", "prompt_input_ids", "completion_input_ids", "answer_input_ids", "chosen_input_ids",
+         "rejected_input_ids", "input_ids_prompt", "input_ids_chosen", "input_ids_rejected"),
+        _OWN_TOKENS,
     ),
+    **dict.fromkeys((*_WEIGHTS, *_SWITCHES), _NO_WEIGHTS),
     **dict.fromkeys(
         ("ref_chosen_logps", "ref_rejected_logps", "reference_chosen_logps", "reference_rejected_logps",
          "reference_logps", "reference_KL_logps"),
         "the reference's log-probs are computed from model.path; remove the field",
     ),
-    "functions": "give the tools in the field tools",
+    "functions": _AS_TOOLS,
 }  # fmt: skip
 """Remedies for a value in a field, keyed by the field's name in other programs."""
+_TOOLS_ELSEWHERE = (
+    "tool_defs", "oai_tools", "info.tool_defs", "info.oai_tools", "metadata.tools", "responses_create_params.tools",
+)  # fmt: skip
+"""Fields of a record's tools in prime-rl, verifiers, slime and NeMo Gym."""
 _SAMPLING_FIELDS = ("sampling_params", "sampling_kwargs", "generation_kwargs", "stop_strings")
 """Fields of a problem's own sampling settings. In records that are not sampled they only say how an answer was made."""
-ENVIRONMENT_FIELDS = ("agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class", "agent_ref")
-"""Fields by which verl, SkyRL and NeMo Gym choose a record's environment, at the top or in `extra_info`."""
+_MAX_TURNS = "max_turns"
+ENVIRONMENT_FIELDS = (
+    "agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class", "agent_ref", "env_config",
+    "env_id", _MAX_TURNS,
+)  # fmt: skip
+"""Fields by which other programs choose a record's environment.
+
+They are at the top or in `extra_info` in verl, SkyRL, NeMo Gym and open-instruct, in `info` in verifiers.
+"""
 REWARD_MODEL = "reward.model"
 """Name of a recipe's reward model among its rewards."""
 _MODELS = ("judge", "remote", REWARD_MODEL)
@@ -73,10 +96,14 @@ _REWARDS_OF_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "remote_rm": _MODELS,
     },
     "dataset": {
-        **dict.fromkeys(("gsm8k", "math"), _MATHS),
+        **dict.fromkeys(("gsm8k", "math", "strict_math"), _MATHS),
         **dict.fromkeys(("code", "code_stdio"), ("code",)),
-        **dict.fromkeys(("general-quality", "general-quality_ref", "general-quality_rubric"), _MODELS),
-        **dict.fromkeys(("ifeval", "ifeval_old", "string_f1", "string_matcher", "max_length", "up_to_max_length"), ()),
+        **dict.fromkeys(("general-quality", "general-quality_ref", "general-quality_rubric", "rubric"), _MODELS),
+        **dict.fromkeys(
+            ("ifeval", "ifeval_old", "flan", "string_f1", "string_matcher", "puzzle", "re_search_f1", "max_length",
+             "up_to_max_length"),
+            (),
+        ),
     },
 }  # fmt: skip
 """Rewards of megarl that score what another program's value of a field chooses, by field and value.
@@ -89,7 +116,6 @@ _NEEDS_GROUND_TRUTH = "dataset"
 _ALL_VALUES = ("metadata.rm_type",)
 """Fields of which every value chooses a reward: an unlisted value is a reward that megarl does not have."""
 _VERL_SINGLE_TURN = "single_turn_agent"
-_WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable")
 
 
 def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
@@ -104,7 +130,24 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
         # A weight of 1 is what every record has.
         if name in _WEIGHTS and isinstance(value, bool | int | float) and value == 1:
             continue
+        if name in _SWITCHES and value is not False:
+            continue
         return f"'{name}' is {shown(value)}, which is not read; {_REMEDIES[name]}"
+    return _unread_tools(fields, format)
+
+
+def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
+    """Return an error for tools in a field of another program, or None. A record may repeat its own tools there."""
+    if not all(says_nothing(value_at(fields, name)) for name in format.tools):
+        return None
+    for place in _TOOLS_ELSEWHERE:
+        value = value_at(fields, place)
+        if says_nothing(value):
+            continue
+        # Other values under these names are notes, such as the names of tools.
+        with suppress(ValueError):
+            if standard_tools(value):
+                return f"'{place}' is {shown(value)}, which is not read; {_AS_TOOLS}, or set data.fields.tools={place}"
     return None
 
 
@@ -161,12 +204,16 @@ def _unread_environment_field(fields: Mapping[str, Any], environment: str) -> st
     if _is_own(environment):
         return None
     for name in ENVIRONMENT_FIELDS:
-        for place in (name, f"extra_info.{name}"):
+        for place in (name, f"extra_info.{name}", f"info.{name}"):
             value = value_at(fields, place)
             if says_nothing(value) or value is False or value == _VERL_SINGLE_TURN == f"{environment}_agent":
                 continue
+            if name == _MAX_TURNS and value == 1 and environment == "single_turn":
+                continue
+            remedy = "set rollout.max_turns for all records alike, and " if name == _MAX_TURNS else ""
             return (
-                f"'{place}' is {shown(value)}, which rollout.environment = {environment} does not read; remove the "
-                "field, or set rollout.environment to an environment of your own, module:Class, which gets the record"
+                f"'{place}' is {shown(value)}, which rollout.environment = {environment} does not read; {remedy}remove "
+                "the field, or set rollout.environment to an environment of your own, module:Class, which gets the "
+                "record"
             )
     return None

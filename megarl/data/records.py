@@ -43,6 +43,11 @@ whole sentences without spaces.
 """
 
 
+_OPTIONS = ("options", "choices")
+"""Fields with the options of a multiple-choice question."""
+_OPTION_LABEL = re.compile(r"[A-Za-z]|\d+")
+
+
 class TooLongError(DataError):
     """A record has more tokens than the recipe allows."""
 
@@ -210,6 +215,7 @@ class Record:
 
         `with_answers`: texts of the assistant's messages in that field count too.
         """
+        self._refuse_unwritten_options(messages)
         field = self.field(self.format.prompt)
         for name in self.format.other_prompts:
             if name == field or is_blank(self.fields.get(name)):
@@ -221,6 +227,19 @@ class Record:
                 f"'{name}' is {shown(self.fields[name])}, but the prompt is read from '{field}'; remove one of the two "
                 f"fields, or name the prompt's: {self.names.remedy.replace('{}', '{prompt: ' + field + '}')}"
             )
+
+    def _refuse_unwritten_options(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError if the record has the options of a multiple-choice question, and `messages` lack one."""
+        options = {name: _read_options(self.fields.get(name)) for name in _OPTIONS if name not in self.format.names}
+        if not any(options.values()):
+            return
+        written_text = _without_space("\n".join(message.get("content") or "" for message in messages))
+        for name, texts in options.items():
+            if missing_text := next((text for text in texts if _without_space(text) not in written_text), None):
+                raise self.error(
+                    f"'{name}' has the option {shown(missing_text)}, but the prompt does not write it; write the "
+                    "options into the prompt, or rename the field if they are not part of the question"
+                )
 
     def refuse_other_responses(self, field: str) -> None:
         """Raise DataError if another usual response field has another answer than `field`, the field that is read.
@@ -263,16 +282,20 @@ class Record:
                 )
 
     def refuse_unlisted_calls(
-        self, messages: Sequence[Mapping[str, Any]], environment_tools: Callable[[], Sequence[ToolSchema]] = tuple
+        self, messages: Sequence[Mapping[str, Any]], environment_tools: Callable[[], Sequence[ToolSchema]] | None = None
     ) -> None:
         """Raise DataError for a call to a tool that the record does not list. Messages with weight 0 may have one.
 
         Without tools in the record, the calls must be to the environment's tools. Without any tools, nothing is
-        checked: they may be described in a text.
+        checked if there is an environment: its agent may know more tools. Else an earlier message must name the tool.
         """
         calls = [call for message in messages if WEIGHT not in message for call in message.get("tool_calls", ())]
         # Most records have no calls. Tools are read only for the others, because checking their schemas takes time.
-        if not calls or not (tools := self.tools() or environment_tools()):
+        if not calls:
+            return
+        if not (tools := self.tools() or (environment_tools() if environment_tools else ())):
+            if environment_tools is None:
+                self._refuse_undeclared_calls(messages)
             return
         names = {tool["function"]["name"] for tool in tools}
         for call in calls:
@@ -282,6 +305,24 @@ class Record:
                     f"{', '.join(sorted(names))}; add the tool to '{self.field(self.format.tools)}', or give "
                     '"weight": 0 at the message'
                 )
+
+    def _refuse_undeclared_calls(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError for a call to a tool that no earlier message names. For records without tools.
+
+        Templates write such a call, but no description of its tool. A model would learn to call what it was not shown.
+        """
+        earlier_texts = ""
+        for message in messages:
+            for call in message.get("tool_calls", ()) if WEIGHT not in message else ():
+                if (name := call["function"]["name"]) not in earlier_texts:
+                    named_field = self.names.remedy.replace("{}", "{tools: FIELD}")
+                    raise self.error(
+                        f"a message calls the tool {shown(name)}, but the record lists no tools and no message before "
+                        f"names it; give the tools in '{self.field(self.format.tools)}', or name their field: "
+                        f"{named_field}, or describe them in the system message"
+                    )
+            if message["role"] != "assistant":
+                earlier_texts += "\n" + (message.get("content") or "")
 
     def _with_input(self, field: str, prompt: Any) -> Any:
         """Return the prompt, with the text of the format's `input` field appended."""
@@ -305,6 +346,23 @@ class Record:
                 f"'{self.field(self.format.tools)}' is {shown(value)}: {error}; give a list of tools, each "
                 '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
             ) from error
+
+
+def _read_options(value: Any) -> list[str]:
+    """Return the options of a multiple-choice question, or nothing for other values.
+
+    Three forms: a list of texts, texts by label (A or 1), or texts with labels (ARC).
+    """
+    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
+        value = value["text"]
+    if isinstance(value, Mapping):
+        value = list(value.values()) if all(map(_OPTION_LABEL.fullmatch, value)) else ()
+    is_list = isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) for text in value)
+    return [text for text in value if text.strip()] if is_list else []
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split()).casefold()
 
 
 def _is_same_answer(first: Any, second: Any) -> bool:

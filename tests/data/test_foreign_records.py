@@ -53,12 +53,18 @@ TRAINED = {
         CALLED + "x<|im_end|>",
     ),
     "a list of calls in sharegpt": (
-        turns(("human", "q"), ("function_call", f"[{SHAREGPT_CALL}]"), ("observation", "4"), ("gpt", "x")),
+        turns(
+            ("human", "q"),
+            ("function_call", f"[{SHAREGPT_CALL}]"),
+            ("observation", "4"),
+            ("gpt", "x"),
+            tools=json.dumps([TOOL]),
+        ),
         CALLED + "x<|im_end|>",
     ),
     "a good answer": ({"prompt": "q", "completion": "x", "label": True}, "x<|im_end|>"),
     "a result of its call": (
-        {"messages": [Q, CALLING, {"role": "tool", "tool_call_id": "call00000", "content": "4"}, X]},
+        {"messages": [Q, CALLING, {"role": "tool", "tool_call_id": "call00000", "content": "4"}, X], "tools": [TOOL]},
         CALLED + "x<|im_end|>",
     ),
     "messages as text": ({"messages": json.dumps([Q, X])}, "x<|im_end|>"),
@@ -79,7 +85,10 @@ TRAINED = {
         "good<|im_end|>x<|im_end|>bad<|im_end|>x<|im_end|>",
     ),
     "pair of one call with two results": (
-        {name: [Q, CALLING, {"role": "tool", "content": result}, end] for name, result, end in RESULTS},
+        {
+            "tools": [TOOL],
+            **{name: [Q, CALLING, {"role": "tool", "content": result}, end] for name, result, end in RESULTS},
+        },
         "good<|im_end|>bad<|im_end|>",
     ),
     "pair with its prompt in messages too": (
@@ -91,6 +100,22 @@ TRAINED = {
     "kto": ({"prompt": "q", "completion": "x", "label": True}, "x<|im_end|>"),
     "alpaca": ({"instruction": "q", "input": "", "output": "x", "history": [["a", "b"]]}, "b<|im_end|>x<|im_end|>"),
     "openai's empty keys": ({"messages": [Q, {**X, "refusal": None, "annotations": []}]}, "x<|im_end|>"),
+    "a mask of slime": (
+        {"messages": [Q, {**X, "step_loss_mask": 0}, R, {**GOOD, "step_loss_mask": 1}]},
+        "good<|im_end|>",
+    ),
+    "an empty answer without weight": ({"messages": [Q, {**X, "content": "", "weight": 0}, R, GOOD]}, "good<|im_end|>"),
+    "tools in two fields": (
+        {"messages": [Q, X], "tools": [TOOL], "metadata": {"tools": [TOOL]}},
+        "x<|im_end|>",
+    ),
+    "names of tools": ({"messages": [Q, X], "metadata": {"tools": ["add"]}}, "x<|im_end|>"),
+    "options in the prompt": (
+        {"messages": [{**Q, "content": "Which? (A) One\n(B) two  words"}, X], "choices": ["one", "Two words"]},
+        "x<|im_end|>",
+    ),
+    "options of another kind": ({"messages": [Q, X], "options": {"lang": "en", "seed": "3"}}, "x<|im_end|>"),
+    "notes on a loss": ({"messages": [Q, X], "loss": 0.25, "train": True}, "x<|im_end|>"),
     "empty masks": ({"messages": [Q, X], "loss_weights": None, "loss_scale": []}, "x<|im_end|>"),
 }  # fmt: skip
 
@@ -181,6 +206,43 @@ REFUSED = {
     "capital roles": ({"messages": [{"role": "User", "content": "q"}, X]}, "User"),
     "content as a number": ({"messages": [{"role": "user", "content": 5}, X]}, "content"),
     "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "response"),
+    "tools of prime-rl": ({"messages": [Q, X], "tool_defs": [TOOL]}, "'tool_defs'.*data.fields.tools=tool_defs"),
+    "tools of prime-rl as text": ({"messages": [Q, X], "tool_defs": json.dumps([TOOL])}, "'tool_defs'.*field tools"),
+    "tools of verifiers": (
+        {"prompt": [Q], "answer": "4", "info": json.dumps({"tool_defs": [TOOL["function"]]})},
+        "'info.tool_defs'.*data.fields.tools=info.tool_defs",
+    ),
+    "tools of slime": ({"messages": [Q, X], "metadata": {"tools": [TOOL]}}, "'metadata.tools'"),
+    "tools of NeMo Gym": (
+        {"prompt": [Q], "answer": "4", "responses_create_params": {"tools": [TOOL]}},
+        "'responses_create_params.tools'",
+    ),
+    "rejected images": (
+        {"prompt": "q", "chosen": "good", "rejected": "bad", "rejected_images": ["a.png"]},
+        "'rejected_images'.*text alone",
+    ),
+    "a path of an image": ({"prompt": "q", "answer": "4", "image_path": "a.png"}, "'image_path'.*text alone"),
+    "tokens of a pair": (
+        {"prompt": "q", "chosen": "good", "rejected": "bad", "chosen_input_ids": [1]},
+        "'chosen_input_ids'.*encodes",
+    ),
+    "a multiplier of the loss": ({"messages": [Q, X], "loss_multiplier": 0.5}, "'loss_multiplier'.*weight of 0"),
+    "a record without loss": ({"messages": [Q, X], "loss": False}, "'loss' is false.*weight of 0"),
+    "options by letter": (
+        {"prompt": "Which? (A) One", "answer": "A", "options": {"A": "one", "B": "two"}},
+        "'options' has the option \"two\".*into the prompt",
+    ),
+    "options in a list": ({"messages": [Q, X], "choices": ["one", "two"]}, "'choices' has the option \"one\""),
+    "options with labels": (
+        {"prompt": "q", "chosen": "A", "rejected": "B", "choices": {"text": ["one", "two"], "label": ["A", "B"]}},
+        "'choices' has the option \"one\"",
+    ),
+    "an empty answer": ({"messages": [Q, {**X, "content": " "}]}, r"messages\[1\] is an .* message without text"),
+    "an empty rejected answer": (
+        {"prompt": [Q], "chosen": [X], "rejected": [{**X, "content": ""}]},
+        r"messages\[1\] is an .* message without text",
+    ),
+    "a mask of a message": ({"messages": [Q, {**X, "masked": True}]}, "masked.*weight\": 0 if"),
 }  # fmt: skip
 
 
@@ -287,9 +349,11 @@ def test_a_bad_answer_is_not_trained_as_a_good_one(tmp_path) -> None:
     kind = Conversations(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=100)
     path.write_text(json.dumps({"prompt": "q", "completion": "x", "label": True}))
     assert len(read_examples(path, kind)) == 1
-    path.write_text(json.dumps({"prompt": "q", "completion": "x", "label": False}))
-    with pytest.raises(DataError, match="'label' is false"):
-        read_examples(path, kind)
+    # Tables in CSV have only texts.
+    for label in (False, "False"):
+        path.write_text(json.dumps({"prompt": "q", "completion": "x", "label": label}))
+        with pytest.raises(DataError, match="'label' is false"):
+            read_examples(path, kind)
 
 
 def problem_with(**fields):
@@ -304,8 +368,12 @@ ELSEWHERE = {
     "extra_info.interaction_kwargs": problem_with(extra_info=json.dumps({"interaction_kwargs": {"name": "gsm8k"}})),
     "tools_kwargs": problem_with(tools_kwargs=CALC),
     "env_class": problem_with(env_class="gsm8k_multi_turn"),
+    "max_turns": problem_with(max_turns=3),
+    "extra_info.max_turns": problem_with(extra_info={"max_turns": 5}),
+    "env_config": problem_with(env_config={"max_steps": 3, "env_configs": []}),
+    "info.env_id": problem_with(info=json.dumps({"env_id": "wordle"})),
 }
-"""Records of verl and SkyRL with settings of an environment, by the field."""
+"""Records of verl, SkyRL, open-instruct and verifiers with settings of an environment, by the field."""
 
 
 def read_problem(tmp_path, record, environment):
@@ -334,7 +402,7 @@ def test_an_environment_of_the_user_gets_the_settings(tmp_path, field, environme
     "fields",
     [
         {"agent_name": "single_turn_agent", "extra_info": {"need_tools_kwargs": False, "tools_kwargs": None}},
-        {"agent_name": None, "extra_info": {"index": 3, "tools_kwargs": {"calc_reward": None}}},
+        {"agent_name": None, "max_turns": 1, "extra_info": {"index": 3, "tools_kwargs": {"calc_reward": None}}},
     ],
 )
 def test_settings_of_a_single_turn_are_read(tmp_path, fields) -> None:

@@ -21,7 +21,8 @@ ARGUMENTS = {"a": 2, "b": 2}
 
 def conversation(call, **more):
     """A record in which the assistant makes one call before it answers."""
-    asked = {"role": "user", "content": "What is 2 + 2?"}
+    # The question names the tool, for records without tools.
+    asked = {"role": "user", "content": "What is 2 + 2? Call add."}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "4", "tool_call_id": "call00000", "name": "add"}
     return {"messages": [asked, calling, result, {"role": "assistant", "content": "4"}], "tools": [TOOL], **more}
@@ -93,12 +94,33 @@ def test_a_call_to_a_tool_that_is_not_listed_is_refused(tmp_path, kind, record):
     with pytest.raises(DataError, match=r"calls.jsonl, line 1: .*\"subtract\", but .* only add; add .* to 'tools'"):
         make(kind(**settings), tools=[TOOL])
     # The tools may be described in a text.
-    make(kind(**settings))
+    described = {"role": "system", "content": "You can subtract(a, b)."}
+    name = "messages" if "messages" in record else "prompt"
+    make(kind(**settings), **{name: [described, *record[name]]})
     if kind is Problems:
+        # A prompt is not learnt, and its environment may know more tools.
+        make(kind(**settings))
         make(kind(environment_tools=lambda: (SUBTRACT,), **settings))
         with pytest.raises(DataError, match="only add"):
             make(kind(environment_tools=lambda: (TOOL,), **settings))
     make(kind(**settings), tools=[TOOL, SUBTRACT])
+
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        (Conversations, {"messages": [ASKED, UNLISTED, FAILED, ANSWERED]}),
+        (Conversations, {"messages": [ASKED, ANSWERED | {"content": "I subtract."}, ASKED, UNLISTED]}),
+        (Pairs, {"prompt": [ASKED], "chosen": [UNLISTED], "rejected": [ANSWERED]}),
+        (Judged, {"prompt": [ASKED], "response": [UNLISTED], "label": True}),
+    ],
+)
+def test_a_call_to_a_tool_that_nothing_describes_is_refused(tmp_path, kind, record):
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps(record))
+    [read] = read_records(path)
+    with pytest.raises(DataError, match=r"line 1: .*\"subtract\", but the record lists no tools.*{tools: FIELD}"):
+        kind(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=2000).make(0, read)
 
 
 def test_a_call_that_is_not_to_be_learnt_may_be_to_any_tool(tmp_path):

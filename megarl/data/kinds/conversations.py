@@ -11,7 +11,7 @@ import numpy as np
 from megarl.data.chat import encode_rendered, exceeds, render
 from megarl.data.formats import first_name_with_value
 from megarl.data.kinds.base import TokenisedKind
-from megarl.data.messages import WEIGHT, have_same_texts, without_weights
+from megarl.data.messages import REASONING, WEIGHT, have_same_texts, is_blank, without_weights
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import (
     check_answer_written,
@@ -110,7 +110,10 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
 def _refuse_bad_answer(record: Record) -> None:
     """Raise DataError for an answer that the record judges bad, as data sets for KTO have them."""
     for name in _JUDGEMENTS:
-        if record.fields.get(name) is False and name not in record.names.fields.values():
+        value = record.fields.get(name)
+        # Tables in CSV have only texts.
+        is_bad = value is False or (isinstance(value, str) and value.strip().casefold() == "false")
+        if is_bad and name not in record.names.fields.values():
             raise record.error(
                 f"'{name}' is false, so the answer is a bad one, and supervised training would learn it; remove the "
                 "record (or the field, if it judges something else), or train with loop=preference and "
@@ -209,8 +212,19 @@ def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, f
 
 
 def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:
-    """Raise ValueError if no assistant's message from number `first` on is trained."""
-    if any(message["role"] == "assistant" and WEIGHT not in message for message in messages[first:]):
+    """Raise ValueError if no assistant's message from number `first` on is trained, or one of them is empty."""
+    trained_numbers = [
+        number
+        for number, message in enumerate(messages[first:], start=first)
+        if message["role"] == "assistant" and WEIGHT not in message
+    ]
+    for number in trained_numbers:
+        if not any(not is_blank(messages[number].get(key)) for key in ("content", "tool_calls", REASONING)):
+            raise ValueError(
+                f"messages[{number}] is an assistant's message without text; give the answer, remove the record, or "
+                'give "weight": 0 at the message'
+            )
+    if trained_numbers:
         return
     if any(WEIGHT in message for message in messages):
         raise ValueError("the assistant's messages have weight 0, so nothing is trained; remove the record")
