@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.files.atomic import storage_faults_named
+from megarl.loops.measuring.balance import Balance
 from megarl.loops.models import load_experts
-from megarl.loops.performance import Balance
 from megarl.loops.started_run import Run
 from megarl.loops.step import Step
 from megarl.platform.spans import span

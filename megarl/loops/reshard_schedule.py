@@ -11,8 +11,8 @@ from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import Reports, ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
+from megarl.loops.measuring.performance import Performance
 from megarl.loops.observers.weight_checks import WeightChecks
-from megarl.loops.performance import Performance
 from megarl.platform.spans import span
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.metric_rows import ALL_RANKS, MetricRow

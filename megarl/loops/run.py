@@ -21,13 +21,14 @@ from megarl.data.chat import tokenizer_of
 from megarl.datasets.counts import RecordDigests
 from megarl.datasets.reading import Dropped
 from megarl.loops import distillation, preference, rl, sft
+from megarl.loops.measuring.performance import Performance
+from megarl.loops.measuring.profiles import Profiles
 from megarl.loops.models import export, make_rank_models, sharing_notices
 from megarl.loops.monitoring import RunMonitor
 from megarl.loops.observers.instabilities import make_spike_detector
 from megarl.loops.observers.selection import make_observers
 from megarl.loops.observers.step_checks import StepChecks
 from megarl.loops.observers.weight_checks import WeightChecks
-from megarl.loops.performance import Performance, Profiles
 from megarl.loops.ranks.rank_processes import RankProcesses
 from megarl.loops.ranks.rank_start import (
     construct_workers,

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
+from megarl.loops.measuring.performance import Performance
+from megarl.loops.measuring.profiles import Profiles
 from megarl.loops.observers.step_observer import StepObservers
-from megarl.loops.performance import Performance, Profiles
 from megarl.loops.ranks.rank_processes import RankProcesses
 from megarl.loops.ranks.resizing import take_request
 from megarl.loops.reshard_schedule import ReshardSchedule

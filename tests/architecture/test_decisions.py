@@ -16,10 +16,10 @@ READERS = ("report/", "tracking/display.py", "tracking/step_table.py", "tracking
 """Files that show logged metrics to people."""
 
 JUDGED = {
-    # Phases' seconds and idle shares, for other metrics and a notice on placement.
-    "loops/performance.py": {
-        "perf/engines_open_seconds", "rollout/sampled_tokens", "time/engines_idle", "time/step_seconds",
-    },
+    # Phases' seconds, for metrics of speed.
+    "loops/measuring/performance.py": {"perf/engines_open_seconds", "rollout/sampled_tokens", "time/step_seconds"},
+    # Idle shares, for a notice on placement.
+    "loops/measuring/balance.py": {"time/engines_idle", "time/step_seconds"},
     # The seconds of a step, for a ratio to the plan and a notice.
     "loops/observers/plan_promise.py": {"time/step_seconds"},
     # Metrics of two reshards become one row.

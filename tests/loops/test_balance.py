@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.loops.performance import FEWEST, WINDOW, Balance
+from megarl.loops.measuring.balance import FEWEST, WINDOW, Balance
 
 
 def observed(balance: Balance, waited: float, engines_idle: float) -> dict[str, float]:

@@ -20,7 +20,7 @@ from megarl.cluster.ranks.activity import Activity
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.performance import Performance, peak_memory
+from megarl.loops.measuring.performance import Performance, peak_memory
 from megarl.tracking.metrics import Max, Sum
 from megarl.types import TrainingSequence
 

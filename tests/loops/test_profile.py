@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.loops.performance import Profiles
+from megarl.loops.measuring.profiles import Profiles
 from megarl.types import MegarlError
 
 

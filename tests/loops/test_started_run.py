@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.performance import EvaluationMetrics
+from megarl.loops.measuring.performance import EvaluationMetrics
 from megarl.loops.run_data import RunData
 from megarl.loops.started_run import Run, StepWatch
 from megarl.loops.stopping import StopRequest

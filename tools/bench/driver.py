@@ -35,7 +35,7 @@ from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops.performance import Performance
+from megarl.loops.measuring.performance import Performance
 from megarl.loops.reshard_schedule import reshard_metrics
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import GroupBuffer

@@ -1,0 +1,1 @@
+"""Measurement of a run's steps: speed, idle ranks, peak memory, balance of trainers and engines, profiles."""
