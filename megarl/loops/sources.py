@@ -26,8 +26,8 @@ from megarl.rollout.accuracy import Answers, had_unjudged_answers, unjudged_text
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source, sampling_settings, with_stop_tokens
-from megarl.serving.agents import agent_program
-from megarl.serving.node_memory import RunMemory
+from megarl.serving.agent.agent_program import agent_program
+from megarl.serving.agent.node_memory import RunMemory
 from megarl.types import Problem
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ async def make_source(
         agent_program(recipe, pool, rewards.score, sampling, screen.notice, agents, memory)
     )
     if agent is not None:
-        screen.info(f"endpoint at {agent.endpoint.base_url}/v1")
+        screen.info(f"endpoint at {agent.runner.endpoint.base_url}/v1")
     sampler = GroupSampler(
         pool=pool,
         dialogue=Dialogue(tokenizer, rollout.tool_parser),

@@ -21,7 +21,7 @@ from megarl.cluster.agents.agent_link import AgentLink
 from megarl.cluster.agents.topology import NodeKind
 from megarl.cluster.launchers.srun import SrunNodes
 from megarl.config.sections.rollout import AgentConfig
-from megarl.serving.containers import Containers
+from megarl.serving.agent.containers import Containers
 
 CALL = """
 import os, socket

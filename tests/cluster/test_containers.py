@@ -23,8 +23,8 @@ from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import ContainerError
 from megarl.sandbox.containers.host import ContainerHost
 from megarl.sandbox.containers.outliving import connect_to
-from megarl.serving.containers import AttemptContainer, Containers, Node, Request
-from megarl.serving.node_memory import RunMemory
+from megarl.serving.agent.containers import AttemptContainer, Containers, Node, Request
+from megarl.serving.agent.node_memory import RunMemory
 from tests.child_processes import is_alive
 from tests.cluster.containers_on_nodes import CALL, serve
 from tests.cluster.spawned import spawned_nodes
@@ -144,7 +144,7 @@ async def test_a_node_that_starts_containers_slowly_is_named_once(
     usual: float, late: list[float], is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, notices = [0.0], list[str]()
-    monkeypatch.setattr("megarl.serving.containers.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("megarl.serving.agent.containers.time", SimpleNamespace(monotonic=lambda: clock[0]))
     links: Any = [PlayedLink("first", repeat(usual), clock), PlayedLink("second", chain(late, repeat(late[0])), clock)]
     config = AgentConfig(command=("true",), sandbox="sandbox", nodes="all")
     containers = Containers(config, ("127.0.0.1", 9), agents=lambda: links, notify=notices.append)

@@ -30,8 +30,9 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.journal.journal import AttemptJournal
 from megarl.rollout.source import Source
 from megarl.rollout.state import RLState, flatten, problem_lookup
-from megarl.serving.agents import AgentProgram
-from megarl.serving.containers import Containers
+from megarl.serving.agent.agent_program import AgentProgram
+from megarl.serving.agent.agent_runner import AgentRunner
+from megarl.serving.agent.containers import Containers
 from megarl.serving.endpoint import Endpoint
 from megarl.types import Completion, Problem, Request, Reward
 from tests.cluster.spawned import spawned_nodes
@@ -121,7 +122,8 @@ async def drive(folder: Path, steps: int, port: int) -> None:
         containers = Containers(config, s.endpoint.address, agents=lambda: nodes.agents)
         await containers.start()
         stack.push_async_callback(containers.close)
-        program = AgentProgram(config, s.endpoint, s.sessions, score, containers, asyncio.Semaphore(20))
+        runner = AgentRunner(config, s.endpoint, s.sessions, containers, asyncio.Semaphore(20))
+        program = AgentProgram(runner, score)
         program.expect(journal.expected_keys)
         restarts: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()

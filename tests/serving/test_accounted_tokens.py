@@ -24,8 +24,9 @@ from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
 from megarl.rollout.stitch import stitch
-from megarl.serving.agents import AgentProgram
-from megarl.serving.containers import Containers
+from megarl.serving.agent.agent_program import AgentProgram
+from megarl.serving.agent.agent_runner import AgentRunner
+from megarl.serving.agent.containers import Containers
 from megarl.serving.refusal import RequestError
 from megarl.serving.session import Session
 from megarl.serving.session_sampler import Limits, SessionSampler
@@ -303,9 +304,8 @@ async def test_a_journal_that_cannot_be_written_ends_the_attempt(tmp_path: Path,
         containers = Containers(config, s.endpoint.address)
         pool: Any = s.pool
         unused: Any = None
-        program = AgentProgram(
-            config, s.endpoint, s.sessions, unused, containers, asyncio.Semaphore(1), lambda: Persistent()
-        )
+        runner = AgentRunner(config, s.endpoint, s.sessions, containers, asyncio.Semaphore(1), lambda: Persistent())
+        program = AgentProgram(runner, unused)
         engine = AttemptEngine(pool, log=journal.begin("a 0", "s"))
         task = Task("command", PROBLEM, 0, 0, "seed", SAMPLING)
         with no_file_may_grow(), pytest.raises(StorageError, match=r"attempts\.journal"):

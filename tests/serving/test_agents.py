@@ -26,11 +26,12 @@ from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
 from megarl.sandbox.containers.container import ContainerError
-from megarl.serving.agents import AgentProgram, _verify
+from megarl.serving.agent.agent_program import AgentProgram
+from megarl.serving.agent.agent_runner import AgentRunner, _verify
+from megarl.serving.agent.containers import Containers
+from megarl.serving.agent.harbor import HarborTask
 from megarl.serving.codec import Codec
-from megarl.serving.containers import Containers
 from megarl.serving.endpoint import Endpoint
-from megarl.serving.harbor import HarborTask
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
 from tests.child_processes import is_alive
@@ -78,7 +79,7 @@ def attempt(group: WorkerGroup, tool_model: Path) -> MakeAttempt:
         config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment, **fields)
         containers = Containers(config, endpoint.address)
         await containers.start()
-        program = AgentProgram(config, endpoint, sessions, by_length, containers, asyncio.Semaphore(1))
+        program = AgentProgram(AgentRunner(config, endpoint, sessions, containers, asyncio.Semaphore(1)), by_length)
         problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", record or {"level": 2})
         try:
             task = Task("command", problem, 1, 2, "seed", SAMPLING)

@@ -17,8 +17,9 @@ from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.attempt_engine import AttemptEngine
-from megarl.serving.agents import AgentProgram
-from megarl.serving.containers import Containers
+from megarl.serving.agent.agent_program import AgentProgram
+from megarl.serving.agent.agent_runner import AgentRunner
+from megarl.serving.agent.containers import Containers
 from megarl.serving.dialects.chat import Chat
 from megarl.serving.dialects.messages import Messages
 from megarl.serving.dialects.responses import Responses
@@ -79,7 +80,8 @@ async def attempt(s: Scripted, harness: Harness | None = None, **config: Any) ->
     agent = AgentConfig(**config)
     made = harness or Harness()
     containers = Containers(agent, s.endpoint.address)
-    program = AgentProgram(agent, s.endpoint, s.sessions, score, containers, asyncio.Semaphore(1), lambda: made)
+    runner = AgentRunner(agent, s.endpoint, s.sessions, containers, asyncio.Semaphore(1), lambda: made)
+    program = AgentProgram(runner, score)
     pool: Any = s.pool
     task = Task("command", PROBLEM, 0, 0, "seed", SamplingSettings(200))
     return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=50), AttemptEngine(pool))

@@ -37,7 +37,7 @@ from megarl.platform.imports import disable_collector
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.engine_requests import Generates
 from megarl.rollout.journal.journal import AttemptJournal
-from megarl.serving.agents import agent_program
+from megarl.serving.agent.agent_program import agent_program
 from megarl.serving.session_sampler import Limits
 from megarl.types import Completion, Request, SamplingSettings
 
@@ -86,12 +86,12 @@ async def measure(recipe: Recipe, num_sessions: int, load: Load, new_tokens: int
     with closing(AttemptJournal(file, 0, unused)) as journal:
         async with agent_program(recipe, engines, unused, sampling, lambda text: None) as program:
             assert program is not None, "the recipe has an agent program"
-            program.endpoint.accept()
+            program.runner.endpoint.accept()
             sessions = []
             for number in range(num_sessions):
                 engine = AttemptEngine(engines, log=journal.begin(f"attempt {number}", "settings"))
-                sessions.append(program.sessions.open("attempt", None, sampling, limits, engine, engine.log))
-            urls = [program.endpoint.url_of(session) for session in sessions]
+                sessions.append(program.runner.sessions.open("attempt", None, sampling, limits, engine, engine.log))
+            urls = [program.runner.endpoint.url_of(session) for session in sessions]
             # Spawned, since a fork would copy the locks of this process's threads.
             with ProcessPoolExecutor(1, get_context("spawn")) as clients:
                 running = clients.submit(drive_clients, urls, os.getpid(), load)

@@ -19,7 +19,7 @@ from megarl.config.sections.rollout import ANY_ADDRESS, AgentConfig
 from megarl.sandbox.containers.container import LEASE_SECONDS, ContainerError, ContainerSettings, Executed
 from megarl.sandbox.containers.host import ContainerHost
 from megarl.sandbox.containers.requests import DEFAULT_DISK_BYTES, Limits
-from megarl.serving.node_memory import MachineMemory, RunMemory
+from megarl.serving.agent.node_memory import MachineMemory, RunMemory
 from megarl.types import MegarlError
 
 _RENEW_SECONDS = 10.0

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.data.sources.harbor import FIELD
 from megarl.files.strict_json import finite_number, make_object
 from megarl.sandbox.containers.container import ContainerError
-from megarl.serving.containers import AttemptContainer
+from megarl.serving.agent.containers import AttemptContainer
 from megarl.types import Problem
 
 _TESTS, _LOGS = "/tests", "/logs/verifier"
