@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
@@ -110,13 +112,17 @@ FORMATS = {
 
 _USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "prompt": ("messages", "prompt", "question", "problem", "query", "instruction", "input", "conversations", "text"),
-    "answer": ("gt_answer", "answer", "solution", "ground_truth", "final_answer", "label", "target", "output"),
+    "answer": (
+        "gt_answer", "answer", "solution", "ground_truth", "final_answer", "expected_answer", "label", "target",
+        "output", "reward_spec.ground_truth",
+    ),
     "response": ("response", "completion", "output", "answer", "solution"),
     "chosen": ("chosen", "preferred", "accepted", "winner"),
-    "rejected": ("rejected", "dispreferred", "loser"),
-    "label": ("label", "is_good", "correct"),
-}
+    "rejected": ("rejected", "dispreferred", "loser", "rejected_response"),
+    "label": ("label", "kto_tag", "is_good", "correct"),
+}  # fmt: skip
 """Field names of public data sets by role, the most frequent first. Errors suggest these names."""
+_PLAIN_NAME = re.compile(r"(?!(?:null|true|false|yes|no|on|off|[yn])$)[^\W\d][\w.-]*(?: [\w.-]+)*", re.IGNORECASE)
 _UNKNOWN = "FIELD"
 """Placeholder in an error for a field name that cannot be guessed."""
 
@@ -191,7 +197,7 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
     read_names = set(fields_by_role.values()) | (set() if "prompt" in missing else set(format.prompt))
     fields_by_role |= _guess_fields({name: value for name, value in record.items() if name not in read_names}, missing)
     remedy = names.remedy.replace(
-        "{}", "{" + ", ".join(f"{role}: {name}" for role, name in fields_by_role.items()) + "}"
+        "{}", "{" + ", ".join(f"{role}: {_as_yaml(name)}" for role, name in fields_by_role.items()) + "}"
     )
     return (
         f"no field for {' and '.join(missing)}; the record has {_first_names(record)}. Looked for {searched_names}, "
@@ -204,7 +210,9 @@ def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, 
     guesses: dict[str, str] = {}
     for role in roles:
         unassigned_names = [
-            name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()
+            name
+            for name in _USUAL_NAMES.get(role, ())
+            if name not in guesses.values() and (name in record or value_at(record, name) is not None)
         ]
         if unassigned_names:
             guesses[role] = unassigned_names[0]
@@ -214,6 +222,11 @@ def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, 
     names = text_names if len(text_names) == len(open_roles) else [_UNKNOWN] * len(open_roles)
     guesses |= zip(open_roles, names, strict=True)
     return {role: guesses[role] for role in roles}
+
+
+def _as_yaml(name: str) -> str:
+    """Return a field's name for a mapping in YAML: in quotes if YAML would read another text, as for ` answer`."""
+    return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
 def _first_names(fields: Mapping[str, Any]) -> str:

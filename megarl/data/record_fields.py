@@ -6,12 +6,13 @@ Fields that choose a record's reward function are errors if the recipe has anoth
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from megarl.data.formats import RecordFormat, value_at
 from megarl.data.messages import says_nothing
 from megarl.data.tools.records import standard_tools
+from megarl.files.nearest import nearest
 from megarl.files.strict_json import shown
 
 _TEXT_ONLY = "megarl trains on text alone; remove the records with it, or the field if the prompts do without it"
@@ -133,7 +134,30 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
         if name in _SWITCHES and value is not False:
             continue
         return f"'{name}' is {shown(value)}, which is not read; {_REMEDIES[name]}"
-    return _unread_tools(fields, format)
+    return _unread_tools(fields, format) or _misspelt_field(fields, format)
+
+
+def _misspelt_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
+    """Return an error for a field with a name and a value nearly like a system message, history or tools, or None."""
+    parts = (*format.system, *format.history, *format.tools)
+    for name, value in fields.items():
+        part = None if name in format.names else _nearest_part(name, parts)
+        if part is None or says_nothing(value) or not says_nothing(fields.get(part)):
+            continue
+        if part in format.tools:
+            is_part = _has_tools(value)
+        else:
+            is_part = isinstance(value, list if part in format.history else str)
+        if is_part:
+            return f"'{name}' is {shown(value)}, which is not read; rename it to '{part}', or remove it"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _nearest_part(name: str, parts: tuple[str, ...]) -> str | None:
+    """Return the part with nearly this name, or None. Longer names differ in meaning: `system_id`."""
+    part = nearest(name, parts)
+    return part if part is not None and abs(len(part) - len(name)) <= 1 else None
 
 
 def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
@@ -142,13 +166,17 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
         return None
     for place in _TOOLS_ELSEWHERE:
         value = value_at(fields, place)
-        if says_nothing(value):
-            continue
         # Other values under these names are notes, such as the names of tools.
-        with suppress(ValueError):
-            if standard_tools(value):
-                return f"'{place}' is {shown(value)}, which is not read; {_AS_TOOLS}, or set data.fields.tools={place}"
+        if _has_tools(value):
+            return f"'{place}' is {shown(value)}, which is not read; {_AS_TOOLS}, or set data.fields.tools={place}"
     return None
+
+
+def _has_tools(value: Any) -> bool:
+    try:
+        return bool(standard_tools(value))
+    except ValueError:
+        return False
 
 
 def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str] | None) -> str | None:

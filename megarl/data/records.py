@@ -30,6 +30,7 @@ from megarl.data.messages import (
     is_blank,
     standard_messages,
 )
+from megarl.data.sources.rows import EncodedBytes
 from megarl.data.tools.records import standard_tools
 from megarl.data.tools.schemas import ToolSchema
 from megarl.files.strict_json import shown
@@ -43,6 +44,8 @@ whole sentences without spaces.
 """
 
 
+_QUESTIONS = ("question", "query", "problem", "instruction")
+"""Fields with a question in records that have its passage in `context`."""
 _OPTIONS = ("options", "choices")
 """Fields with the options of a multiple-choice question."""
 _OPTION_LABEL = re.compile(r"[A-Za-z]|\d+")
@@ -140,7 +143,10 @@ class Record:
         With `role`, any other text becomes a message of this role. A format's `input` field is appended to the prompt.
         Raises DataError for invalid messages, and for unknown keys.
         """
-        value = self._read_text(field, self.at(field), is_answer=role == "assistant")
+        value = self.at(field)
+        if isinstance(value, EncodedBytes):
+            raise self.error(f"'{field}' has bytes that are not UTF-8 text; save the column as text")
+        value = self._read_text(field, value, is_answer=role == "assistant")
         if field in self.format.prompt:
             value = self._with_input(field, value)
         if role and isinstance(value, str) and value.strip():
@@ -217,7 +223,9 @@ class Record:
         """
         self._refuse_unwritten_options(messages)
         field = self.field(self.format.prompt)
-        for name in self.format.other_prompts:
+        # Next to a question, `context` is only the passage that it is about.
+        questions = _QUESTIONS if field == "context" and "prompt" not in self.names.fields else ()
+        for name in (*self.format.other_prompts, *questions):
             if name == field or is_blank(self.fields.get(name)):
                 continue
             is_input = name in self.format.input and name == self.field(self.format.input)

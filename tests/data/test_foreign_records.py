@@ -2,10 +2,12 @@
 
 import datetime
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from megarl.data.formats import FieldNames
 from megarl.data.kinds.conversations import Conversations
@@ -109,6 +111,14 @@ TRAINED = {
         {"messages": [Q, X], "tools": [TOOL], "metadata": {"tools": [TOOL]}},
         "x<|im_end|>",
     ),
+    "a passage with its question": (
+        {"context": "The sky is green. What colour?", "question": "What colour?", "response": "x"},
+        "x<|im_end|>",
+    ),
+    "names that are no misspelt parts": (
+        {"messages": [Q, X], "tool": "add", "system_id": "a", "story": ["a"], "systems": 3},
+        "x<|im_end|>",
+    ),
     "names of tools": ({"messages": [Q, X], "metadata": {"tools": ["add"]}}, "x<|im_end|>"),
     "options in the prompt": (
         {"messages": [{**Q, "content": "Which? (A) One\n(B) two  words"}, X], "choices": ["one", "Two words"]},
@@ -206,6 +216,13 @@ REFUSED = {
     "capital roles": ({"messages": [{"role": "User", "content": "q"}, X]}, "User"),
     "content as a number": ({"messages": [{"role": "user", "content": 5}, X]}, "content"),
     "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "response"),
+    "a question and its passage": (
+        {"context": "The sky is green.", "question": "q", "response": "x"},
+        "'question' is \"q\", but the prompt is read from 'context'",
+    ),
+    "misspelt tools": ({"messages": [Q, X], "toolz": [TOOL]}, "'toolz'.*rename it to 'tools'"),
+    "a misspelt system message": ({"prompt": "q", "answer": "4", "sytem_prompt": "s"}, "rename it to 'system_prompt'"),
+    "a misspelt history": ({"messages": [Q, X], "History": [["a", "b"]]}, "rename it to 'history'"),
     "tools of prime-rl": ({"messages": [Q, X], "tool_defs": [TOOL]}, "'tool_defs'.*data.fields.tools=tool_defs"),
     "tools of prime-rl as text": ({"messages": [Q, X], "tool_defs": json.dumps([TOOL])}, "'tool_defs'.*field tools"),
     "tools of verifiers": (
@@ -289,6 +306,19 @@ def problems_of(path):
         ),
         pytest.param({"prompt": ["q"], "answer": [["4", "5"]]}, ("q", ["4", "5"]), id="list"),
         pytest.param({"prompt": [[Q]], "reward_model": [{"ground_truth": "4"}]}, ("q", "4"), id="structs"),
+        pytest.param(
+            {
+                "prompt": pa.array([[list(Q.items())]], pa.list_(pa.map_(pa.string(), pa.string()))),
+                "reward_model": pa.array([[("ground_truth", "4")]], pa.map_(pa.string(), pa.string())),
+            },
+            ("q", "4"),
+            id="maps",
+        ),
+        pytest.param(
+            {"prompt": ["q"], "answer": pa.array([[(1, "4")]], pa.map_(pa.int64(), pa.string()))},
+            ("q", {"1": "4"}),
+            id="map of numbers",
+        ),
     ],
 )  # fmt: skip
 def test_columns_of_a_table(tmp_path, columns, problem) -> None:
@@ -299,6 +329,41 @@ def test_columns_of_a_table(tmp_path, columns, problem) -> None:
 def test_bytes_that_are_no_text_stay_base64(tmp_path) -> None:
     pq.write_table(pa.table({"prompt": ["q"], "answer": [b"\xff\xfe"]}), tmp_path / "data.parquet")
     assert problems_of(tmp_path / "data.parquet") == [("q", "//4=")]
+    pq.write_table(pa.table({"prompt": [b"\xff\xfe"], "answer": ["4"]}), tmp_path / "data.parquet")
+    with pytest.raises(DataError, match="row 1: 'prompt' has bytes"):
+        problems_of(tmp_path / "data.parquet")
+
+
+def test_a_map_with_a_key_twice_is_refused(tmp_path) -> None:
+    columns = {
+        "prompt": ["q"],
+        "answer": ["4"],
+        "info": pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int8())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "data.parquet")
+    with pytest.raises(DataError, match="duplicate key was 'a'"):
+        problems_of(tmp_path / "data.parquet")
+
+
+def test_a_remedy_names_fields_as_yaml_reads_them(tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({" prompt": "q", "on": "4"}))
+    kind = Problems(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=100)
+    with pytest.raises(DataError, match=r"data\.fields={") as caught:
+        read_examples(path, kind)
+    [fields] = re.findall(r"data.fields=({.*})'", str(caught.value))
+    assert yaml.safe_load(fields) == {"prompt": " prompt", "answer": "on"}
+
+
+def test_a_remedy_names_the_usual_fields_of_other_programs(tmp_path) -> None:
+    path = tmp_path / "data.jsonl"
+    for record, remedy in (
+        ({"prompt": "q", "reward_spec": {"ground_truth": "4"}}, "{answer: reward_spec.ground_truth}"),
+        ({"prompt": "q", "expected_answer": "4", "source": "s"}, "{answer: expected_answer}"),
+    ):
+        path.write_text(json.dumps(record))
+        with pytest.raises(DataError, match=f"data.fields={remedy}"):
+            problems_of(path)
 
 
 @pytest.mark.parametrize("names", [["prompt", "prompt", "answer"], ["prompt", "answer", "answer"]])

@@ -46,6 +46,12 @@ _ARROW_BUFFER_BYTES = 1 << 20
 _LONGEST_CELL = 1 << 27
 
 
+class EncodedBytes(str):
+    """Bytes of a table that are not text, in base64."""
+
+    __slots__ = ()
+
+
 class Row(NamedTuple):
     """A row of a file: its number (from 1, in the unit `unit`) and its value.
 
@@ -393,7 +399,8 @@ def _read_batches(path: Path, batches: Any) -> Iterator[Row]:
                 repeated = next(name for place, name in enumerate(columns) if name in columns[:place])
                 raise DataError(f"{path}: the column {repeated!r} occurs twice; rename or remove one of them")
         for start in range(0, batch.num_rows, _ARROW_ROWS):
-            for fields in batch.slice(start, _ARROW_ROWS).to_pylist():
+            # As pairs, the fields of a map would look like a list: nothing in it would be found by its name.
+            for fields in batch.slice(start, _ARROW_ROWS).to_pylist(maps_as_pydicts="strict"):
                 number += 1
                 yield Row(number, "row", _to_python(fields), columns)
 
@@ -422,18 +429,20 @@ def _arrow_faults(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (ValueError, OSError, NotImplementedError) as error:  # pyarrow's own errors are subclasses of these
+    # pyarrow's own errors are subclasses of these. KeyError: a map has a key twice.
+    except (ValueError, OSError, NotImplementedError, KeyError) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}); write the file again") from None
 
 
 def _to_python(value: Any) -> Any:
-    """Return an Arrow value as JSON: null is a missing field, dates are ISO 8601 text.
+    """Return an Arrow value as JSON: null is a missing field, a map is an object, dates are ISO 8601 text.
 
-    Bytes become text if they are UTF-8 (some programs write text as bytes), else base64.
+    Bytes become text if they are UTF-8 (some programs write text as bytes), else EncodedBytes.
     """
     if isinstance(value, dict):
         plain = {name: _to_python(item) for name, item in value.items()}
-        return {name: item for name, item in plain.items() if item is not None}
+        # The keys of a map may be numbers.
+        return {str(name): item for name, item in plain.items() if item is not None}
     if isinstance(value, list | tuple):
         return [_to_python(item) for item in value]
     # JSON has no NaN and no infinities; pandas writes NaN for a missing number.
@@ -442,7 +451,7 @@ def _to_python(value: Any) -> Any:
     if isinstance(value, bytes):
         with suppress(UnicodeDecodeError):
             return value.decode()
-        return base64.b64encode(value).decode()
+        return EncodedBytes(base64.b64encode(value).decode())
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta | Decimal):
