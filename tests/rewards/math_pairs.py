@@ -204,6 +204,35 @@ RIGHT: dict[str, tuple[str, ...]] = {
     ),
     "k > 1": ("k>1",),
     r"\frac{1}{4}\pi": ("1/4π",),
+    # products of matrices do not commute
+    r"A^TB^T": (r"(BA)^T", r"A^\top B^\top", r"A^{\mathsf{T}}B^{\mathrm T}"),
+    "(ABC)^{-1}": ("C^{-1}B^{-1}A^{-1}", r"(A\cdot B\cdot C)^{-1}"),
+    "PDP^{-1}": ("P D P^{-1}", "(PD)P^{-1}", r"(PD^{-1}P^{-1})^{-1}"),
+    "(X^TX)^{-1}X^Ty": (r"\left(X^\top X\right)^{-1}X^\top y",),
+    "(I-A)^{-1}(I+A)": ("(A+I)(I-A)^{-1}", "-(A-I)^{-1}(I+A)"),
+    "LT^{-1}": ("L T^{-1}", r"\frac{L}{T}", "T^{-1}L"),
+    r"\begin{pmatrix}1\\2\end{pmatrix}": ("(1,2)^T", "[1,2]^T", r"\begin{pmatrix}1&2\end{pmatrix}^T"),
+    "P(1+r)^T": ("P(r+1)^T", "(1+r)^TP"),
+    # functions of numbers
+    r"\frac{\zeta(3)}{2}": (r"\frac12\zeta(3)", r"\zeta\left(3\right)/2"),
+    r"\zeta(2)": (r"\frac{\pi^2}{6}",),
+    r"\Gamma(\tfrac12)": (r"\sqrt\pi", r"2\Gamma(3/2)"),
+    r"n!": (r"\Gamma(n+1)",),
+    r"\frac{P(1/2)}{3}": (r"\frac13 P\left(\frac12\right)",),
+    "1.05^3P": ("P(1.05)^3", "P(1+0.05)^3"),
+    r"\lambda(\lambda-1)": (r"\lambda^2-\lambda",),
+    "E[X^2]-E[X]^2": ("E[X^2]-(E[X])^2", r"-E[X]^2+E[X^2]"),
+    # derivatives
+    r"\frac{dy}{dx}=2x": ("y'=2x", "f'(x)=2x", r"\frac{df}{dx}=2x"),
+    "f''(x)=6x": (r"\frac{d^2y}{dx^2}=6x", "y''=6x"),
+    # domains
+    r"x\ge 5": (r"x\ge 5, x\in\mathbb{R}", r"x\in\mathbb{R}, x\ge 5"),
+    r"x^2+C": (r"x^2+C,\ C\in\mathbb{R}",),
+    r"2\pi k": (r"2\pi k, k\in\mathbb{Z}",),
+    r"n\ge 5, n\in\mathbb{Z}": (r"n\in\mathbb{Z}, n\ge 5", r"n\ge 5"),
+    # rounded values
+    r"4\sqrt3": (r"4\sqrt3\approx 6.93", r"4\sqrt3\approx 6.928", r"4\sqrt3\approx 6.92"),
+    "12345": (r"12345 \approx 12300",),
 }
 """Predictions that are right, by gold answer."""
 
@@ -440,5 +469,46 @@ WRONG: dict[str, tuple[str, ...]] = {
     "1 m": ("1 ft",),
     "2 feet": ("12 inches",),
     "2 min": ("60 s",),
+    # products of matrices do not commute
+    r"A^{-1}B": ("BA^{-1}", "B^{-1}A", r"\frac{B}{A}", "A^{-1}B^{-1}"),
+    "P^{-1}AP": ("A", "PAP^{-1}", "PA"),
+    r"(AB)^T": (r"AB^T", r"A^TB^T"),
+    "(AB)^{-1}": ("AB^{-1}", "A^{-1}B^{-1}"),
+    "(X^TX)^{-1}X^Ty": ("X^{-1}y", "X^T(XX^T)^{-1}y", "(X^TX)X^Ty"),
+    "x^Ty": ("y^Tx", "xy"),
+    "1.05^TP": ("P^{T}1.05",),
+    # functions of numbers
+    r"\frac{\zeta(3)}{2}": (r"\frac32\zeta", r"\frac34\zeta(2)", r"\zeta(\frac32)", r"\frac{\zeta(6)}{4}"),
+    r"\frac{\Gamma(1/4)}{2}": (r"\frac{\Gamma(1/2)}{4}", r"\frac18\Gamma"),
+    r"2\phi(12)": (r"\phi(24)", r"24\phi", r"24\phi(1)"),
+    r"\frac{P(1/2)}{3}": (r"\frac{P(1/3)}{2}", r"\frac{P}{6}"),
+    r"W(2)+1": ("2W(1)+1", "2W+1"),
+    "E[X^2]-E[X]^2": ("0", "E[X]^2-E[X^2]", "E[X]^2-E[X]^2"),
+    # a formula with cases by sign or size, for letters of any value
+    "|c|": ("c", "-c"),
+    "c": ("|c|", r"\sqrt{c^2}"),
+    "|x^2-1|": ("x^2-1", "1-x^2"),
+    "|m|+|m-1|": ("2m-1", "1"),
+    r"\max(v,1)": ("v", "1"),
+    r"\max(a,b)": ("a", "b", r"\max(a,b,0)"),
+    r"y=|c|": ("y=c",),
+    r"y<|c|": ("y<c",),
+    # derivatives
+    r"\frac{dy}{dx}=2x": (
+        "y=2x",
+        "f(x)=2x",
+        "y''=2x",
+        r"\frac{dx}{dy}=2x",
+        r"\frac{dy}{dt}=2x",
+        r"\frac{d^2y}{dx^2}=2x",
+    ),
+    "f'(x)=2x": ("y=2x", "g'(x)=2x", "f^{-1}(x)=2x", r"\frac{dg}{dx}=2x"),
+    "f(x)=x^2": ("f(y)=x^2", "y'=x^2"),
+    # domains
+    r"x\ge 5": (r"x\ge 5, x\in\mathbb{Z}", r"x\in\mathbb{N}, x\ge 5"),
+    r"n\ge 5, n\in\mathbb{Z}": (r"n\ge 5, n\in\mathbb{R}", r"n\ge 5, n\in\mathbb{N}"),
+    # rounded values
+    "102": (r"102\approx 103", r"102\approx 101.5"),
+    r"4\sqrt3": (r"4\sqrt3\approx 6.94", r"4\sqrt3\approx 6.9281"),
 }
 """Predictions that are wrong, by gold answer."""

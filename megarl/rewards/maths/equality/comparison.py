@@ -21,6 +21,7 @@ from megarl.rewards.maths.equality.kinds import (
 from megarl.rewards.maths.equality.labels import (
     are_numbered,
     assignments,
+    has_other_domain,
     in_order,
     is_label,
     may_be_asked_for,
@@ -29,6 +30,7 @@ from megarl.rewards.maths.equality.labels import (
     with_shared_relation,
     without_domain,
 )
+from megarl.rewards.maths.equality.matrices import are_matrices, same_matrices
 from megarl.rewards.maths.equality.number_sets import same_set
 from megarl.rewards.maths.equality.plus_minus import expand_signs
 from megarl.rewards.maths.equality.rewrites import (
@@ -60,9 +62,9 @@ class Comparison:
     def same(self, gold: Node, prediction: Node) -> bool:
         gold, domain = without_domain(gold)
         prediction, predicted_domain = without_domain(drop_rounding(prediction))
+        if has_other_domain(gold, domain, predicted_domain):
+            return False
         if domain is not None and predicted_domain is not None:
-            if domain.parts[1] != predicted_domain.parts[1]:
-                return False
             prediction = rename_variable(prediction, predicted_domain.parts[0], domain.parts[0])
         gold = with_shared_relation(expand_signs(drop_sign_of_approximation(gold)))
         prediction = with_shared_relation(expand_signs(drop_sign_of_approximation(prediction)))
@@ -224,7 +226,9 @@ class Comparison:
             golds, predictions = (node.parts if node.kind == "set" else (node,) for node in (gold, prediction))
             return len(golds) == len(predictions) == 1 and self.same(golds[0], predictions[0])
         gold, prediction = multiply_into_matrix(gold), multiply_into_matrix(prediction)
-        if "matrix" in (gold.kind, prediction.kind) or "transpose" in (gold.kind, prediction.kind):
+        if are_matrices(gold, prediction):
+            return self.factor == 1 and same_matrices(gold, prediction)
+        if "matrix" in (gold.kind, prediction.kind):
             is_alike = (gold.kind, gold.value, len(gold.parts)) == (
                 prediction.kind,
                 prediction.value,

@@ -149,6 +149,14 @@ def _draw_value(name: str, kind: str, seed: int, *, is_whole: bool = False) -> A
         return CONTEXT.mpf(place + shift) if is_whole else CONTEXT.mpf(place + shift) / 2
     if is_whole:
         return CONTEXT.mpf(generator.randint(1, 12))
+    if kind.startswith("mixed "):
+        # The sizes are spread, and each sign is as likely as the other, so that few points meet all cases.
+        return (
+            generator.choice((-1, 1))
+            * CONTEXT.mpf(generator.getrandbits(100))
+            / (1 << 100)
+            * 4 ** generator.uniform(0, 3)
+        )
     size = generator.uniform(0.3, 3.0) if kind != "large" else generator.uniform(3.0, 30.0)
     # Negative values find differences such as x and |x|; positive ones keep roots and logarithms real.
     sign = -1 if kind == "mixed" and generator.random() < 0.7 else 1

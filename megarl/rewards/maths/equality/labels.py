@@ -3,11 +3,13 @@ r"""Names given to values in answers: `x = 5`, `\angle ABC = 90`, `x=1, y=2`, `(
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from megarl.rewards.maths.equality.kinds import is_equation
 from megarl.rewards.maths.formulas.nodes import Node, symbol
 
 _EXTREMES = ("max", "min")
+_DOMAINS = ("mathbbZ", "mathbbN", "mathbbQ", "mathbbR", "mathbbC")
 
 
 def is_label(node: Node) -> bool:
@@ -43,7 +45,47 @@ def same_label(first: Node, second: Node) -> bool:
         return True
     if first.kind == second.kind == "words":
         return first.value.removeprefix("the ") == second.value.removeprefix("the ")
+    derivative, other_derivative = _read_derivative(first), _read_derivative(second)
+    if derivative is not None or other_derivative is not None:
+        return derivative is not None and other_derivative is not None and derivative.may_be(other_derivative)
     return {first.kind, second.kind} == {"symbol", "apply"} and symbol("y") in (first, second)
+
+
+class _Derivative(NamedTuple):
+    """A derivative of a function, `f'(x)` or `dy/dx`. `variable` is None in `y'`."""
+
+    function: str
+    variable: Node | None
+    order: int
+
+    def may_be(self, other: _Derivative) -> bool:
+        """Return whether two derivatives are the same. y may be called f, and may lack its variable."""
+        functions = {self.function, other.function}
+        is_same_function = len(functions) == 1 or (functions & {"y"} and functions & {"f", "F"})
+        is_same_variable = None in (self.variable, other.variable) or self.variable == other.variable
+        return bool(is_same_function) and is_same_variable and self.order == other.order
+
+
+def _read_derivative(node: Node) -> _Derivative | None:
+    """Return the derivative that a name means, or None."""
+    if node.kind == "apply" and node.value == "derivative":
+        (function, order), (variable, power) = map(_read_differential, node.parts)
+        return _Derivative(function.value, variable, order) if function is not None and order == power else None
+    if node.kind not in ("symbol", "apply") or not node.value.endswith("'") or node.value.endswith("^-1'"):
+        return None
+    function_name = node.value.rstrip("'")
+    variable = node.parts[0] if node.kind == "apply" and len(node.parts) == 1 else None
+    return _Derivative(function_name, variable, len(node.value) - len(function_name))
+
+
+def _read_differential(node: Node) -> tuple[Node | None, int]:
+    r"""Return the letter of `dx`, `dx^2` or `d^2y`, and the power. The letter is None for anything else."""
+    if node.kind != "product" or len(node.parts) != 2:
+        return None, 0
+    bases = [part.parts[0] if part.kind == "power" else part for part in node.parts]
+    powers = [part.parts[1].value for part in node.parts if part.kind == "power" and part.parts[1].kind == "number"]
+    is_plain = bases[1].kind in ("symbol", "apply") and len(powers) < 2
+    return (bases[1], int(powers[0]) if powers else 1) if is_plain else (None, 0)
 
 
 def _name_of(node: Node) -> str | None:
@@ -120,20 +162,33 @@ def solutions(node: Node) -> tuple[Node | None, Node]:
 
 
 def without_domain(node: Node) -> tuple[Node, Node | None]:
-    r"""Split `k\pi, k \in \mathbb{Z}` into the formula and the set of its parameter's values (None: no set)."""
-    if node.kind != "list" or node.value != "," or len(node.parts) < 2:
+    r"""Split `k\pi, k \in \mathbb{Z}` into the formula and the set of its parameter's values (None: no set).
+
+    The set stands last or first.
+    """
+    if node.kind != "list" or node.value not in (",", "and") or len(node.parts) < 2:
         return node, None
-    last_item = node.parts[-1]
-    is_domain = (
-        last_item.kind == "relation"
-        and last_item.value == ("in",)
-        and last_item.parts[1].value in ("mathbbZ", "mathbbN")
+    for item, others in ((node.parts[-1], node.parts[:-1]), (node.parts[0], node.parts[1:])):
+        is_domain = item.kind == "relation" and item.value == ("in",) and item.parts[1].value in _DOMAINS
+        if is_domain and item.parts[0].value in others[0].symbols():
+            return (others[0] if len(others) == 1 else Node("list", others, node.value)), item
+    return node, None
+
+
+def has_other_domain(node: Node, domain: Node | None, predicted_domain: Node | None) -> bool:
+    r"""Return whether two domains disagree: \mathbb{Z} and \mathbb{R}.
+
+    A prediction may lack its domain. It may have one more, unless that restricts an inequality, `n > 2`, to other
+    numbers than the real ones.
+    """
+    if predicted_domain is None:
+        return False
+    if domain is not None:
+        return bool(domain.parts[1] != predicted_domain.parts[1])
+    is_inequality = any(
+        part.kind == "relation" and not {">", ">=", "<", "<="}.isdisjoint(part.value) for part in (node, *node.parts)
     )
-    if not is_domain or not all(
-        part.value in first.symbols() for part in last_item.parts[:1] for first in node.parts[:1]
-    ):
-        return node, None
-    return (node.parts[0] if len(node.parts) == 2 else Node("list", node.parts[:-1], ",")), last_item
+    return is_inequality and predicted_domain.parts[1] != symbol("mathbbR")
 
 
 def with_shared_relation(node: Node) -> Node:

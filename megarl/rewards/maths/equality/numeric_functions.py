@@ -13,6 +13,8 @@ MAX_MAGNITUDE = 400
 """Maximum binary exponent of arguments to functions and powers: the digits needed grow with it."""
 MAX_GAMMA = 1 << 24
 """Maximum argument of the gamma function. Larger arguments take too long."""
+MAX_ZETA = 50
+"""Maximum argument of the zeta function. Larger arguments take too long."""
 
 
 def _check_magnitude(value: Any) -> Any:
@@ -54,6 +56,12 @@ def _gamma_of(operand: Any) -> Any:
     return CONTEXT.gamma(operand + 1)
 
 
+def _zeta(operand: Any) -> Any:
+    if abs(operand) > MAX_ZETA or not is_real(operand):
+        raise NoValueError
+    return CONTEXT.zeta(operand)
+
+
 def _binomial(over: Any, under: Any) -> Any:
     if max(abs(over), abs(under)) > MAX_GAMMA:
         raise NoValueError
@@ -80,6 +88,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floor": CONTEXT.floor,
     "ceiling": CONTEXT.ceil,
     "factorial": _gamma_of,
+    "gamma": lambda operand: _gamma_of(operand - 1),
+    "zeta": _zeta,
     "binomial": _binomial,
     "max": lambda *parts: max(_real_parts(parts)),
     "min": lambda *parts: min(_real_parts(parts)),

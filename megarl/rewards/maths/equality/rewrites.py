@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.rewards.maths.equality.kinds import is_capital_letter
 from megarl.rewards.maths.equality.labels import is_label
-from megarl.rewards.maths.equality.values import is_within_percent
+from megarl.rewards.maths.equality.values import is_rounded
 from megarl.rewards.maths.formulas.nodes import (
     BLANK,
     DEGREE,
@@ -37,11 +37,11 @@ def drop_sign_of_approximation(node: Node) -> Node:
 
 
 def drop_rounding(node: Node) -> Node:
-    r"""Return the formula without a decimal approximation within 1 %: `\frac16 \approx 0.1667` is `\frac16`."""
+    r"""Return the formula without a decimal approximation: `\frac16 \approx 0.1667` is `\frac16`."""
     if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
         return node
     exact_part, rounding = node.parts[-2:]
-    if BLANK in node.parts or is_label(exact_part) or not is_within_percent(exact_part, rounding):
+    if BLANK in node.parts or is_label(exact_part) or not is_rounded(exact_part, rounding):
         return node
     return Node("relation", node.parts[:-1], node.value[:-1]) if len(node.parts) > 2 else exact_part
 
@@ -60,6 +60,8 @@ def adopt_argument(function: Node, prediction: Node, value: Node) -> tuple[Node,
     if not is_definition or {part.kind for part in (*function.parts, *prediction.parts)} != {"symbol"}:
         return prediction, value
     old, new = prediction.parts[0], function.parts[0]
+    if old != new and new.value in value.symbols():
+        return prediction, value
     return rename_variable(prediction, old, new), rename_variable(value, old, new)
 
 

@@ -11,6 +11,7 @@ from megarl.rewards.maths.equality.precision import (
     CONTEXT,
     DIGITS,
     MAX_DIGITS,
+    as_fraction,
     count_digits,
     is_close,
     is_real,
@@ -21,6 +22,9 @@ from megarl.rewards.maths.formulas.nodes import Node
 
 _KINDS_OF_POINTS = ("positive", "large", "mixed", "mixed")
 _ROUNDING = frozenset(("floor", "ceiling", "mod", "gcd", "lcm"))
+_FOLDING = frozenset(("abs", "max", "min"))
+_POINTS_OF_ANY_SIZE = tuple(f"mixed {place}" for place in range(24))
+"""Points for formulas with cases: |x^2-1| is x^2-1 or 1-x^2. Each point has another choice of signs and sizes."""
 _HALVES = tuple(f"half {place}" for place in range(1, 17))
 """Points where rounded values jump: whole numbers and the halves between them."""
 _NAMES_OF_WHOLE_NUMBERS = frozenset("ijklmn")
@@ -32,7 +36,8 @@ def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> 
     Rational numbers are compared exactly. All else is compared in 40 digits at four points: two positive, two of any
     sign. Points of any sign are skipped if both values are complex, or if one does not exist. A point with one complex
     value is skipped if a formula has logarithms, or roots other than square roots. Formulas that round are also
-    compared at whole numbers and halves. If a sum has terms of very different sizes, more digits are compared.
+    compared at whole numbers and halves, formulas with absolute values or maxima at more points of any sign. If a sum
+    has terms of very different sizes, more digits are compared.
     """
     first, second = exact(gold), exact(prediction)
     if first is not None and second is not None:
@@ -51,7 +56,7 @@ def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> 
 
 def _compare_at_points(gold: Node, prediction: Node, factor: Fraction, *, has_symbols: bool) -> tuple[bool, int]:
     """Return whether two formulas are equal at all points, and the largest distance of magnitudes in bits."""
-    kinds = _KINDS_OF_POINTS if has_symbols else ("positive",)
+    kinds = _choose_points(gold, prediction) if has_symbols else ("positive",)
     whole_names: frozenset[str] = frozenset()
     if has_symbols and any(map(_is_stepwise, (*gold.walk(), *prediction.walk()))):
         whole_names = _find_whole_names(gold) | _find_whole_names(prediction)
@@ -64,6 +69,22 @@ def _compare_at_points(gold: Node, prediction: Node, factor: Fraction, *, has_sy
         num_equal += verdict is True
         bits = max(bits, bits_here)
     return num_equal >= (2 if has_symbols else 1), bits
+
+
+def _choose_points(gold: Node, prediction: Node) -> tuple[str, ...]:
+    has_cases = any(map(_is_folded, (*gold.walk(), *prediction.walk())))
+    return (*_KINDS_OF_POINTS, *_POINTS_OF_ANY_SIZE) if has_cases else _KINDS_OF_POINTS
+
+
+def _is_folded(node: Node) -> bool:
+    r"""Return whether a formula has cases by sign or size, like an absolute value, a maximum, or `\sqrt{x^2}`."""
+    if node.kind != "call" or not node.symbols():
+        return False
+    if node.value in _FOLDING:
+        return True
+    # Other roots are left out: \sqrt{xy} equals \sqrt x\sqrt y for positive letters only, and is often so meant.
+    radicand = node.parts[0]
+    return node.value == "root" and radicand.kind == "power" and exact(radicand.parts[1]) == exact(node.parts[1])
 
 
 def _is_stepwise(node: Node) -> bool:
@@ -103,7 +124,7 @@ def _compare_at(
         second = None
     if first is None or second is None:
         # At positive points a formula without a value differs from one with a value.
-        return (None if kind == "mixed" or first is second else False), 0
+        return (None if kind.startswith("mixed") or first is second else False), 0
     if is_close(first, second, evaluation.scale):
         return True, max(evaluation.bits, _count_cancelled_bits(evaluation.scale, max(abs(first), abs(second))))
     # Roots and logarithms of negative numbers have several complex branches, so a difference proves nothing.
@@ -111,7 +132,7 @@ def _compare_at(
     is_inconclusive = complex_values == 2 or (
         complex_values == 1 and (_has_branches(gold) or _has_branches(prediction))
     )
-    return (None if kind == "mixed" and is_inconclusive else False), 0
+    return (None if kind.startswith("mixed") and is_inconclusive else False), 0
 
 
 def _count_cancelled_bits(scale: Any, value: Any) -> int:
@@ -158,13 +179,29 @@ def _with_values(node: Node, values: dict[str, Fraction]) -> Node:
     return Node(node.kind, tuple(_with_values(part, values) for part in node.parts), node.value) if node.parts else node
 
 
-def is_within_percent(value: Node, rounding: Node) -> bool:
-    """Return whether the real values of two formulas without variables differ by 1 % at most."""
+def is_rounded(value: Node, rounding: Node) -> bool:
+    """Return whether the real value of a formula without variables is `rounding`, up to 1 % and its last digit."""
     try:
         first, second = real_value(value), real_value(rounding)
     except NoValueError:
         return False
-    return bool(abs(first - second) <= abs(first) / 100)
+    digit = _last_digit(rounding)
+    is_near = abs(first - second) <= abs(first) / 100
+    return bool(is_near and (digit is None or as_fraction(abs(first - second)) < digit))
+
+
+def _last_digit(rounding: Node) -> Fraction | None:
+    """Return the value of 1 in the last digit of a decimal, final zeros left out. None: it is no decimal."""
+    if rounding.kind != "number" or rounding.value == 0:
+        return None
+    digit = Fraction(1)
+    while digit.denominator < 10**DIGITS and (rounding.value / digit).denominator > 1:
+        digit /= 10
+    if (rounding.value / digit).denominator > 1:
+        return None
+    while (rounding.value / digit / 10).denominator == 1:
+        digit *= 10
+    return digit
 
 
 def is_proportional(formula: Node, multiple: Node) -> int:
@@ -184,7 +221,7 @@ def _proportion(formula: Node, multiple: Node) -> tuple[int, int]:
     """
     ratios: list[Any] = []
     bits = 0
-    for seed, kind in enumerate(_KINDS_OF_POINTS):
+    for seed, kind in enumerate(_choose_points(formula, multiple)):
         evaluation = Evaluation(kind, seed)
         try:
             first, second = evaluation.value(formula), evaluation.value(multiple)

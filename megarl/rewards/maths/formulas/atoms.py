@@ -26,8 +26,10 @@ _SHAPES = {"angle": "angle", "triangle": "triangle", "odot": "circle", "square":
 # A half-open interval such as (0, 1] closes with the other bracket.
 _CLOSING = {"(": (")", "]"), "[": ("]", ")")}
 # A letter before brackets: `f(a + b)` is always a call; `h(x)` is one only with a single letter or number inside.
-_ALWAYS_FUNCTIONS = frozenset("fgFG")
+_ALWAYS_FUNCTIONS = frozenset(("f", "g", "F", "G", "Gamma", "zeta", "mathbbE", "mathbbP"))
 _PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
+_VECTORS = frozenset("abuvwxyz")
+_NUMERIC_FUNCTIONS = {"Gamma": "gamma", "zeta": "zeta"}
 
 
 class Atoms(Scripts):
@@ -59,6 +61,7 @@ class Atoms(Scripts):
     def power(self) -> Node:
         """Parse a factor, including its index, powers, factorials and percent sign."""
         self.enter_nesting()
+        is_word = self.token.kind == "word"
         node = self.atom()
         while True:
             text = self.token.text
@@ -66,7 +69,8 @@ class Atoms(Scripts):
                 break
             if text == "^":
                 self.advance()
-                node = self.raise_to_power(node)
+                node = self._raise_word(node) if is_word else self.raise_to_power(node)
+                is_word = False
             elif text == "_":
                 self.advance()
                 node = self._add_index(node)
@@ -88,6 +92,16 @@ class Atoms(Scripts):
         self.leave_nesting()
         return node
 
+    def _raise_word(self, word: Node) -> Node:
+        """Parse the exponent after a word like AB. Inverses and transposes are of the last letter: AB^{-1}."""
+        node = self.raise_to_power(symbol(word.value[-1]))
+        is_inverse = node.kind == "power" and node.parts[1].kind == "number" and node.parts[1].value < 0
+        if is_inverse or node.kind == "transpose":
+            return join_operands("product", [symbol(word.value[:-1]), node])
+        return (
+            Node("power", (word, *node.parts[1:])) if node.kind == "power" else join_operands("product", [word, DEGREE])
+        )
+
     def raise_to_power(self, base: Node) -> Node:
         exponent = self.exponent()
         if exponent.kind == "constant" and exponent.value == "degree":
@@ -99,10 +113,8 @@ class Atoms(Scripts):
         is_inverse = base.kind == "symbol" and base.value in _ALWAYS_FUNCTIONS and exponent == number(-1)
         if is_inverse and self.token.text == "(":
             return self._apply_to_arguments(symbol(base.value + "^-1'"))
-        is_matrix = base.kind in ("matrix", "transpose") or (base.kind == "symbol" and base.value[:1].isupper())
-        # A^T is a transpose, if A can be a matrix.
-        if is_matrix and exponent in (symbol("T"), symbol("top")):
-            return Node("transpose", (base,))
+        if exponent in (symbol("T"), symbol("top")) and _may_be_matrix(base):
+            return _transpose(base)
         return Node("power", (base, exponent))
 
     def _add_primes(self, base: Node, count: int) -> Node:
@@ -155,20 +167,52 @@ class Atoms(Scripts):
 
     def _apply_to_arguments(self, function: Node) -> Node:
         """Return the call f(x) if the brackets after a symbol hold arguments, else the symbol."""
-        if self.token.text != "(" or self.token.kind != "sign":
+        if self.token.text not in ("(", "[") or self.token.kind != "sign":
             return function
         name = function.value.rstrip("'")
+        is_capital = len(name) == 1 and name.isupper()
+        if self.token.text == "[":
+            # E[X] is an expectation. Only capital letters stand before square brackets.
+            is_function = (is_capital and not self.token.has_space) or name in ("mathbbE", "mathbbP")
+            return self._apply(function, "]") if is_function and function.kind == "symbol" else function
         is_function = name in _ALWAYS_FUNCTIONS or name != function.value
         if function.kind == "index" or not is_function:
             argument, closing = self.following(), self._tokens[min(self._place + 2, len(self._tokens) - 1)]
             # h(x) is a function, but h(a + b) is rather a product.
-            is_simple = argument.kind in ("letter", "number") and closing.text == ")"
-            is_function = (name in _PERHAPS_FUNCTIONS or (function.kind == "index" and name in "fghFG")) and is_simple
+            is_simple = argument.kind == "letter" or (argument.kind == "number" and argument.text.isdigit())
+            is_simple = is_simple and closing.text == ")"
+            is_used = name in _PERHAPS_FUNCTIONS or (function.kind == "index" and name in "fghFG")
+            is_function = is_function or (is_used and is_simple)
+            if function.kind == "symbol" and not is_function:
+                # P(1/2), \phi(12): a letter is not multiplied from the left by a number in brackets.
+                may_have_number = is_used or is_capital or name in GREEK
+                is_function = may_have_number and self._has_number_in_brackets()
+                is_function = is_function or (name == "E" and argument.kind == "letter" and argument.text.isupper())
         if not is_function or function.kind == "apply":
             return function
+        return self._apply(function, ")")
+
+    def _has_number_in_brackets(self) -> bool:
+        """Return whether the brackets here hold one number without variables, and no power follows: not P(1.05)^3."""
+        is_first = True
+        for place in range(self._place + 1, len(self._tokens) - 1):
+            token = self._tokens[place]
+            if token.text == ")" and token.kind == "sign":
+                return not is_first and self._tokens[place + 1].text != "^"
+            is_constant = token.kind == "number" or token.text in ("e", "pi", "frac", "sqrt", "infty")
+            is_sign = token.kind == "sign" and (token.text in "{}/^" or (is_first and token.text == "-"))
+            if not is_constant and not is_sign:
+                return False
+            is_first = False
+        return False
+
+    def _apply(self, function: Node, closing: str) -> Node:
+        """Parse the arguments in brackets up to `closing`. Return the call."""
         self.advance()
-        arguments = self.until(")")
+        arguments = self.until(closing)
         parts = arguments.parts if arguments.kind == "list" else (arguments,)
+        if function.kind == "symbol" and function.value in _NUMERIC_FUNCTIONS and len(parts) == 1:
+            return Node("call", parts, _NUMERIC_FUNCTIONS[function.value])
         return Node("apply", (*parts, *function.parts), function.value)
 
     def _parse_brackets(self) -> Node:
@@ -249,7 +293,7 @@ class Atoms(Scripts):
         if name in _FONTS:
             return self.argument()
         if name.startswith("mathbb"):
-            return symbol(name)
+            return self._apply_to_arguments(symbol(name))
         simple = {"pi": Node("constant", (), "pi"), "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": symbol("ldots"),
                   "imath": Node("constant", (), "i")}  # fmt: skip
         if name in simple:
@@ -271,3 +315,23 @@ class Atoms(Scripts):
         if name == "begin":
             return self.matrix()
         raise NotMathematicsError(f"the command {name} is not supported")
+
+
+def _may_be_matrix(base: Node) -> bool:
+    """Return whether a T as exponent means a transpose: A^T, (AB)^T, x^T, but not 2^T, (1+r)^T."""
+    if base.kind in ("matrix", "transpose", "tuple"):
+        return True
+    names = base.symbols()
+    is_vector = base.kind == "symbol" and base.value in _VECTORS
+    return is_vector or (base.kind in ("symbol", "product", "sum") and any(name[:1].isupper() for name in names))
+
+
+def _transpose(base: Node) -> Node:
+    """Return the transpose of a formula. Rows and columns of numbers are exchanged at once."""
+    if base.kind == "tuple" and base.value in ("()", "[]"):
+        return Node("matrix", tuple(Node("row", (part,)) for part in base.parts), "matrix")
+    is_matrix = base.kind == "matrix" and base.value == "matrix" and len({len(row.parts) for row in base.parts}) == 1
+    if not is_matrix:
+        return Node("transpose", (base,))
+    columns = zip(*(row.parts for row in base.parts), strict=True)
+    return Node("matrix", tuple(Node("row", cells) for cells in columns), "matrix")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.rewards.maths.formulas.commands import Commands
 from megarl.rewards.maths.formulas.nodes import DEGREE, Node, number, symbol
+from megarl.rewards.maths.formulas.tokens import Token
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 
@@ -57,6 +58,11 @@ class Scripts(Commands):
         if token.kind == "text":
             self.advance()
             return symbol(token.text)
+        if takes_power and token.kind == "word" and token.text[0] == "T":
+            # A^TB is A^{T}B.
+            rest = token.text[1:]
+            self._tokens[self._place] = Token("word" if len(rest) > 1 else "letter", rest, token.start + 1)
+            return symbol("T")
         node = self.atom()
         if takes_power and self.token.text == "^" and self.token.kind == "sign":
             self.advance()
