@@ -229,10 +229,14 @@ def test_ranks_that_stand_alike_are_told_together_and_few_stacks_are_shown() -> 
     assert summary_lines[6:8] == ["  wrote no stack", "ranks 0, 1, 3-5"]
     many = summary({rank: MAIN.format(line=rank) for rank in range(100)}).splitlines()
     assert len(many) < 40 and many[-1] == "ranks 8-99: elsewhere"
-    deep = MAIN.format(line=1).replace(
-        '  File "/x/rank.py"', '  File "/x/a.py", line 1 in f\n' * 40 + '  File "/x/rank.py"'
-    )
-    assert len(summary({0: deep}).splitlines()) < 20
+
+
+@pytest.mark.parametrize(("num_more", "num_lines"), [(9, 12), (10, 13), (40, 13)])
+def test_dots_stand_for_the_frames_of_a_stack_beyond_12(num_more: int, num_lines: int) -> None:
+    frame = '  File "/x/rank.py"'
+    deep = MAIN.format(line=1).replace(frame, '  File "/x/a.py", line 1 in f\n' * num_more + frame)
+    lines = summary({0: deep}).splitlines()[2:]
+    assert len(lines) == num_lines and (lines[-1] == "  ...") == (num_lines > 12)
 
 
 def test_stacks_are_whole_when_the_main_thread_is_shown_to_its_beginning() -> None:

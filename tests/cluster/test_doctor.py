@@ -199,7 +199,7 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
 
 async def test_ranks_are_closed_though_their_checks_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "d"}}
-    recipe = Recipe.model_validate(fields | {"runs_folder": str(tmp_path)})
+    recipe = Recipe.model_validate(fields | {"runs_folder": str(tmp_path / "new/runs")})
     ranks = Mock(close=AsyncMock())
     monkeypatch.setattr(doctor, "start_ranks", AsyncMock(return_value=ranks))
     monkeypatch.setattr(doctor, "inspect", AsyncMock(side_effect=PeerLostError("rank 0 ended")))

@@ -22,6 +22,8 @@ async def test_a_process_enters_at_once_though_silent_strangers_hold_more_places
         with socket.create_connection(server.getsockname()) as process:
             await asyncio.wait_for(asyncio.to_thread(introduce, process, KEY, {"rank": 0}), 5)
             await asyncio.wait_for(meeting, 5)
+            # A connection that blocks would stop the driver, and Nagle's algorithm would delay short commands.
+            assert not met[0].getblocking() and met[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             met[0].close()
         for stranger in strangers:
             stranger.close()

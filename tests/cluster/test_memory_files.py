@@ -90,6 +90,8 @@ async def test_a_name_that_is_held_again_stands_for_the_newer_file() -> None:
 
 
 async def test_another_agent_fetches_what_is_offered() -> None:
+    # asyncio then refuses a server whose `accept` would stop the agent.
+    asyncio.get_running_loop().set_debug(True)
     names = ["empty", "short", "long"]
     files, sender, receiver = make_files(names), MemoryFiles(), MemoryFiles()
     expected = contents_of(files)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -46,7 +46,7 @@ class PlayedGroup:
         self.asked = asyncio.Event()
         self.diagnosis = SimpleNamespace(end_if_stopped=self._note_search, end_if_overdue=AsyncMock())
 
-    async def ask(self, *_: object) -> list[object]:
+    async def ask(self, *_: object, **__: object) -> list[object]:
         self.called.set()
         if self.error is not None:
             raise self.error
@@ -108,6 +108,32 @@ async def test_work_that_a_loss_cancels_has_ended_when_the_loss_is_raised(monkey
     assert closed == ["work"] and asyncio.all_tasks() == tasks_before
 
 
+async def test_a_lost_replica_leaves_once_and_its_successor_comes_in_its_place() -> None:
+    trainers, *replicas = cast("list[WorkerGroup]", [PlayedGroup(rank) for rank in range(3)])
+    ranks, lost, error = RunRanks(trainers, replicas), Mock(), PeerLostError("rank 1 ended")
+    with pytest.raises(PeerLostError):
+        ranks.remove(replicas[0], error)
+    ranks.on_lost, ranks.on_removed = lost, Mock()
+    for _ in range(2):
+        ranks.remove(replicas[0], error)
+    assert ranks.replicas == [replicas[1]] and ranks.groups == [trainers, replicas[1]]
+    lost.assert_called_once_with(replicas[0], error)
+    for group in (replicas[1], trainers):
+        with pytest.raises(PeerLostError):
+            ranks.remove(group, error)
+    ranks.add([successor := cast(WorkerGroup, PlayedGroup(1))])
+    assert ranks.replicas == [successor, replicas[1]] and ranks.is_separate
+
+
+async def test_ranks_are_asked_by_their_number_in_the_run() -> None:
+    ranks, groups = played_run()
+    for rank, group in enumerate(groups):
+        await ranks.ask([rank], "work", [None])
+        assert group.called.is_set() and [g.called.is_set() for g in groups].count(True) == rank + 1
+    with pytest.raises(PeerLostError, match=r"ranks \[2\] are lost"):
+        await ranks.ask([2], "work", [None])
+
+
 async def test_calls_to_groups_are_answered_together() -> None:
     assert await together([asyncio.sleep(0.02, "slow"), asyncio.sleep(0, "fast")]) == ["slow", "fast"]
 
@@ -152,6 +178,39 @@ async def test_stopped_ranks_are_searched_after_a_cancellation_only(
         assert [group.asked.is_set() for group in groups] == [can_lose] * 2
     # A search that goes on could end a group of the next call.
     assert asyncio.all_tasks() == tasks_before
+
+
+@pytest.mark.parametrize(("limit", "slack_if_fatal", "slack_if_lost"), [(50.0, 110.0, 120.0), (90.0, 150.0, 150.0)])
+async def test_a_reshard_has_time_to_find_and_end_the_group_at_fault(
+    monkeypatch: pytest.MonkeyPatch, limit: float, slack_if_fatal: float, slack_if_lost: float
+) -> None:
+    monkeypatch.setattr(reshard_calls, "_SLACK_SECONDS", 60.0)
+    monkeypatch.setattr(reshard_calls, "_BLAME_SECONDS", 60.0)
+    ranks, _ = played_run()
+    group = Mock(scatter=AsyncMock(return_value=[]))
+    calls = ReshardCalls(ranks)
+    for expected in (slack_if_fatal, slack_if_lost):
+        await calls._call(group, "reshard", [True], 3, limit=limit)
+        assert group.scatter.await_args.kwargs["slack_seconds"] == expected
+        ranks.on_lost = Mock()
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "can_lose", "expected"), [(2, True, True), (2, False, False), (1, True, False)]
+)
+async def test_the_first_replica_that_left_is_suspect_if_others_remain(
+    num_replicas: int, can_lose: bool, expected: bool
+) -> None:
+    trainers, *replicas = cast("list[WorkerGroup]", [PlayedGroup(rank) for rank in range(1 + num_replicas)])
+    ranks = RunRanks(trainers, replicas)
+    ranks.on_lost = Mock() if can_lose else None
+    calls = ReshardCalls(ranks)
+    # Nobody has left.
+    assert not calls._has_suspect(ranks.groups)
+    calls._first_to_leave = replicas[0]
+    assert calls._has_suspect(ranks.groups) == expected
+    # A group of the attempt is lost: its end explains the abort.
+    assert not calls._has_suspect([*ranks.groups, trainers])
 
 
 class PlayedRanks:

@@ -319,12 +319,13 @@ def test_stages_on_a_gpu_are_timed_after_its_stream_has_ended_them(monkeypatch: 
     class PlayedEvent:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
+            self.is_recorded = False
 
         def record(self) -> None:
-            pass
+            self.is_recorded = True
 
         def elapsed_time(self, other: PlayedEvent) -> float:
-            if not ended:
+            if not (ended and self.is_recorded and other.is_recorded):
                 raise RuntimeError("Both events must be completed before calculating elapsed time.")
             return 1500.0
 
@@ -362,11 +363,37 @@ def test_shared_memory_is_open_until_every_rank_has_mapped_it(monkeypatch: pytes
         os.fstat(gathered[0][1])
 
 
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [(["a", "a"], True), (["a", "b"], False), (["a", None], False), ([None, None], False)],
+    ids=["one machine", "two", "one is unwilling", "both are"],
+)
+def test_memory_is_shared_by_willing_ranks_of_one_machine(
+    monkeypatch: pytest.MonkeyPatch, machines: list[str | None], expected: bool
+) -> None:
+    monkeypatch.setattr(staging, "gather_values", lambda value, group: machines)
+    assert staging.is_one_machine(True, None) is expected
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_rank_says_its_machine_if_it_is_willing_and_stores_are_visible_in_order(
+    monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(staging, "gather_values", lambda value, group: said.append(value) or [value])
+    monkeypatch.setattr(staging.platform, "machine", lambda: machine)
+    assert staging.is_one_machine(True, None) == (machine == "x86_64") and not staging.is_one_machine(False, None)
+    assert said[1] is None and (said[0] is None or said[0][-1] == os.getuid())
+
+
 def test_a_slot_is_not_packed_again_before_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "gather_values", lambda value, group: [value])
     monkeypatch.setattr(SharedSlots, "_PATIENCE_SECONDS", 0.0)
     slots = SharedSlots(plan_of_one(3), torch.float32, None)
     slots.claim(0)
+    # Nobody has packed what this rank would read.
+    with pytest.raises(TimeoutError):
+        slots.arrive()
     slots.depart(0)
     # The other slot is free.
     slots.claim(1)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.engine_requests import PendingRequest
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings
-from tests.rollout import simulated
 from tests.rollout.engines import engines
 
 ONE = ParallelConfig(1, 1, 1, 1)
@@ -259,6 +259,8 @@ async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:
     pool.set_live_replicas({second.ranks[0]})
     assert (list(pool._waiting), list(first.running), list(second.running)) == (["a"], [], ["b"])
     assert (pool.take_lost(), pool.take_lost()) == (1, 0)
+    load = pool.load()
+    assert (load.num_waiting, load.num_running, load.num_live, load.num_lost) == (1, 1, 1, 1)
 
 
 async def test_the_last_lost_replica_fails_the_requests_that_it_got_from_the_others(
@@ -313,11 +315,14 @@ async def test_the_first_error_of_an_attempt_ends_the_others_at_once() -> None:
         finally:
             ended.append("cancelled")
 
-    pool: Any = simulated.Engines()
+    async def drain() -> None:
+        ended.append("drained")
+
+    pool: Any = SimpleNamespace(wait_until_drained=drain)
     # The limit is reached only if the error waits for the other attempt.
     with pytest.raises(ValueError, match="an attempt's own error"):
         await asyncio.wait_for(gather_unless_abandoned(pool, [wait_forever(), fail()], lambda: False), 60)
-    assert ended == ["cancelled"]
+    assert ended == ["cancelled", "drained"]
 
 
 @pytest.mark.distributed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,8 @@ import torch
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.training import training_engine
+from megarl.training.training_engine import TrainingEngine
 from tests.rank_pool import RankPool
 from tests.training.test_checkpoint import build, recipe_of, update
 
@@ -91,6 +94,28 @@ def test_gradients_are_bit_equal(
         # The first update shows what gradients there are; from then on each bucket is sent as soon as it is whole.
         assert [all(update) for update in mine["under_way"]] == [False, True, True]
     assert parallel.pp > 1 or len(during[0]["under_way"][0]) > 2, "several buckets"
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "expert_ranks", "expected"),
+    [(0, range(4), False), (4, range(4), True), (4, range(2), False)],
+    ids=["dense", "experts' ranks on two nodes", "on one node"],
+)
+def test_gradients_of_experts_may_cross_nodes_alone(
+    monkeypatch: pytest.MonkeyPatch, num_experts: int, expert_ranks: range, expected: bool
+) -> None:
+    """Tensor-parallel ranks without expert-tensor parallelism are data-parallel for experts."""
+    monkeypatch.setattr(training_engine, "get_process_group_ranks", list)
+    groups = SimpleNamespace(
+        get_data_parallel_group=lambda with_context_parallel: range(2),
+        get_expert_data_parallel_group=lambda: expert_ranks,
+    )
+    monkeypatch.setattr(training_engine, "parallel_state", groups)
+    engine: Any = object.__new__(TrainingEngine)
+    engine.shape = SimpleNamespace(num_experts=num_experts)
+    settings = SimpleNamespace(overlap_grad_reduce=None)
+    engine.recipe = SimpleNamespace(trainer=settings, cluster=SimpleNamespace(ranks_per_node=2))
+    assert engine.overlaps_reduction is expected
 
 
 def overlaps(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool, bool]:

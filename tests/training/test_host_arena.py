@@ -137,6 +137,19 @@ def test_replaced_tensors_use_the_memory_of_the_former_ones() -> None:
     assert arena.num_calls == 1
 
 
+def test_device_memory_is_released_once_its_copies_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(5)
+    num_bytes: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: num_bytes.append(tensor.untyped_storage().nbytes()))
+    lent = Offloadable(lambda: [tensor], HostArena(0))
+    lent.offload()
+    assert num_bytes == [20] and tensor.untyped_storage().nbytes() == 0
+    # Nothing is left to release, and the copies stay.
+    lent.offload()
+    lent.onload()
+    assert num_bytes == [20] and tensor.tolist() == [1.0] * 5
+
+
 def test_values_that_are_not_needed_come_back_as_zeros() -> None:
     tensor = torch.ones(5)
     lent = Offloadable(lambda: [tensor, tensor[2:]])

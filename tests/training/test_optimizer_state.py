@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,6 +47,17 @@ def test_staged_copies_share_blocks_and_are_copies() -> None:
     assert [a == b for a, b in pairwise(storages)] == [True, True, False]
     tensors[0].zero_()
     assert copies[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_copies_to_locked_memory_are_complete_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, waited = torch.empty, Mock()
+    # Without a GPU no memory can be locked.
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited)
+    copy_to_pinned_blocks([torch.arange(5)], pin=False)
+    assert not waited.called
+    copy_to_pinned_blocks([torch.arange(5)], pin=True)
+    waited.assert_called_once_with()
 
 
 def test_extra_states_that_are_pickles_are_not_loaded() -> None:
