@@ -66,11 +66,11 @@ _SAMPLING_FIELDS = ("sampling_params", "sampling_kwargs", "generation_kwargs", "
 _MAX_TURNS = "max_turns"
 ENVIRONMENT_FIELDS = (
     "agent_name", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs", "env_class", "agent_ref", "env_config",
-    "env_id", _MAX_TURNS,
+    "env_id", "environment", _MAX_TURNS,
 )  # fmt: skip
 """Fields by which other programs choose a record's environment.
 
-They are at the top or in `extra_info` in verl, SkyRL, NeMo Gym and open-instruct, in `info` in verifiers.
+They are at the top or in `extra_info` in verl, SkyRL, NeMo Gym, open-instruct and TRL, in `info` in verifiers.
 """
 REWARD_MODEL = "reward.model"
 """Name of a recipe's reward model among its rewards."""
@@ -164,7 +164,9 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
     """Return an error for tools in a field of another program, or None. A record may repeat its own tools there."""
     if not all(says_nothing(value_at(fields, name)) for name in format.tools):
         return None
-    for place in _TOOLS_ELSEWHERE:
+    # Tools next to a prompt in an inner object: `input.messages` and `input.tools` in OpenAI's preference data.
+    inner_places = (f"{name.rpartition('.')[0]}.tools" for name in format.prompt if "." in name)
+    for place in (*_TOOLS_ELSEWHERE, *inner_places):
         value = value_at(fields, place)
         # Other values under these names are notes, such as the names of tools.
         if _has_tools(value):

@@ -44,6 +44,8 @@ whole sentences without spaces.
 """
 
 
+_LABEL_FIELD = "label"
+"""Field with the gold answer in slime and OpenRLHF. In other data it is a class or a verdict."""
 _QUESTIONS = ("question", "query", "problem", "instruction")
 """Fields with a question in records that have its passage in `context`."""
 _OPTIONS = ("options", "choices")
@@ -115,11 +117,14 @@ class Record:
     def _refuse_other_answers(self, field: str, value: Any) -> None:
         """Raise DataError if another usual field has another gold answer. The recipe may name the right one."""
         is_named = self.names.answer_field or self.names.format or "answer" in self.names.fields
-        if is_named or field not in GOLD_ANSWERS:
+        if is_named or field not in (*GOLD_ANSWERS, _LABEL_FIELD):
             return
         for name in GOLD_ANSWERS:
             other = self.at(name)
             if name == field or is_blank(other) or _is_same_answer(other, value):
+                continue
+            # Next to a label, `answer` is often a worked solution that ends with it.
+            if field == _LABEL_FIELD and isinstance(other, str) and str(value).strip() in other:
                 continue
             raise self.error(
                 f"'{name}' is {shown(other)}, but the gold answer is read from '{field}', {shown(value)}; remove one "

@@ -436,9 +436,10 @@ ELSEWHERE = {
     "max_turns": problem_with(max_turns=3),
     "extra_info.max_turns": problem_with(extra_info={"max_turns": 5}),
     "env_config": problem_with(env_config={"max_steps": 3, "env_configs": []}),
+    "environment": problem_with(environment="wordle"),
     "info.env_id": problem_with(info=json.dumps({"env_id": "wordle"})),
 }
-"""Records of verl, SkyRL, open-instruct and verifiers with settings of an environment, by the field."""
+"""Records of verl, SkyRL, open-instruct, TRL and verifiers with settings of an environment, by the field."""
 
 
 def read_problem(tmp_path, record, environment):

@@ -242,6 +242,20 @@ def test_tools_reach_the_prompt(tmp_path):
         texts_of(tmp_path, problem([ASKED], tools=[TOOL]), family="glm")
 
 
+def test_tools_next_to_a_named_prompt_are_not_lost(tmp_path):
+    record = {
+        "input": {"messages": [ASKED], "tools": [TOOL]},
+        "preferred": [ANSWERED],
+        "other": [WRONG],
+        "chosen": None,
+    }
+    fields = {"prompt": "input.messages", "chosen": "preferred", "rejected": "other"}
+    with pytest.raises(DataError, match=r"'input.tools' .*data.fields.tools=input.tools"):
+        texts_of(tmp_path, record, names=FieldNames(fields=fields))
+    whole, _ = texts_of(tmp_path, record, names=FieldNames(fields=fields | {"tools": "input.tools"}))
+    assert whole.count(ASKED_TEXT) == whole.count("parameters") == 2
+
+
 def test_tools_of_the_record_and_of_the_environment_must_be_equal(tmp_path):
     path = write(tmp_path / "data.jsonl", problem(tools=[TOOL]))
     settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 1000}
@@ -352,6 +366,8 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
         (problem(history=["x"]), "history"),
         (problem(ground_truth="5"), "ground_truth"),
         (problem(ground_truth=5), "data.fields"),
+        (problem(label="5"), "answer"),
+        ({"prompt": "q", "label": 5, "ground_truth": "4"}, "ground_truth"),
         ({"messages": [ASKED, ANSWERED], "train_on_input": True}, "train_on_input"),
         (problem(sampling_params={"temperature": 0.2}), "sampling_params"),
         (problem("q", context="The sky is green."), "context"),
@@ -458,6 +474,7 @@ def test_equal_answers_and_a_named_one_are_taken(tmp_path):
     same = problem(ground_truth="4 ", solution="2 + 2 = 4")
     listed, number = problem(ground_truth=["4"]), problem(ground_truth=4.0)
     clear = {"prompt": [ASKED], "reward_model": {"ground_truth": "4"}, "answer": "2 + 2 = 4"}
+    solved = {"prompt": [ASKED], "label": "4", "answer": "2 + 2 = 4"}
     two = problem(ground_truth="5")
     by_name = FieldNames(fields={"answer": "answer"}), FieldNames(answer_field="answer"), FieldNames("rl2")
     for record, names in (
@@ -465,6 +482,7 @@ def test_equal_answers_and_a_named_one_are_taken(tmp_path):
         (listed, None),
         (number, None),
         (clear, None),
+        (solved, None),
         *((two, names) for names in by_name),
     ):
         [made] = read_examples(write(tmp_path / "data.jsonl", record), Problems(**settings), names=names)
