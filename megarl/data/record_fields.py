@@ -57,11 +57,16 @@ _REMEDIES = {
     "functions": _AS_TOOLS,
 }  # fmt: skip
 """Remedies for a value in a field, keyed by the field's name in other programs."""
+_GYM_REQUEST = "responses_create_params"
+"""Object of NeMo Gym with a problem's prompt (`input`), tools and sampling settings, as in OpenAI's Responses API."""
 _TOOLS_ELSEWHERE = (
-    "tool_defs", "oai_tools", "info.tool_defs", "info.oai_tools", "metadata.tools", "responses_create_params.tools",
+    "tool_defs", "oai_tools", "info.tool_defs", "info.oai_tools", "metadata.tools", f"{_GYM_REQUEST}.tools",
 )  # fmt: skip
 """Fields of a record's tools in prime-rl, verifiers, slime and NeMo Gym."""
-_SAMPLING_FIELDS = ("sampling_params", "sampling_kwargs", "generation_kwargs", "stop_strings")
+_SAMPLING_FIELDS = (
+    "sampling_params", "sampling_kwargs", "generation_kwargs", "stop_strings",
+    *(f"{_GYM_REQUEST}.{name}" for name in ("temperature", "top_p", "max_output_tokens", "reasoning")),
+)  # fmt: skip
 """Fields of a problem's own sampling settings. In records that are not sampled they only say how an answer was made."""
 _MAX_TURNS = "max_turns"
 ENVIRONMENT_FIELDS = (
@@ -134,7 +139,15 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
         if name in _SWITCHES and value is not False:
             continue
         return f"'{name}' is {shown(value)}, which is not read; {_REMEDIES[name]}"
-    return _unread_tools(fields, format) or _misspelt_field(fields, format)
+    return _unread_instructions(fields, format) or _unread_tools(fields, format) or _misspelt_field(fields, format)
+
+
+def _unread_instructions(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
+    """Return an error for a system message in NeMo Gym's request, or None."""
+    place = f"{_GYM_REQUEST}.instructions"
+    if says_nothing(value := value_at(fields, place)) or place in format.names:
+        return None
+    return f"'{place}' is {shown(value)}, which is not read; set data.fields.system={place}, or remove it"
 
 
 def _misspelt_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
@@ -190,9 +203,10 @@ def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: C
     if (fault := _unread_environment_field(fields, environment)) is not None:
         return fault
     for name in _SAMPLING_FIELDS:
-        if not says_nothing(fields.get(name)) and not _is_own(environment):
+        value = value_at(fields, name)
+        if not says_nothing(value) and not _is_own(environment):
             return (
-                f"'{name}' is {shown(fields[name])}, which is not read; set rollout.sampling in the recipe, for all "
+                f"'{name}' is {shown(value)}, which is not read; set rollout.sampling in the recipe, for all "
                 "records alike, and remove the field"
             )
     return None if rewards is None else _unread_reward_field(fields, environment, rewards)

@@ -370,6 +370,8 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
         ({"prompt": "q", "label": 5, "ground_truth": "4"}, "ground_truth"),
         ({"messages": [ASKED, ANSWERED], "train_on_input": True}, "train_on_input"),
         (problem(sampling_params={"temperature": 0.2}), "sampling_params"),
+        (problem(responses_create_params={"temperature": 0.2}), "responses_create_params.temperature"),
+        (problem(responses_create_params={"instructions": "Be brief."}), "data.fields.system"),
         (problem("q", context="The sky is green."), "context"),
         (problem("q", messages=[ASKED]), "prompt"),
         ({"prompt": "other", "messages": [ASKED, ANSWERED]}, "prompt"),
