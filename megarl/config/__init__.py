@@ -19,7 +19,17 @@ from pydantic import (
 )
 
 from megarl.config.annotations import Decides, OnlyIf
-from megarl.config.conditions import ADVANTAGES, DISTILLATION, ENGINE, GAE, ON_POLICY, PREFERENCE, RL, SANDBOX
+from megarl.config.conditions import (
+    ADVANTAGES,
+    DISTILLATION,
+    ENGINE,
+    EVALUATED,
+    GAE,
+    ON_POLICY,
+    PREFERENCE,
+    RL,
+    SANDBOX,
+)
 from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
 from megarl.config.secrets import Place
 from megarl.config.section import Section
@@ -102,7 +112,7 @@ class Recipe(Section):
     """Loop distillation: teacher models, and the loss that compares the policy with them."""
     train: TrainConfig = TrainConfig()
     """Batch sizes, number of steps, and limits that end the run."""
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: Annotated[EvaluationConfig, OnlyIf(EVALUATED)] = EvaluationConfig()
     """Evaluation on the validation sets."""
     weights: WeightsConfig = WeightsConfig()
     """Reshard: the copying of weights from the trainer into the engines after an update."""

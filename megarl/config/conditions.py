@@ -111,7 +111,16 @@ ENGINE = (TOKEN_LOSS, SAMPLES)
 EVALUATED = Condition(
     ("data.validation", "data.validation_conversations"),
     "give data.validation",
-    lambda recipe: bool(recipe.validation_sets) or recipe.checkpoint.best is None,
+    lambda recipe: bool(recipe.validation_sets),
+    "data.validation.heldout=heldout.jsonl",
+)
+BEST = replace(EVALUATED, holds=lambda recipe: EVALUATED.holds(recipe) or recipe.checkpoint.best is None)
+# vLLM ignores top-p, top-k and min-p in greedy sampling.
+NOT_GREEDY = Condition(
+    ("evaluation.sampling.temperature", "evaluation.samples_per_prompt"),
+    "set evaluation.sampling.temperature above 0: greedy sampling takes the most probable token",
+    lambda recipe: recipe.evaluation_sampling.temperature > 0,
+    "evaluation.sampling.temperature=0.6",
 )
 # The overrides algorithm.ptx_coefficient=0 and data.ptx=null both disable ptx. Neither needs the other field.
 PTX = Condition(

@@ -464,6 +464,10 @@ SWITCHES = {
         "loop: sft\ndata: {train: t, validation: {a: x}}\ncheckpoint: {best: val/a/accuracy}",
         ["loop=rl", "data.validation={}"],
     ),
+    "greedy": (
+        "loop: rl\ndata: {train: t, validation: {a: x}}\nevaluation: {sampling: {temperature: 0.6}}",
+        ["evaluation.sampling.temperature=0"],
+    ),
     "dpo": ("loop: preference", ["loop=rl", "loop=reward_model", "preference.loss=simpo", "preference.loss=ipo"]),
     "kto": ("loop: preference\npreference: {loss: kto}", ["preference.loss=dpo"]),
     "reward model": ("loop: reward_model\npreference: {margin: 1}", ["loop=rl"]),

@@ -217,6 +217,51 @@ from tests.config.refusals import faults
             id="data without ptx",
         ),
         pytest.param(
+            ["rollout.max_turns=4"],
+            "rollout.max_turns = 4",
+            "under rollout.environment=single_turn",
+            "set rollout.environment to another",
+            id="turns of a single turn",
+        ),
+        pytest.param(
+            ["rollout.truncated_turn=close"],
+            "rollout.truncated_turn = 'close'",
+            "under rollout.environment=single_turn",
+            "set rollout.environment to another",
+            id="end of the only turn",
+        ),
+        pytest.param(
+            ["evaluation.every_steps=10"],
+            "evaluation.every_steps = 10",
+            "without data.validation",
+            "give data.validation",
+            id="evaluation of no set",
+        ),
+        pytest.param(
+            ["health.validation_drop=0.1"],
+            "health.validation_drop = 0.1",
+            "without data.validation",
+            "give data.validation",
+            id="fall of no accuracy",
+        ),
+        pytest.param(
+            ["loop=preference", "health.entropy_rise=2"],
+            "health.entropy_rise = 2.0",
+            "under loop=preference",
+            "set loop to rl, sft",
+            id="entropy that no loss measures",
+        ),
+        *(
+            pytest.param(
+                ["data.validation.a=b", f"evaluation.sampling.{value}"],
+                f"evaluation.sampling.{value.replace('=', ' = ')}",
+                "under evaluation.samples_per_prompt=1 without evaluation.sampling.temperature",
+                "set evaluation.sampling.temperature above 0",
+                id=f"greedy {value}",
+            )
+            for value in ("top_p=0.9", "top_k=20", "min_p=0.1")
+        ),
+        pytest.param(
             ["checkpoint.best=val/a/accuracy"],
             "checkpoint.best = 'val/a/accuracy'",
             "without data.validation",

@@ -113,5 +113,7 @@ def test_epochs_of_a_mixture_are_refused(mixed: Path) -> None:
 def test_a_field_of_a_source_that_an_override_leaves_without_effect_is_dropped(mixed: Path) -> None:
     recipe = load(mixed, ["mixture.games.rollout.environment=single_turn"])
     [notice] = recipe.notices
-    assert "mixture.games.rollout.environment_kwargs = {'max_number': 16}" in notice
-    assert recipe.mixture["games"].rollout.keys() == {"environment", "max_turns"}
+    assert (
+        "mixture.games.rollout.environment_kwargs = {'max_number': 16}, mixture.games.rollout.max_turns = 4" in notice
+    )
+    assert recipe.mixture["games"].rollout.keys() == {"environment"}

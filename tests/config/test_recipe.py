@@ -282,8 +282,9 @@ def test_evaluation_sampling_takes_from_the_rollout_what_it_leaves_out(small: Pa
     overrides = ["rollout.sampling={max_new_tokens: 5, stop: [a], temperature: 0.7, top_k: 3}"]
     sampling = load(small, overrides).evaluation_sampling
     assert (sampling.max_new_tokens, sampling.stop, sampling.temperature, sampling.top_k) == (5, ("a",), 0.0, 0)
-    own = load(small, [*overrides, "evaluation.sampling={stop: [], top_p: 0.5}"]).evaluation_sampling
-    assert (own.max_new_tokens, own.stop, own.temperature, own.top_p) == (5, (), 0.0, 0.5)
+    overrides += ["data.validation.a=b", "evaluation.sampling={stop: [], temperature: 0.3, top_p: 0.5}"]
+    own = load(small, overrides).evaluation_sampling
+    assert (own.max_new_tokens, own.stop, own.temperature, own.top_p) == (5, (), 0.3, 0.5)
 
 
 def test_changes_are_named_field_by_field(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

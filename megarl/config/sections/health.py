@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from pydantic_core import PydanticCustomError
 
 from megarl.config.annotations import OnlyIf
-from megarl.config.conditions import LORA, ON_POLICY, RL
+from megarl.config.conditions import EVALUATED, LORA, ON_POLICY, RL, TOKEN_LOSS
 from megarl.config.section import Section
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -35,10 +35,10 @@ class HealthConfig(Section):
     warns."""
     entropy_low: Annotated[NonNegativeFloat, OnlyIf(ON_POLICY)] = 1e-3
     """Entropy in nats per token (metric train/entropy) below which the health rule `entropy_collapsed` warns."""
-    entropy_rise: Factor = 5.0
+    entropy_rise: Annotated[Factor, OnlyIf(TOKEN_LOSS)] = 5.0
     """Factor by which the entropy must rise for the health rule `entropy_exploding` to warn. It must also reach
     entropy_high."""
-    entropy_high: NonNegativeFloat = 1.0
+    entropy_high: Annotated[NonNegativeFloat, OnlyIf(TOKEN_LOSS)] = 1.0
     """Entropy in nats per token below which the health rule `entropy_exploding` never warns."""
     grad_norm_rise: Factor = 10.0
     """Factor by which the metric train/grad_norm must rise for the health rule `grad_norm_rising` to warn."""
@@ -48,10 +48,10 @@ class HealthConfig(Section):
     logprob_gap_high: Annotated[NonNegativeFloat, OnlyIf(ON_POLICY)] = 0.01
     """Mean distance of trainer and engine log-probs, in nats per token, below which the health rule `mismatch_rising`
     never warns."""
-    validation_drop: Annotated[Share, OnlyIf(RL)] = 0.05
+    validation_drop: Annotated[Share, OnlyIf(RL, EVALUATED)] = 0.05
     """Fall of the metric val/SET/accuracy below its best value from which the health rule `validation_falling` warns,
     in two consecutive evaluations."""
-    reward_rise: Annotated[PositiveFloat, OnlyIf(RL)] = 0.05
+    reward_rise: Annotated[PositiveFloat, OnlyIf(RL, EVALUATED)] = 0.05
     """Minimum rise of the metric reward/mean since the best evaluation, in units of the reward, for the health rule
     `validation_falling` to warn."""
     learning_rate: tuple[PositiveFloat, PositiveFloat] | None = None

@@ -230,10 +230,10 @@ class RolloutConfig(Section):
     """Agent program run by the environment `command`: one process per attempt."""
     endpoint: Annotated[EndpointConfig, OnlyIf(AGENT)] = EndpointConfig()
     """OpenAI-compatible server through which the agent program (rollout.agent) samples from the policy."""
-    max_turns: PositiveInt = 16
+    max_turns: Annotated[PositiveInt, OnlyIf(NOT_SINGLE_TURN)] = 16
     """Maximum number of turns in one attempt; a turn is one completion of the policy. All tokens of an attempt together
     must fit in data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
-    truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_AGENT)] = "end"
+    truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = "end"
     """Action after a completion cut at its length limit, if the attempt may have more tokens. end (default): end the
     attempt. close: add the end-of-turn token, untrained, and continue the attempt."""
     history: Annotated[Literal["append", "render", "refuse"], OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = "append"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.annotations import Decides, OnlyIf
-from megarl.config.conditions import MOVING_TEMPERATURE, ON_POLICY
+from megarl.config.conditions import MOVING_TEMPERATURE, NOT_GREEDY, ON_POLICY
 from megarl.config.section import Section
 
 # vLLM 0.30 refuses a temperature above 2.
@@ -72,11 +72,11 @@ class EvaluationSamplingConfig(Section):
     temperature: Temperature | None = None
     """Sampling temperature in evaluations, at most 2; 0: greedy. Default: 0 with one attempt per problem, else
     rollout.sampling.temperature (see evaluation.samples_per_prompt)."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(NOT_GREEDY)] = 1.0
     """Nucleus sampling (top-p) in evaluations. 1 (default): all tokens."""
-    top_k: NonNegativeInt = 0
+    top_k: Annotated[NonNegativeInt, OnlyIf(NOT_GREEDY)] = 0
     """Top-k sampling in evaluations. 0 (default): all tokens."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(NOT_GREEDY)] = 0.0
     """Min-p sampling in evaluations: drop tokens less probable than min_p times the most probable token. 0 (default):
     all tokens."""
     # The penalty makes the distribution depend on earlier tokens, and the trainer could not repeat that in training.

@@ -13,8 +13,8 @@ from pydantic import (
 
 from megarl.config.annotations import OnlyIf, UntriedOnGpu
 from megarl.config.conditions import (
+    BEST,
     ENGINE,
-    EVALUATED,
     LOSSES,
     ON_POLICY,
     PACED,
@@ -172,7 +172,7 @@ class CheckpointConfig(Section):
     more than 3/4 of a node's memory. `megarl plan` shows the memory. See megarl/loops/README.md."""
     export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
-    best: Annotated[str | None, OnlyIf(EVALUATED)] = None
+    best: Annotated[str | None, OnlyIf(BEST)] = None
     """Evaluation metric that selects the best step, for example val/SET/accuracy: the largest value (for metrics ending
     in /loss the smallest), of equal values the first. The step's model is exported to hf_best/ (with best.json: step
     and value). Its checkpoint, if any, is kept in addition to the newest ones."""
