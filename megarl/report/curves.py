@@ -183,7 +183,7 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
     """Return the mean curves of runs that differ only in their seed, in the form of `series`.
 
     Each point is the mean over the runs with this step. `low` and `high` are one standard deviation below and above.
-    `final` has each metric's mean, deviation and number of runs at the last step.
+    `final` has each metric's mean, deviation (None: one run has it) and number of runs at the last step.
     """
     by_step: dict[int, dict[str, list[float]]] = {}
     last_values: list[dict[str, float]] = []
@@ -207,7 +207,7 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
         name: (*_mean_and_deviation(values), len(values)) for name, values in final_values.items() if values
     }
     mean_series["final"] = {
-        name: [round_for_page(mean), round_for_page(spread), count]
+        name: [round_for_page(mean), round_for_page(spread) if count > 1 else None, count]
         for name, (mean, spread, count) in final_moments.items()
     }
     return mean_series

@@ -59,7 +59,7 @@ class Result:
 
     @property
     def interval_text(self) -> str:
-        return "" if self.interval is None else f"{self.interval[0]:.4g} to {self.interval[1]:.4g}"
+        return "none" if self.interval is None else f"{self.interval[0]:.4g} to {self.interval[1]:.4g}"
 
 
 def write_card(run: Path, model: Path, step: int, name: str | None = None) -> None:
@@ -242,7 +242,7 @@ def _results_text(results: Sequence[Result], step: int) -> str:
             result.measure + (f" ({result.sampling})" if result.sampling else ""),
             f"{result.value:.4g}",
             result.interval_text,
-            "" if result.before is None else f"{result.before:.4g}",
+            "not measured" if result.before is None else f"{result.before:.4g}",
         ]
         for result in results
     ]

@@ -340,7 +340,8 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       h("thead", {}, h("tr", {}, h("th", {}, "last value, mean ± deviation over seeds"), SEEDS.map((group) => h("th", {}, chip(group.runs[0]), group.label)))),
       h("tbody", {}, told.map(([name, word]) => h("tr", {}, h("th", { scope: "row" }, word), SEEDS.map((group) => {
         const [average, spread, count] = group.series.final[name] || [];
-        return h("td", {}, average === undefined ? "–" : `${fmt(average)} ± ${fmt(spread)} (${count} runs)`);
+        if (average === undefined) return h("td", {}, "–");
+        return h("td", {}, count > 1 ? `${fmt(average)} ± ${fmt(spread)} (${count} runs)` : `${fmt(average)} (1 run)`);
       }))))));
     return section("overview", "Overview", null, h("div", { class: "card scroll" }, table), overSeeds,
       notes.map((note) => h("p", { class: "note" }, note)));

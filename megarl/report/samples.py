@@ -71,9 +71,10 @@ def summary(run: RunRecord) -> dict[str, Any]:
             _MultiTurnExtremes(),
         )
         for record in read_records(path, step):
-            # Only records of validation sets have `set`. They are compared between evaluations.
+            # Only records of validation sets have `set`. They are compared between evaluations, if they are scored.
             if "set" in record:
-                held_out.setdefault(_problem(record), _FirstAndLastEvaluation()).add(record)
+                if is_finite_number(record.get("reward")):
+                    held_out.setdefault(_problem(record), _FirstAndLastEvaluation()).add(record)
             else:
                 numbers.append(_numbers(record))
             if step in shown_steps:

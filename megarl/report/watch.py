@@ -154,7 +154,10 @@ def _warnings(run: WatchedRun) -> list[str]:
 
 
 def _metrics(run: WatchedRun, console: Console) -> Table:
-    """Return a table of metrics: name, newest value, graph, the graph's smallest and largest value."""
+    """Return a table of metrics: name, newest value, graph, the graph's smallest and largest value.
+
+    A newest value that is not finite is shown as such; the graph leaves it out.
+    """
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("metric", no_wrap=True)
     table.add_column("now", justify="right", no_wrap=True)
@@ -162,11 +165,14 @@ def _metrics(run: WatchedRun, console: Console) -> Table:
     table.add_column("from", justify="right", no_wrap=True)
     table.add_column("to", justify="right", no_wrap=True)
     for name in (*_METRICS, *heldout_metrics(run.rows.values())):
-        values = [value for value in run.values(name, _GRAPH_STEPS) if math.isfinite(value)]
-        if values:
-            graph = sparkline(values, with_blocks=prints_blocks(console))
-            range_texts = short_number(min(values)), short_number(max(values))
-            table.add_row(Text(printable(name)), Text(short_number(values[-1]), style="bold"), graph, *range_texts)
+        values = run.values(name, _GRAPH_STEPS)
+        if not values:
+            continue
+        now = Text(short_number(values[-1]), style="bold" if math.isfinite(values[-1]) else "bold red")
+        finite = [value for value in values if math.isfinite(value)]
+        graph = sparkline(finite, with_blocks=prints_blocks(console)) if finite else ""
+        range_texts = (short_number(min(finite)), short_number(max(finite))) if finite else ("", "")
+        table.add_row(Text(printable(name)), now, graph, *range_texts)
     return table
 
 

@@ -78,6 +78,7 @@ def test_results_have_their_intervals_and_those_of_other_steps_are_left_out(run:
     assert accuracy.metric_name == "accuracy (95 % interval 0.4375 to 0.5625)"
     assert accuracy.metric_args == {"confidence": 0.95, "low": 0.4375, "high": 0.5625}
     assert "| heldout | accuracy | 0.5 | 0.4375 to 0.5625 | 0.25 |" in card.text
+    assert "| sums | pass_at_4 | 0.75 | 0.7 to 0.8 | not measured |" in card.text
     # No evaluation is claimed for a step without one.
     other = card_of(run, step=2)
     assert other.data.eval_results is None and "of step 2, was not evaluated" in other.text

@@ -171,7 +171,9 @@ def test_several_samples_of_a_held_out_problem_are_compared_by_their_means(tmp_p
     folder = make_run(tmp_path / "run", steps=2)
     shutil.rmtree(folder / "samples")
     # The samples of problem 1 come in another order alone, those of problem 2 are better.
-    for step, rewards in ((0, {1: (1, 0, 0), 2: (0, 0, 1)}), (2, {1: (0, 0, 1), 2: (0, 1, 1)})):
+    # Problem 3 was not scored before, so nothing is known of its change.
+    rewards_before, rewards_after = {1: (1, 0, 0), 2: (0, 0, 1), 3: (None,)}, {1: (0, 0, 1), 2: (0, 1, 1), 3: (1,)}
+    for step, rewards in ((0, rewards_before), (2, rewards_after)):
         records = [
             {"set": "a", "source": "", "problem": problem, "completion": f"{problem} {reward}", "reward": reward}
             for problem, of_problem in rewards.items()
@@ -180,7 +182,7 @@ def test_several_samples_of_a_held_out_problem_are_compared_by_their_means(tmp_p
         lines(folder / f"samples/step_{step:06d}.jsonl", records)
     [pair] = content(write_report([folder])[0])["runs"][0]["samples"]["changed"]
     assert pair["change"] == pytest.approx(1 / 3, rel=1e-3)
-    assert (pair["gained"], pair["lost"], pair["same"], pair["problems"]) == (1, 0, 0, 2)
+    assert (pair["gained"], pair["lost"], pair["same"], pair["problems"]) == (1, 0, 0, 3)
     before, after = pair["before"], pair["after"]
     assert (before["completion"], before["samples"], before["mean"]) == ("2 0", 3, 0.3333)
     assert (after["completion"], after["samples"], after["mean"]) == ("2 1", 3, 0.6667)
@@ -265,6 +267,12 @@ def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path: Path, opened: Cal
     assert np.subtract(curve["high"][1:], curve["y"][1:]) == pytest.approx(spread, abs=1e-4)
     assert np.subtract(curve["y"][1:], curve["low"][1:]) == pytest.approx(spread, abs=1e-4)
     assert group["series"]["final"]["reward/mean"][2] == 3
+    # One number has no deviation.
+    with (runs[0] / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps({"step": 99, "val/late/accuracy": 0.25}) + "\n")
+    [group] = content(write_report([*runs, other], tmp_path / "late.html")[0])["seeds"]
+    assert group["series"]["final"]["val/late/accuracy"] == [0.25, None, 1]
+    assert "0.25 (1 run)" in opened(tmp_path / "late.html")
     found = opened(page)
     assert "mean over seeds" in found and "grpo, seeds 3, 4, 5" in found
     # The mean and the run that is not of the group: two lines in each chart, and the band of the mean.

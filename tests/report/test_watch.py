@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -135,6 +136,16 @@ def test_a_dashboard_shows_state_metrics_times_warnings_and_samples(run: Run) ->
     # A sample cannot send escape sequences.
     assert "Question 5␛[31m?" in screen and "\x1b" not in screen
     assert max(map(len, screen.splitlines())) <= 100
+
+
+def test_a_value_that_is_not_finite_is_shown_and_not_the_one_before(run: Run) -> None:
+    for number, loss in enumerate((0.5, math.nan), 1):
+        run.tracker.log(number, {"train/loss": loss, "train/grad_norm": math.inf})
+    console, text = plain()
+    watch(run.path, console, interval_seconds=1.0, is_once=True)
+    rows = {line.split()[0]: line.split() for line in text.getvalue().splitlines() if line.strip()}
+    assert rows["train/loss"][1] == "nan" and rows["train/loss"][-1] == "0.500"
+    assert rows["train/grad_norm"] == ["train/grad_norm", "nan"]
 
 
 def test_parts_that_do_not_fit_are_left_out(run: Run) -> None:
