@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from megarl.cli import app
 from megarl.tracking.run_record import SCHEMA
+from megarl.types import ConfigError
 from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
@@ -231,6 +234,30 @@ def test_numbers_of_attempts_that_are_none_are_refused_at_once(recipe: Path) -> 
 def test_wrong_usage_exits_2() -> None:
     for arguments in (["train"], ["trian"], ["train", "a.yaml", "--wet-run"]):
         assert megarl(*arguments).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "qwen3_8b_sft", "--to", "trainer.tp=2", "--search"],
+        ["plan", "qwen3_8b_sft", "--to", "trainer.tp=2", "--most", "3"],
+        ["plan", "qwen3_8b_sft", "--to", "trainer.tp=2", "--explain"],
+        ["plan", "qwen3_8b_sft", "--search", "--explain"],
+        ["samples", "run", "--account", "--step", "3"],
+        ["samples", "run", "--account", "--set", "heldout"],
+        ["samples", "run", "--account", "--sort", "best"],
+        ["watch", "run", "--once", "--interval", "3"],
+        ["metrics", "--json", "--markdown"],
+        ["data", "check", "train.jsonl", "--chat-template", "plain"],
+        ["recipes", "--to", "folder"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_does_nothing_is_refused(arguments: list[str]) -> None:
+    refused = CliRunner().invoke(app, arguments)
+    options = [option for option in arguments if option.startswith("--")]
+    assert isinstance(refused.exception, ConfigError)
+    assert str(refused.exception).startswith(f"{options[-1]}: does nothing with"), refused.exception
 
 
 def finished(recipe: Path) -> Path:

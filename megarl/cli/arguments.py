@@ -47,6 +47,19 @@ Overrides = Annotated[
 ]
 
 
+def refuse_idle_options(context: typer.Context, names: Sequence[str], reason: str) -> None:
+    """Raise ConfigError if the command line has options that do nothing.
+
+    `names` are the names of their parameters, `reason` is why, with the remedy: `without --search; add it`.
+    """
+    sources = {name: context.get_parameter_source(name) for name in names}
+    # typer has its own copy of click, so the kind of source is compared by name.
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    options = [parameter.opts[0] for parameter in context.command.params if parameter.name in given]
+    if options:
+        raise ConfigError(f"{', '.join(options)}: does nothing {reason}")
+
+
 class CommandGroup(TyperGroup):
     """Group of commands. Its help shows the whole first sentence of each command."""
 

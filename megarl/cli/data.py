@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megarl.cli.arguments import command_group, recipe_file
+from megarl.cli.arguments import command_group, recipe_file, refuse_idle_options
 from megarl.console.surveys import print_survey
 from megarl.types import ConfigError, DataError
 
@@ -22,6 +22,7 @@ app = command_group("data", "Examine data sets before training.")
 
 @app.command(name="check")
 def check_data(
+    context: typer.Context,
     source: Annotated[
         str | None,
         typer.Argument(
@@ -100,6 +101,8 @@ def check_data(
         return
     if source is None:
         raise ConfigError("SOURCE: missing; give a data source, or --recipe RECIPE to check all data sets of a recipe")
+    if model is None:
+        refuse_idle_options(context, ["chat_template"], "without --model, whose tokens it changes; add it")
     from megarl.config import ModelConfig
     from megarl.data.chat import tokenizer_of
     from megarl.data.survey import survey

@@ -53,18 +53,8 @@ StalenessOption = Annotated[
     ),
 ]
 """Options of `megarl plan --search`."""
-_SEARCH_OPTIONS = ("most", "lengths", "mean_tokens", "max_staleness")
+SEARCH_OPTIONS = ("most", "lengths", "mean_tokens", "max_staleness")
 """Names of the parameters with these options."""
-
-
-def refuse_search_options(context: typer.Context) -> None:
-    """Raise ConfigError if the command line has an option of --search but not --search."""
-    sources = {name: context.get_parameter_source(name) for name in _SEARCH_OPTIONS}
-    # typer has its own copy of click, so the kind of source is compared by name.
-    names = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    options = [f"--{name.replace('_', '-')}" for name in names]
-    if options:
-        raise ConfigError(f"{', '.join(options)}: does nothing without --search; add it, or leave this out")
 
 
 def search_layouts(

@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from megarl.cli.arguments import Overrides, RecipePath
+from megarl.cli.arguments import Overrides, RecipePath, refuse_idle_options
 from megarl.cli.checking import with_notices_shown
 from megarl.cli.layouts import (
+    SEARCH_OPTIONS,
     LengthsOption,
     MeanTokensOption,
     MostOption,
     SearchOption,
     StalenessOption,
-    refuse_search_options,
     search_layouts,
 )
 from megarl.cli.resize import FromOption, ToOption, plan_resize
@@ -46,12 +46,16 @@ def plan(
     Exit code 2: it does not fit, or --search finds no layout that fits. Models of the recipes in launch/recipes need no
     download.
     """
-    if before is not None and after is None:
-        raise ConfigError("--from: does nothing without --to; add it, or leave this out")
-    if after is not None:
+    if after is None:
+        refuse_idle_options(context, ["before"], "without --to; add it, or leave this out")
+    else:
+        refuse_idle_options(
+            context, ["search", *SEARCH_OPTIONS, "explain"], "with --to, which plans one resize; leave this out"
+        )
         plan_resize(recipe, overrides or (), before or "", after, as_json=as_json)
         return
     if search:
+        refuse_idle_options(context, ["explain"], "with --search; leave this out, and explain one layout at a time")
         from megarl.config.recipe import load
         from megarl.preflight.recipe_file import RecipeFile
 
@@ -65,7 +69,7 @@ def plan(
             as_json=as_json,
         )
         return
-    refuse_search_options(context)
+    refuse_idle_options(context, SEARCH_OPTIONS, "without --search; add it, or leave this out")
     from megarl.config.recipe import load
     from megarl.planner.defaults import memory_defaults, with_chunk_tokens, with_memory_defaults
     from megarl.planner.gpus_of_run import gpu_kind

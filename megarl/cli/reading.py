@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from megarl.cli.arguments import refuse_idle_options
 from megarl.terminal import Terminal
 from megarl.types import ConfigError, DataError
 
@@ -38,6 +39,7 @@ def report(
 
 
 def watch(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), also of another machine's.")],
     once: Annotated[bool, typer.Option("--once", help="Print the dashboard once, then exit with code 0.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the run's files.")] = 2.0,
@@ -46,6 +48,8 @@ def watch(
 
     Reads only files of the run's folder. If the output is not a terminal, each step gets a line.
     """
+    if once:
+        refuse_idle_options(context, ["interval"], "with --once; leave one of both out")
     from megarl.report.watch import watch
 
     try:
@@ -57,6 +61,7 @@ def watch(
 
 
 def metrics(
+    context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -71,6 +76,8 @@ def metrics(
 ) -> None:
     """Print the table of all metrics: name, unit, meaning. With --json it also has the module that computes each
     metric."""
+    if as_json:
+        refuse_idle_options(context, ["as_markdown"], "with --json; leave one of both out")
     from megarl.console.results import print_metrics
     from megarl.tracking.metric_table import find, metrics_markdown, rows
     from megarl.tracking.renamed_metrics import current_name
@@ -92,6 +99,7 @@ def metrics(
 
 
 def samples(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), or of an evaluation.")],
     step: Annotated[
         int | None,
@@ -124,6 +132,11 @@ def samples(
 ) -> None:
     """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
     if is_account:
+        refuse_idle_options(
+            context,
+            ["step", "order", "of_set", "search", "limit"],
+            "with --account, which covers the whole run; leave this out",
+        )
         from megarl.console.results import print_account, print_token_account
         from megarl.rollout.journal.state import account_tokens
         from megarl.tracking.draws import account

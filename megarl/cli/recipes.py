@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from megarl.cli.arguments import refuse_idle_options
 from megarl.console.lines import print_lines
 from megarl.files import shipped
 from megarl.files.nearest import nearest
@@ -16,6 +17,7 @@ from megarl.types import ConfigError
 
 
 def recipes(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Recipes to copy. Default: all are listed.", show_default=False),
@@ -30,6 +32,7 @@ def recipes(
     if names:
         print_lines([f"wrote {path}" for path in _copy_recipes(delivered, names, to)])
         return
+    refuse_idle_options(context, ["to"], "without NAME; name the recipes to copy")
     for name, path in delivered.items():
         print(f"{name}\n    {_read_purpose(path)}")
 
