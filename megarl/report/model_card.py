@@ -203,8 +203,9 @@ def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResul
 def _body(
     run: RunRecord, model: Path, step: int, results: Sequence[Result], name: str | None, metadata: ModelCardData
 ) -> str:
-    base = metadata.base_model or f"the local model {Path(str(run.config.get('model.path', ''))).name}"
-    method = _METHODS.get(str(run.config.get("loop")), "megarl")
+    local_model = Path(str(run.config.get("model.path", ""))).name
+    base = metadata.base_model or (f"the local model {local_model}" if local_model else "an unknown model")
+    method = _METHODS.get(str(run.config.get("loop")), "an unknown method")
     sources = ", ".join(f"`{source}`" for field, source in _data_sources(run.config).items() if ".val" not in field)
     recipe = _recipe_text(run.path)
     parts = [

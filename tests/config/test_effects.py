@@ -262,6 +262,13 @@ from tests.config.refusals import faults
             for value in ("top_p=0.9", "top_k=20", "min_p=0.1")
         ),
         pytest.param(
+            ["loop=reward_model", "trainer.offload=[optimizer]"],
+            "trainer.offload = ",
+            "under loop=reward_model",
+            "set loop to rl, sft or distillation",
+            id="states offloaded for no engine",
+        ),
+        pytest.param(
             ["checkpoint.best=val/a/accuracy"],
             "checkpoint.best = 'val/a/accuracy'",
             "without data.validation",

@@ -80,6 +80,9 @@ def test_the_exported_model_of_a_finished_run_gets_a_new_card(run: Path) -> None
     # hf/ may be of the run's earlier end.
     with pytest.raises(ConfigError, match="the run is interrupted and went on after it exported hf/"):
         export(run)
+    (run / "status.json").unlink()
+    with pytest.raises(ConfigError, match="the run is unknown and went on"):
+        export(run)
     (run / "status.json").write_text('{"state": "done", "step": 4}')
     assert export(run).step == 4 and (run / "hf/README.md").is_file()
     with pytest.raises(ConfigError, match=r"has no model of a best evaluation \(hf_best\)"):

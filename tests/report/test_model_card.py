@@ -84,6 +84,13 @@ def test_results_have_their_intervals_and_those_of_other_steps_are_left_out(run:
     assert other.data.eval_results is None and "of step 2, was not evaluated" in other.text
 
 
+def test_a_run_without_a_recipe_has_a_card_that_says_so(run: Path) -> None:
+    (run / "config.yaml").unlink()
+    assert (
+        "an unknown model, trained for 4 steps by an unknown method with megarl on unknown data." in card_of(run).text
+    )
+
+
 def test_metadata_recipe_and_versions(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found_in_cache(tmp_path, monkeypatch, "datasets--me--sums")
     try:
@@ -133,7 +140,7 @@ def test_evaluations_of_the_exported_model_are_results(run: Path) -> None:
     card = card_of(run)
     [result] = [one for one in card.data.eval_results or () if one.metric_type == "majority_at_8"]
     assert (result.metric_value, result.dataset_config) == (0.625, "heldout, attempts 8, temperature 0.5")
-    assert "| heldout | majority_at_8 (attempts 8, temperature 0.5) | 0.625 | 0.6 to 0.65 |  |" in card.text
+    assert "| heldout | majority_at_8 (attempts 8, temperature 0.5) | 0.625 | 0.6 to 0.65 | not measured |" in card.text
     (evaluation / "metrics.json").write_text(json.dumps({**summary, "model": str(run / "hf_best")}))
     assert "majority_at_8" not in card_of(run).text
 

@@ -103,7 +103,7 @@ class TrainerConfig(Section):
     """FP8 training. Default: none. blockwise: matrix products of the layers in FP8 (E4M3), one scale per block of 128
     or 128 x 128 numbers. Needs Hopper GPUs or newer, Transformer Engine 2.3, CUDA 12.9 and bfloat16. The engines do not
     compute in FP8, so the metrics logprob_gap/ increase."""
-    offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
+    offload: Annotated[tuple[Literal["optimizer", "gradients", "parameters"], ...], OnlyIf(*ENGINE)] = ()
     """Trainer states moved to host memory while the engines sample; gradients are dropped. Default on GPUs: the fewest
     that leave 8 GiB free and a KV cache for the step's concurrent requests, by `megarl plan`'s prediction; on CPUs:
     none. The run folder's config.yaml records the value."""

@@ -71,7 +71,7 @@ def _find_exported(run_record: RunRecord, *, is_best: bool) -> Exported:
         return Exported(folder, best.step, drafter=_exported_drafter(folder))
     if not is_best and (folder / "config.json").is_file():
         # A resumed run does not replace the earlier model before its own end.
-        if (state := run_record.status.get("state")) != "done":
+        if (state := run_record.state) != "done":
             raise ConfigError(
                 f"{run_record.path}: the run is {state} and went on after it exported hf/; let it end, or export a "
                 "checkpoint with --step N"
