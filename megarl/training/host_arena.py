@@ -115,6 +115,10 @@ class HostArena:
         self._mappings = []
 
     def _extend(self, num_bytes: int) -> _Mapping:
+        """Add at least `num_bytes` bytes of host memory, in chunks that are page-locked later.
+
+        Raises ConfigError if too little is left.
+        """
         if (available_memory := available_bytes()) < num_bytes:
             raise ConfigError(
                 f"trainer.offload: this rank needs {num_bytes / 2**30:.1f} GiB of host memory for offloaded states and "

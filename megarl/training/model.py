@@ -61,6 +61,7 @@ class ModelShard:
         arena: HostArena | None = None,
         parts: ModelParts = NO_PARTS,
     ) -> None:
+        """Create process groups, build this rank's chunks of the model, and load their weights."""
         self.recipe, self.parallel, self.shape = recipe, parallel, shape
         self._replica = replica
         self.arena = arena or HostArena(0)
@@ -105,7 +106,7 @@ class ModelShard:
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """The modules that Megatron's schedule runs: model chunks, or wrappers of chunks."""
+        """Model chunks, or Megatron's wrappers of chunks."""
         return self.chunks
 
     @property
@@ -187,6 +188,7 @@ class ModelShard:
         return self.parallel.tp if self.sequence_parallel else 1
 
     def _pipeline_arguments(self, batches: Sequence[Microbatch], *, forward_only: bool) -> dict[str, Any]:
+        """Return the schedule's arguments for sending hidden states between pipeline stages."""
         if self.parallel.pp == 1:
             return {}
         hidden_size = self.config.hidden_size

@@ -77,6 +77,7 @@ class ModelParts:
         vp_stage: int | None,
         **settings: Any,
     ) -> Policy:
+        """Build a chunk of class `kind` with the layers that these parts need."""
         return parts.build_policy(
             kind,
             config,

@@ -34,6 +34,7 @@ class ModuleTrace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Context in which the outputs of all modules are recorded, through hooks."""
         handles: list[Any] = []
         for index, chunk in enumerate(self._chunks):
             handles.append(chunk.register_forward_pre_hook(self._make_begin_hook(index)))
@@ -55,13 +56,14 @@ class ModuleTrace:
 
     def _make_begin_hook(self, index: int) -> Callable[..., None]:
         def begin_row(*_: object) -> None:
-            """Note that chunk `index` begins its next row."""
             self._rows[index] += 1
             self._running_chunk, self._calls = index, 0
 
         return begin_row
 
     def _make_output_hook(self, name: str, is_chunk: bool) -> Callable[..., None]:
+        """Return the forward hook of the module `name`. With `is_chunk`, its output ends the chunk's pass."""
+
         def record_output(_module: object, _inputs: object, output: object) -> None:
             """Record place, name and measure of each tensor in a module's output."""
             # In the backward pass, recomputed activations call the hooks again. They are not outputs of the chunk.

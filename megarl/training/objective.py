@@ -136,17 +136,7 @@ class _PolicyObjective:
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _select_gradient(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        # Copies, because a user's loss may write into them, and the other terms read the originals.
-        arguments = policy_logprobs, old_logprobs.clone(), per_token["advantages"].clone()
-        try:
-            if self.takes_whole_row:
-                loss, loss_metrics = compute_sequence_loss(self.policy_loss, arguments, batch, self.settings)
-            else:
-                result = self.policy_loss(*arguments, **self.settings)
-                loss, loss_metrics = checked_policy_loss(result, policy_logprobs)
-            refuse_missing_metrics(loss_metrics, config.needed_loss_metrics)
-        except ResultError as error:
-            raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
+        loss, loss_metrics = self._call_policy_loss(policy_logprobs, old_logprobs, batch)
         ratios = loss_metrics.pop("ratio", None)
         token_metrics: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in loss_metrics.items()}
         if ratios is not None:
@@ -169,6 +159,24 @@ class _PolicyObjective:
         logged |= self._measure_mismatch(policy_logprobs, old_logprobs, batch, is_of_policy)
         total, count, means = weighted_loss(loss, token_metrics, batch, is_of_policy)
         return total, count, means | logged
+
+    def _call_policy_loss(
+        self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the policy loss and its metrics by name, one value per token. A wrong result is a ConfigError."""
+        config = self.config
+        # Copies, because a user's loss may write into them, and the other terms read the originals.
+        arguments = policy_logprobs, old_logprobs.clone(), batch.per_token["advantages"].clone()
+        try:
+            if self.takes_whole_row:
+                loss, loss_metrics = compute_sequence_loss(self.policy_loss, arguments, batch, self.settings)
+            else:
+                result = self.policy_loss(*arguments, **self.settings)
+                loss, loss_metrics = checked_policy_loss(result, policy_logprobs)
+            refuse_missing_metrics(loss_metrics, config.needed_loss_metrics)
+        except ResultError as error:
+            raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
+        return loss, loss_metrics
 
     def _measure_mismatch(
         self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch, is_of_policy: Tensor
@@ -269,10 +277,11 @@ def _make_answer_objective(
     settings |= config.loss_kwargs
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+        """Return a row's loss and metrics. `output[0]` [own tokens] has log-probs, or a reward model's scores."""
         per_token = output[0]
-        row, local = batch.row, batch.row.local
-        assert local is not None
-        cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=local.device).cumsum(0)
+        row, local_positions = batch.row, batch.row.local
+        assert local_positions is not None
+        cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=local_positions.device).cumsum(0)
         mask = whole_row(batch.mask.float(), row) > 0
         reference = batch.per_token.get("reference_logprobs", torch.zeros_like(per_token))
         sums, reference_sums, lengths = (
@@ -297,7 +306,7 @@ def _make_answer_objective(
             answer_metrics = _pair_metrics(rewards)
         [slopes] = torch.autograd.grad(losses.sum(), sums)
         # Each token gets an equal share of its answer's loss as value, and the slope of its answer's sum as gradient.
-        sequence = sequence_of_tokens(cu_seqlens, len(mask))[local]
+        sequence = sequence_of_tokens(cu_seqlens, len(mask))[local_positions]
         loss = token_loss[sequence] + slopes[sequence] * (per_token - per_token.detach())
         token_metrics = {"train/entropy": output[1]} if len(output) > 1 else {}
         total, count, logged = weighted_loss(loss, token_metrics, batch, batch.mask)
@@ -348,6 +357,7 @@ def mismatch_metrics(
 
 
 def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:
+    """Return metrics of pairs of answers, from their rewards [pairs, 2]: chosen, rejected."""
     chosen_rewards, rejected_rewards = rewards.unbind(1)
     return {
         "preference/accuracy": mean_of_all((chosen_rewards > rejected_rewards).float()),

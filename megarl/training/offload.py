@@ -27,6 +27,7 @@ class Offloadable:
         self._copies: list[HostCopy] = []
 
     def offload(self) -> None:
+        """Release the device memory of all tensors, after copying their values to the arena if there is one."""
         if self._released:
             return
         # Tensors may share a storage: move each storage once.
@@ -43,6 +44,7 @@ class Offloadable:
             storage.resize_(0)
 
     def onload(self) -> None:
+        """Allocate the device memory again. Values come back from the arena; without one they are zero."""
         for index, (storage, size) in enumerate(self._released):
             storage.resize_(size)
             if self._arena is not None:
@@ -79,6 +81,7 @@ class MergedWeights:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        """Allocate a merged weight beside each weight with an adapter, and offload it until `merging`."""
         self._adapters: dict[str, tuple[Adapter, Tensor]] = {}
         for index, name, adapter in adapters_of(chunks):
             weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"
@@ -126,6 +129,7 @@ class ScaledAdapters:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        """Allocate a scaled copy of each adapter's B, and offload it until `valid`."""
         self._adapters: list[tuple[Adapter, Tensor]] = []
         self.weights: dict[str, Tensor] = {}
         for index, name, adapter in adapters_of(chunks):

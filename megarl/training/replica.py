@@ -22,6 +22,7 @@ class Replica:
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
+        """Create the process groups of all replicas with several ranks, and keep this rank's."""
         rank = dist.get_rank()
         self._group: dist.ProcessGroup | None = None
         for replica_number in range(parallel.dp):
@@ -34,7 +35,7 @@ class Replica:
                 assert isinstance(group, dist.ProcessGroup)
                 self._group = group
         self._ranks = parallel.replica_ranks(parallel.coordinates(rank).dp)
-        self._first = self._ranks[0]
+        self._first_rank = self._ranks[0]
 
     def share(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
         """Broadcast the rows of the replica's first rank; other ranks pass None. A collective of the replica."""
@@ -42,7 +43,7 @@ class Replica:
             assert rows is not None
             return rows
         conversation = signed.channel_between("rows", self._ranks)
-        return signed.broadcast(conversation, rows, self._group, self._first, _BLOCK_BYTES)
+        return signed.broadcast(conversation, rows, self._group, self._first_rank, _BLOCK_BYTES)
 
     def close(self) -> None:
         if self._group is not None:

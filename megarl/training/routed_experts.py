@@ -185,7 +185,7 @@ class RouteFeed(RowFeed):
 
 
 def make_route_feed(stored: StoredExperts, shard: ModelShard) -> RouteFeed:
-    """Return the feed with the experts stored on all ranks. A collective over the world."""
+    """A collective over the world."""
     return RouteFeed(ExpertExchange(stored, expert_layers(shard.chunks), shard.shape.top_k), shard)
 
 

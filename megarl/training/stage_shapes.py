@@ -31,9 +31,10 @@ class StageCommunicator(P2PCommunicator):
     def __init__(
         self, config: ModelParallelConfig, shapes: Sequence[Shape], carriers: Sequence[StateCarrier | None]
     ) -> None:
+        """Compute the shapes of all tensors that this stage receives, in the schedule's order."""
         group: Any = parallel_state.get_pipeline_model_parallel_group()
         super().__init__(group, config)
-        table = get_schedule_table(len(shapes), len(carriers), config.microbatch_group_size_per_vp_stage)
+        schedule_table = get_schedule_table(len(shapes), len(carriers), config.microbatch_group_size_per_vp_stage)
         num_received = [carrier.num_received if carrier else 0 for carrier in carriers]
         num_sent = [carrier.num_sent if carrier else 0 for carrier in carriers]
         # Stages receive microbatches in the order in which they process them, forward and backward. Forward, the first
@@ -41,12 +42,12 @@ class StageCommunicator(P2PCommunicator):
         # table counts chunks in the order of the forward pass; in the backward pass the last chunk comes first.
         self._from_previous = deque(
             _message_shape(shapes[microbatch], num_received[chunk])
-            for microbatch, chunk in table
+            for microbatch, chunk in schedule_table
             if chunk > 0 or group.rank() > 0
         )
         self._from_next = deque(
             _message_shape(shapes[microbatch], num_sent[-1 - chunk])
-            for microbatch, chunk in table
+            for microbatch, chunk in schedule_table
             if chunk > 0 or group.rank() < group.size() - 1
         )
 

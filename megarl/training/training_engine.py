@@ -79,6 +79,7 @@ class TrainingEngine(ModelShard):
         arena: HostArena | None = None,
         memory_owner: TrainingEngine | None = None,
     ) -> None:
+        """Build the model, attach parts, wrap its chunks with gradient buffers, then build the optimizer."""
         trainer, is_policy = recipe.trainer, role == "policy"
         parts = select_model_parts(recipe, is_policy=is_policy)
         super().__init__(recipe, parallel, shape, load_weights, replica=replica, arena=arena, parts=parts)
@@ -102,12 +103,7 @@ class TrainingEngine(ModelShard):
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.pending_reduction: Callable[[], None] | None = None
         """Reduces, over the ranks, the gradients of all passes since the last step. None: no such passes."""
-        self.config.finalize_model_grads_func = self._defer_reduction
-        if self.overlaps_reduction:
-            # Within this context Megatron's schedules reduce nothing: all microbatches except the last only sum their
-            # gradients.
-            contexts: Any = [model.no_sync for model in self.models]
-            self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+        self._replace_reduction()
         self.skipped_in_a_row = 0
         self._not_finite: NotFinite | None = None
         self._merged = MergedWeights(self.chunks, self.tensors)
@@ -118,7 +114,7 @@ class TrainingEngine(ModelShard):
         }
 
     def change_objective(self, recipe: Recipe) -> None:
-        """Use another recipe's objective and limits in later updates. The optimizer stays."""
+        """Use another recipe's objective and limits in later updates."""
         self.recipe = recipe
         self.role = self._make_role(recipe)
 
@@ -168,7 +164,6 @@ class TrainingEngine(ModelShard):
             torch.cuda.empty_cache()
 
     def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
-        """Move offloaded contents back to the device, where all other methods need them."""
         for name in names:
             self._offloadable[name].onload()
 
@@ -199,7 +194,7 @@ class TrainingEngine(ModelShard):
         return self._merged.weights
 
     def merging(self) -> AbstractContextManager[None]:
-        """Context in which `weights` are valid: what a model part trains separately is merged in."""
+        """Context in which `weights` are valid."""
         return self._merged.merging()
 
     @property
@@ -336,6 +331,15 @@ class TrainingEngine(ModelShard):
             self.pending_reduction = None
         faults.reach("gradients", self.gradient_buffers)
 
+    def _replace_reduction(self) -> None:
+        """Make Megatron's schedules leave the reduction of gradients over ranks to the next step."""
+        self.config.finalize_model_grads_func = self._defer_reduction
+        if self.overlaps_reduction:
+            # Within this context Megatron's schedules reduce nothing: all microbatches except the last only sum their
+            # gradients.
+            contexts: Any = [model.no_sync for model in self.models]
+            self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+
     def _defer_reduction(self, *args: Any, **kwargs: Any) -> None:
         """Store the reduction that Megatron calls at the end of a pass, for the next step.
 
@@ -359,6 +363,10 @@ class TrainingEngine(ModelShard):
             )
 
     def _step(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
+        """Step schedule and optimizer, but skip an update that is not finite or exceeds a limit.
+
+        `rows` has each row's metrics.
+        """
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -393,15 +401,7 @@ class TrainingEngine(ModelShard):
             spike=is_spike,
             mismatch_exceeded=None if self.role.max_logprob_gap is None else is_mismatch_exceeded,
         )
-        if not self.returns_results:
-            return Update(outcome, {})
-        measured_outcome = replace(
-            outcome,
-            loss=merge_measured(loss for loss in select(rows, LOSS) if isinstance(loss, Sum)),
-            mismatch=merge_measured(mismatch for mismatch in select(rows, MISMATCH) if isinstance(mismatch, Mean)),
-            kl=merge_measured(kl for kl in select(rows, KL) if isinstance(kl, Mean)),
-        )
-        return Update(measured_outcome, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
+        return _report_rows(outcome, rows) if self.returns_results else Update(outcome, {})
 
     def _finite_flags_outside_norm(self) -> list[Tensor]:
         """Return bool [] for each gradient on this rank that Megatron leaves out of the norm: whether it is finite.
@@ -458,6 +458,17 @@ class StartingPolicy:
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         return self._policy.forward_frozen(rows)
+
+
+def _report_rows(outcome: UpdateOutcome, rows: Sequence[Mapping[str | Signal, Metric]]) -> Update:
+    """Add to an update's outcome what its rows measured: loss, mismatch and KL. Also return all metrics by name."""
+    measured_outcome = replace(
+        outcome,
+        loss=merge_measured(loss for loss in select(rows, LOSS) if isinstance(loss, Sum)),
+        mismatch=merge_measured(mismatch for mismatch in select(rows, MISMATCH) if isinstance(mismatch, Mean)),
+        kl=merge_measured(kl for kl in select(rows, KL) if isinstance(kl, Mean)),
+    )
+    return Update(measured_outcome, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -44,6 +44,7 @@ def transformers_logprobs(
 
 
 def _size_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    """Return why the model does not fit into host memory; None: it fits."""
     num_bytes = dtype.itemsize * sum(map(prod, hf_tensors(read_model_shape(folder, override)).values()))
     limit = min(_LARGEST_BYTES, int(_SHARE * available_bytes()))
     if num_bytes <= limit:

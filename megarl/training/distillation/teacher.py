@@ -44,6 +44,7 @@ class Teacher(FrozenModel):
         super().__init__(*args, **kwargs)
 
     def _build(self, index: int) -> PackedModel:
+        """Build a chunk of the teacher. The last chunk outputs targets for the student."""
         return self.parts.build_policy(
             TeacherModel,
             self.config,

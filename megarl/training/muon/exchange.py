@@ -61,6 +61,7 @@ class MatrixExchange:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
+        """Choose an owner among the ranks that hold parts of each matrix, then plan the rounds."""
         self._storages, self._device, self._group = storages, device, group
         holders: dict[str, set[int]] = defaultdict(set)
         for rank, layout in enumerate(layouts):
@@ -90,12 +91,16 @@ class MatrixExchange:
 def _make_rounds(
     layouts: Sequence[Layout], shapes: Mapping[str, tuple[int, int]], owners: Mapping[str, int], rank: int
 ) -> Iterator[_Round]:
+    """Yield this rank's plans for each round of matrices.
+
+    `layouts` has the pieces on each rank, `owners` the rank that gets a whole matrix.
+    """
     pieces_by_name: dict[str, list[list[Piece]]] = {}
     for rank_index, layout in enumerate(layouts):
         for piece in layout:
             pieces_by_name.setdefault(piece.box.name, [[] for _ in layouts])[rank_index].append(piece)
-    for names_of_owner in plan_rounds(owners, shapes):
-        names = [name for owned_names in names_of_owner.values() for name in owned_names]
+    for names_by_owner in plan_rounds(owners, shapes):
+        names = [name for owned_names in names_by_owner.values() for name in owned_names]
         part_layouts = [
             tuple(piece for name in names for piece in pieces_by_name[name][rank_index])
             for rank_index in range(len(layouts))
@@ -103,7 +108,7 @@ def _make_rounds(
         whole_layouts: list[Layout] = [()] * len(layouts)
         # The owner of a matrix stores its matrices one after another in a flat buffer.
         matrices: tuple[tuple[int, tuple[int, ...]], ...] = ()
-        for owner, owned_names in names_of_owner.items():
+        for owner, owned_names in names_by_owner.items():
             first_elements = list(accumulate((prod(shapes[name]) for name in owned_names[:-1]), initial=0))
             whole_layouts[owner] = tuple(
                 dense_piece(name, shapes[name], _WHOLE, first_element)

@@ -59,6 +59,10 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step Adam on its groups.
+
+        Then update the matrices: momentum, exchange for orthogonal updates, change of the weights.
+        """
         assert closure is None
         # Repeated in each step, because loading a state replaces groups and state.
         self.adam.param_groups = [group for group in self.param_groups if not group.get(_IS_MATRIX)]
@@ -106,6 +110,7 @@ class MuonRule:
     """Divides a model's parameters between Muon and Adam, and replaces Adam by `MuonWithAdam`."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
+        """Find the trained parameters of this rank that are matrices in the model's layouts."""
         self._shard, self._config = shard, config
         self._layouts = megatron_layouts(
             shard.shape,
@@ -115,9 +120,11 @@ class MuonRule:
         )
         self._shapes = matrix_templates(self._layouts.rules)
         self._rank = torch.distributed.get_rank()
-        names = {piece.storage for piece in self._list_pieces(self._rank)}
-        trained = {name: parameter for name, parameter in shard.parameters.items() if parameter.requires_grad}
-        self._parameters = {name: parameter for name, parameter in trained.items() if name in names}
+        matrix_names = {piece.storage for piece in self._list_pieces(self._rank)}
+        trained_parameters = {
+            name: parameter for name, parameter in shard.parameters.items() if parameter.requires_grad
+        }
+        self._parameters = {name: parameter for name, parameter in trained_parameters.items() if name in matrix_names}
 
     def param_group_overrides(self, settings: MegatronOptimizerConfig) -> dict[ParamKey, Any]:
         """Return Megatron's overrides: parameter groups for the matrices, and Adam's learning rate for all other
@@ -196,6 +203,7 @@ class MuonRule:
         return partial(exchange.run, update)
 
     def _list_pieces(self, rank: int) -> Layout:
+        """Return the pieces of matrices on a rank, with Megatron's parameter name as storage."""
         return tuple(
             holding.piece(tensor)
             for tensor in self._layouts.tensors
@@ -216,6 +224,7 @@ def _gradients_by_name(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
+    """Return the flat range (first element, end) of each parameter that this rank's optimizer `leaf` updates."""
     if not isinstance(leaf, DistributedOptimizer):
         return {name: (0, parameter.numel()) for name, parameter in parameters.items()}
     gradient_ranges: Any = leaf.gbuf_ranges

@@ -53,7 +53,7 @@ class DrafterFeed(RowFeed):
     """
 
     def __init__(self, head: DrafterHead | None, num_steps: int, step_decay: float, device: torch.device) -> None:
-        """Make the feed of a rank. `head`: the drafter's, on the last stage; else None."""
+        """`head`: the drafter's, on the last stage; else None."""
         self._head, self._num_steps, self._step_decay, self._device = head, num_steps, step_decay, device
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[DrafterRow | None]:
@@ -96,6 +96,7 @@ class DrafterPart(EnginePart):
     """
 
     def __init__(self, shard: ModelShard) -> None:
+        """Attach the drafter to the last stage and load its weights. All stages carry the hidden states for it."""
         recipe, trainer = shard.recipe, shard.recipe.trainer
         assert recipe.drafter is not None
         folder = find_folder(recipe.drafter)
@@ -135,6 +136,7 @@ class DrafterRate:
     """Update rule with another learning rate for the drafter, on the policy's schedule."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
+        """Find the drafter's parameters on this rank, and compute their learning rates."""
         rate = shard.recipe.trainer.drafter_learning_rate
         assert rate is not None
         # The names of a stage with several chunks begin with the chunk's. Stages before the last have no such

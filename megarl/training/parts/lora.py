@@ -37,5 +37,4 @@ class LoraPart(EnginePart):
 
     @cached_property
     def scaled_adapters(self) -> ScaledAdapters:
-        """The matrices A and scaled B for the engine, made only if merged weights are not sent."""
         return ScaledAdapters(self._chunks)

@@ -81,6 +81,7 @@ class MtpPart(EnginePart):
         assert coefficient is not None
 
         def objective_and_mtp(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+            """Add the MTP loss of a row. In `output` [rows, tokens], the last row has the MTP layers' log-probs."""
             total, count, logged = objective(output[:-1], batch, numbers)
             mask, weights = batch.per_token["mtp_mask"], batch.per_token["mtp_weights"]
             losses = torch.where(mask, -output[-1], 0.0)

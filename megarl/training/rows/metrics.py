@@ -125,7 +125,6 @@ def read(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
 
 
 def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:
-    """Return the losses of a row, those of optional parts included."""
     return [metric.number for key, metric in row.items() if isinstance(key, Signal) and key.is_loss]
 
 

@@ -30,18 +30,21 @@ class TreeMicrobatch(Microbatch):
     """
 
     def make_row_tokens(self, num_parts: int = 1, part: int = 0) -> TreeTokens:
+        """Return part `part` of `num_parts` equal parts of this rank's stored tokens, with the sequences' tokens stored
+        there.
+        """
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tree = self.row.tree
         device = tree.reach.device
-        size = len(tree.own_tokens) // num_parts
-        stored = tree.host_stored_of - part * size
-        is_own = (stored >= 0) & (stored < size)
-        sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)[self.row.host_local][is_own]
+        part_size = len(tree.own_tokens) // num_parts
+        index_in_part = tree.host_stored_of - part * part_size
+        is_in_part = (index_in_part >= 0) & (index_in_part < part_size)
+        sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)[self.row.host_local][is_in_part]
         return TreeTokens(
             sequences=torch.from_numpy(sequences).to(device),
-            weights=torch.from_numpy(tree.num_represented[part * size : (part + 1) * size]).to(device),
+            weights=torch.from_numpy(tree.num_represented[part * part_size : (part + 1) * part_size]).to(device),
             lengths=torch.from_numpy(self.lengths.astype(np.float32)).to(device),
-            stored_of=torch.from_numpy(stored[is_own]).to(device),
+            stored_of=torch.from_numpy(index_in_part[is_in_part]).to(device),
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:

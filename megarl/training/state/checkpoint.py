@@ -61,6 +61,7 @@ class Save:
     """One save of a checkpoint, from this rank's memory to a folder. `num_bytes`: size of all ranks' files."""
 
     def __init__(self, folder: Path, request: AsyncRequest) -> None:
+        """Take the rank's data from Megatron's request, and sum the bytes of all ranks. A collective."""
         self._folder, self._request = folder, request
         self._manifest = ManifestWriter(folder)
         # Megatron-Core 0.16.1 makes one bucket per file: its name, byte objects and tensors. A rank without data has
@@ -120,12 +121,13 @@ class Save:
         return self._manifest.files
 
     def _write(self) -> None:
-        written = {}
+        """Write this rank's files in a background thread, then put their storage information into Megatron's queue."""
+        results_by_bucket = {}
         try:
             for index, (name, contents) in enumerate(self._buckets):
                 stream: Any = self._manifest.stream(name)
                 faults.reach("save_write")
-                written[index] = [
+                results_by_bucket[index] = [
                     _write_item(
                         _StorageWriterTransforms(),
                         stream,
@@ -142,7 +144,7 @@ class Save:
         # Release the copies, which are as large as the state itself.
         self._buckets = []
         if self._results is not None:
-            self._results.put(written)
+            self._results.put(results_by_bucket)
 
 
 def _num_bytes(value: torch.Tensor | io.BytesIO) -> int:
@@ -306,7 +308,6 @@ def changed_models(models: Mapping[str, Model]) -> list[str]:
 
 
 def models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
-    """Return the trained models, and the frozen models named in `moved`."""
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 
 
@@ -333,10 +334,11 @@ def without_pickles(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore_training(engine: TrainingEngine, state: dict[str, Any]) -> None:
+    """Restore moments, main weights and the step of the learning-rate schedule."""
     leaves = engine.optimizer.chained_optimizers
-    saved = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
+    saved_optimizers = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
     chunks = _shard_chunks(engine)
-    for optimizer, optimizer_state in zip(leaves, saved, strict=True):
+    for optimizer, optimizer_state in zip(leaves, saved_optimizers, strict=True):
         _restore_optimizer(optimizer, optimizer_state, chunks)
     engine.schedule.num_steps = 0
     engine.schedule.step(increment=state["schedule"]["num_steps"])
@@ -431,6 +433,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
 
 
 def _random_states() -> ShardedObject:
+    """Return this rank's random states of all libraries, as one object of the checkpoint."""
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, *rest = numpy_state
     tracker = get_cuda_rng_tracker()

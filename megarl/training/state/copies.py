@@ -71,7 +71,6 @@ class StateCopy:
         return sum(file.num_bytes for file in self.files.values())
 
     def name_of(self, part: str) -> str:
-        """Return the agent's name for the file with a part of this copy: a dtype, or `DESCRIPTION`."""
         return f"{self.step}/{self.origin}/{self.num_ranks}/{part}"
 
     def describe(self) -> bytes:
@@ -102,6 +101,7 @@ class StateCopier:
     """
 
     def __init__(self, topology: RankTopology) -> None:
+        """Create the process group for exchanges with partner ranks. A collective over the world."""
         self._rank, self._partners = dist.get_rank(), partners(topology)
         has_partners = self._partners != list(range(len(topology)))
         # A group of its own, because its messages run in a thread, at any time between those of the training step.

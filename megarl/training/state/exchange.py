@@ -58,6 +58,7 @@ def state_bytes(engine: TrainingEngine) -> int:
 
 @torch.no_grad()
 def restore_state(engine: TrainingEngine, state: TrainedState) -> None:
+    """Write a state from `copy_state` back into the engine, in place."""
     for tensor, values in zip(_live_tensors(engine), state.tensors, strict=True):
         tensor.copy_(values)
     for inner, moments, steps in zip(_inner_optimizers(engine), state.moments, state.steps, strict=True):
