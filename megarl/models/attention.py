@@ -80,6 +80,7 @@ class AttentionPart:
         return 0 < window < self.longest_key
 
     def _make_mask(self, window: int) -> Tensor:
+        """Return which keys each query attends to: bool [sequences, 1, longest_query, longest_key]."""
         num_earlier_keys = (self.num_keys - self.num_queries)[:, None, None, None]
         own_keys = np.arange(self.longest_query)[:, None] + num_earlier_keys
         keys = np.arange(self.longest_key)
@@ -183,6 +184,7 @@ class _ZigzagSplit(NamedTuple):
 
 
 def _split_zigzag(sequence_lengths: np.ndarray, cp: int, cp_rank: int, device: torch.device) -> _ZigzagSplit:
+    """Split a row over `cp` ranks. Each sequence has 2 * cp chunks; rank r gets chunks r and 2 * cp - 1 - r."""
     sequence_starts, chunk_lengths = sequence_lengths.cumsum() - sequence_lengths, sequence_lengths // (2 * cp)
     tokens_by_rank = [_list_zigzag_indices(sequence_starts, chunk_lengths, cp, rank) for rank in range(cp)]
     # A row token's index among the tokens of all ranks, gathered rank after rank.
@@ -216,6 +218,7 @@ def _cumulative_sums(sizes: np.ndarray, device: torch.device) -> Tensor:
 def _make_part(
     queries: np.ndarray | None, keys: np.ndarray | None, num_q: np.ndarray, num_k: np.ndarray, device: torch.device
 ) -> AttentionPart:
+    """Return the part with `num_q` queries and `num_k` keys of each sequence. None: all tokens, in order."""
     return AttentionPart(
         queries=None if queries is None else torch.tensor(queries, device=device),
         keys=None if keys is None else torch.tensor(keys, device=device),
@@ -257,6 +260,7 @@ class PackedAttention(nn.Module):
         """Score of each head's sink, [heads of this rank]. A sink takes part in the softmax and has no value vector."""
 
     def _make_sinks(self, config: TransformerConfig) -> nn.Parameter:
+        """Return the sinks of this rank's heads. Megatron initialises them unless a checkpoint replaces them."""
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         offset = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         if config.perform_initialization:
@@ -314,6 +318,7 @@ class PackedAttention(nn.Module):
         return kernel(_select_tokens(q, part.queries), _select_tokens(k, part.keys), _select_tokens(v, part.keys), part)
 
     def _attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
+        """Attend with torch's kernel for packed sequences, which needs no padding."""
         from torch.nn.attention.varlen import varlen_attn
 
         grouped_arguments: dict[str, Any] = {}
@@ -341,6 +346,7 @@ class PackedAttention(nn.Module):
         return out.narrow(-1, 0, value_dim)
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
+        """Attend with each sequence padded to the longest one, then remove the padding."""
         mask = None if part.is_plain(self.window) else part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q, k, v = _pad_all(q, k, v, part)
@@ -387,7 +393,6 @@ def attended_keys(config: TransformerConfig, layer_number: int) -> int:
 
 
 def score_factor(config: TransformerConfig, softmax_scale: float | None) -> float:
-    """Return the factor of the attention scores, by default 1 / sqrt(head size)."""
     channels: Any = config.kv_channels
     return channels**-0.5 if softmax_scale is None else softmax_scale
 

@@ -65,7 +65,7 @@ def transformer_config(
     config_type = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
     _check_overrides(config_type, shape, overrides)
     # A user cannot override `settings`: they follow from the model and the recipe. `defaults` can be overridden.
-    settings = _model_settings(shape) | _split_settings(parallel, dtype, sequence_parallel)
+    settings = _model_settings(shape) | _parallel_settings(parallel, dtype, sequence_parallel)
     settings |= {"pipeline_model_parallel_layout": _uneven_stages(shape, parallel)}
     defaults: dict[str, Any] = {
         "hidden_dropout": 0.0,
@@ -99,6 +99,7 @@ def transformer_config(
 
 
 def _check_overrides(config_type: type[TransformerConfig], shape: ModelShape, overrides: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an override that Megatron does not know, or that has no effect."""
     field_names = {field.name for field in dataclasses.fields(config_type)}
     for name in sorted(overrides.keys() - field_names):
         nearest_name = nearest(name, field_names)
@@ -180,6 +181,7 @@ def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
 
 
 def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the settings of the layers with experts."""
     return {
         **router_settings(router, shape),
         "num_moe_experts": router.num_experts,
@@ -194,6 +196,7 @@ def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the settings that follow from the model alone."""
     # Linear attention does not set the field `experimental_attention_variant`: with it Megatron-Core 0.16.1 refuses
     # context parallelism.
     return (
@@ -251,7 +254,8 @@ def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _split_settings(parallel: ParallelConfig, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
+def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
+    """Return the settings that follow from the dtype and the sizes of parallelism."""
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -119,13 +119,16 @@ class Drafter(nn.Module):
         x = layer.post_attention_layernorm(residual)
         return residual + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
 
-    def _rotate(self, flat: Tensor, positions: Tensor) -> Tensor:
-        x = flat.view(len(flat), -1, self.shape.head_dim)
+    def _rotate(self, flat_vectors: Tensor, positions: Tensor) -> Tensor:
+        """Return queries or keys [tokens, heads, head_dim], rotated by their positions, from [tokens, heads *
+        head_dim].
+        """
+        vectors = flat_vectors.view(len(flat_vectors), -1, self.shape.head_dim)
         angles = positions[:, None, None] * self.angles
         factor = self.shape.rotary.attention_factor
-        cos, sin = (values.mul(factor).to(x.dtype) for values in (angles.cos(), angles.sin()))
+        cos, sin = (values.mul(factor).to(vectors.dtype) for values in (angles.cos(), angles.sin()))
         # Channels i and i + head_dim / 2 are a pair, as in Hugging Face's Llama.
-        first, second = x.chunk(2, dim=-1)
+        first, second = vectors.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 

@@ -85,6 +85,7 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
 
 
 def _make_transformer_engine_layer(config: TransformerConfig, common: Mapping[str, Any]) -> Any:
+    """Return Transformer Engine's spec. Its attention also takes trees and, in Megatron's own kernel, sinks."""
     layer = get_gpt_layer_with_transformer_engine_spec(**common)
     if config.multi_latent_attention:
         latent_attention.use_transformer_engine_modules(layer)
@@ -96,6 +97,7 @@ def _make_transformer_engine_layer(config: TransformerConfig, common: Mapping[st
 
 
 def _make_local_layer(config: TransformerConfig, common: Mapping[str, Any], kind: LayerKind, *, exact: bool) -> Any:
+    """Return Megatron's local spec with this package's norm and attention, or with the `exact` operators."""
     layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
     modules: Any = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm

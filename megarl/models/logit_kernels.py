@@ -63,6 +63,7 @@ def to_logit_gradients(
 
 @triton.jit
 def _statistics(logits, log_totals, entropies, num_columns, row_stride, BLOCK: tl.constexpr):  # noqa: N803
+    """Store the log of the sum of exponentials and the entropy of one row of logits, read once."""
     row = tl.program_id(0).to(tl.int64)  # A block can hold more than 2**31 logits.
     lanes = tl.arange(0, BLOCK)
     # Per lane: its largest logit, and the sums of e and of (x - largest) * e, with e = exp(x - largest).
@@ -103,6 +104,7 @@ def _gradients(
     HAS_ENTROPY: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
+    """Replace up to BLOCK logits of one row by their gradients (formula: `to_logit_gradients`)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < num_columns

@@ -74,6 +74,10 @@ class VocabParallelLogprobs(torch.autograd.Function):
         support: Support | None,
         keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Return the targets' log-probs and the entropies, [tokens] each.
+
+        Logits exist for one block of the vocabulary at a time.
+        """
         ctx.set_materialize_grads(False)
         local_targets = targets - first_token_id
         # Kernels make no copies of the logits, so blocks would save no memory.
@@ -88,8 +92,8 @@ class VocabParallelLogprobs(torch.autograd.Function):
         kernels = _select_kernels(hidden, truncation)
         for index, block in enumerate(blocks):
             logits = _compute_logits(hidden, weight, block, temperature, logit_memory[index])
-            columns, is_here = columns_of(local_targets, block)
-            target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
+            columns, is_in_block = columns_of(local_targets, block)
+            target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_in_block
             if truncation is not None:
                 excluded = truncation.excluded_mask(index)
                 log_totals[index], entropies[index] = _compute_truncated_statistics(logits, excluded)
@@ -108,6 +112,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of hidden states and head, from stored logits or logits computed again."""
         hidden, weight, local_targets, log_total, entropy = ctx.saved_tensors
         temperature, blocks, truncation, compute_logits = ctx.settings
         logprob_gradient, entropy_gradient = (None if grad is None else grad / temperature for grad in grads)
@@ -131,20 +136,30 @@ class VocabParallelLogprobs(torch.autograd.Function):
                 )
                 gradients.add(block, logits)
                 continue
-            logprobs = logits.to(log_total.dtype).sub_(log_total[:, None])
-            slope = token_slopes[:, None]
-            if entropy_gradient is not None:
-                slope = torch.addcmul(slope, logprobs, entropy_gradient[:, None], value=-1)
-            grad_logits = logprobs.exp_().mul_(slope)
+            grad_logits = _compute_logit_gradients(logits, log_total, token_slopes, entropy_gradient)
             if truncation is not None:
                 grad_logits.masked_fill_(truncation.excluded_mask(index), 0.0)
-            columns, is_here = columns_of(local_targets, block)
-            grad_logits.scatter_add_(1, columns[:, None], (logprob_gradient * is_here)[:, None])
+            columns, is_in_block = columns_of(local_targets, block)
+            grad_logits.scatter_add_(1, columns[:, None], (logprob_gradient * is_in_block)[:, None])
             if grad_logits.dtype != weight.dtype:
                 narrow = block_memory[: grad_logits.numel()].view_as(grad_logits)
                 grad_logits = narrow.copy_(grad_logits)
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 7
+
+
+def _compute_logit_gradients(
+    logits: Tensor, log_total: Tensor, token_slopes: Tensor, entropy_gradient: Tensor | None
+) -> Tensor:
+    """Return the gradients of a block's logits [tokens, block], without the part of the targets themselves.
+
+    All other arguments are [tokens]. With p the probability, it is p * (slope - entropy_gradient * log p).
+    """
+    logprobs = logits.to(log_total.dtype).sub_(log_total[:, None])
+    slope = token_slopes[:, None]
+    if entropy_gradient is not None:
+        slope = torch.addcmul(slope, logprobs, entropy_gradient[:, None], value=-1)
+    return logprobs.exp_().mul_(slope)
 
 
 def _compute_block_statistics(logits: Tensor, log_total: Tensor, entropy: Tensor) -> None:
@@ -327,6 +342,5 @@ def columns_of(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> None:
-    """Reduce `x` [*any] over the group in place."""
     if group is not None and group.size() > 1:
         dist.all_reduce(x, operation, group=group)

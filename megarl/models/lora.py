@@ -46,6 +46,7 @@ class Adapter(nn.Module):
     """
 
     def __init__(self, linear: Any, key: str, *, rank: int, scale: float, dropout: float, seed: int) -> None:
+        """Make the adapter of the layer `linear`, with B = 0."""
         super().__init__()
         self.key, self.scale, self.dropout, self.is_on = key, scale, dropout, True
         self.is_expert, self.is_column = ".experts." in key, key.endswith(_COLUMN)
@@ -218,7 +219,6 @@ def _name_in_whole_model(layer: Any, name: str) -> str:
 
 
 def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter]]:
-    """Yield (chunk index, name, module) of every LoRA adapter."""
     for index, chunk in enumerate(chunks):
         yield from ((index, name, module) for name, module in chunk.named_modules() if isinstance(module, Adapter))
 

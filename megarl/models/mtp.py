@@ -151,6 +151,7 @@ def next_states(states: Tensor, row: PackedRow) -> Tensor:
 def attach_mtp(
     model: PolicyModel, shape: ModelShape, vp_stage: int | None, *, learns_distribution: bool = False
 ) -> None:
+    """Attach the MTP layers, and the head for their loss, to a chunk of the last pipeline stage."""
     # Megatron's schedules look for the name `mtp`, and expect layers in it.
     model.mtp = build_mtp(model.config, shape, vp_stage)
     if isinstance(shape.attention, Latent):
@@ -169,6 +170,7 @@ def mtp_head(chunk: Any) -> MtpHead | None:
 
 
 def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> MultiTokenPredictionBlock:
+    """Return Megatron's block of MTP layers, with this package's norm and layer class."""
     layer = layer_spec(config, shape, shape.draft_layer_kind)
     if uses_transformer_engine():
         # Only importable with Transformer Engine.

@@ -132,6 +132,7 @@ class PackedModel(GPTModel):
     def _preprocess(
         self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
     ) -> Any:
+        """Return embeddings and rotary angles, in the tuple that Megatron's `forward` expects."""
         if packed_seq_params.qkv_format != "packed":
             return super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         # One rotary angle per token. Without Transformer Engine's kernel, Megatron-Core 0.16.1 loops over the sequences
@@ -183,12 +184,13 @@ class PolicyModel(PackedModel):
         block: Callable[..., Any] = block_spec,
         vp_stage: int | None = None,
     ) -> None:
+        """Build the stage, and find this rank's rows of the output head. `trains_entropy`: entropies have gradients."""
         super().__init__(config, shape, block=block, vp_stage=vp_stage)
         self.logprob_chunk_tokens, self.keeps_logits = logprob_chunk_tokens, keeps_logits
         self.trains_entropy = trains_entropy
-        rows = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
-        self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
-        self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
+        rows_per_rank = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
+        self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows_per_rank
+        self.num_local_tokens = max(0, min(rows_per_rank, shape.vocab_size - self.first_token_id))
         self.row_settings = RowSettings()
         """Sampling settings of the tokens of the next forward pass."""
         self.logprob_function: Any = None

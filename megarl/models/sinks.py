@@ -88,6 +88,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the gradients of q, k, v and the sinks."""
         q, k, v, sinks, out, lse_with_sinks = ctx.saved_tensors
         grad = grads[0].contiguous()
         input_gradients = ctx.kernel.backward(grad, q, k, v, out, lse_with_sinks)

@@ -28,7 +28,7 @@ from megarl.models.attention import PackedRow
 from megarl.models.configuration import (
     _expert_settings,
     _model_settings,
-    _split_settings,
+    _parallel_settings,
     name_refused_overrides,
     transformer_config,
 )
@@ -101,7 +101,7 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     dense = read_model_shape(tiny_model(num_layers=2))
     experts = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
-    set_here = _model_settings(dense) | _split_settings(parallel, torch.float32, False)
+    set_here = _model_settings(dense) | _parallel_settings(parallel, torch.float32, False)
     # Set for models with trained MTP layers alone.
     of_mtp = ("mtp_num_layers", "mtp_loss_scaling_factor")
     assert {*set_here, "pipeline_model_parallel_layout", *of_mtp} == reserved_settings("megatron").keys()

@@ -98,7 +98,6 @@ def gated_delta_rule(
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return `x` [*shape] in float32, or in its own dtype if wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -119,6 +118,10 @@ def _split_into_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
 # All layers and both passes of a row share the chunks, so few rows are in use at a time.
 @lru_cache(maxsize=16)
 def _make_chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
+    """Cut sequences of these lengths in tokens into chunks.
+
+    Step i lists the i-th chunk of every sequence that has one.
+    """
     sequence_lengths = np.asarray(lengths, dtype=np.int64)
     chunk_tokens = int(min(_CHUNK_TOKENS, sequence_lengths.max()))
     num_chunks = -(-sequence_lengths // chunk_tokens)

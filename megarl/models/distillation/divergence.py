@@ -58,14 +58,15 @@ class _VocabParallelDivergence(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> Tensor:
+        """Sum the divergence's terms over blocks of the vocabulary: float32 [tokens], on all ranks of `group`."""
         blocks = vocabulary_blocks(_BLOCK_SHARE * len(hidden), len(weight), chunk)
-        models = (hidden, weight), (teacher_hidden, teacher_weight)
-        log_totals = [_compute_log_totals(*model, blocks, temperature, group) for model in models]
+        hidden_and_heads = (hidden, weight), (teacher_hidden, teacher_weight)
+        log_totals = [_compute_log_totals(*model, blocks, temperature, group) for model in hidden_and_heads]
         term_and_slope_sums = torch.zeros(2, len(hidden), dtype=torch.float32, device=hidden.device)
         for block in blocks:
             logprobs = [
                 _compute_logits(*model, block, temperature).sub_(log_total[:, None])
-                for model, log_total in zip(models, log_totals, strict=True)
+                for model, log_total in zip(hidden_and_heads, log_totals, strict=True)
             ]
             terms, slopes = divergence(*logprobs)
             term_and_slope_sums += torch.stack([terms.sum(-1), slopes.sum(-1)])
@@ -78,10 +79,11 @@ class _VocabParallelDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the policy's hidden states and head, computing the logits again."""
         hidden, weight, teacher_hidden, teacher_weight, log_total, teacher_log_total, slope_sum = ctx.saved_tensors
         divergence, temperature, blocks = ctx.settings
         [grad] = grads
-        scale = (grad / temperature)[:, None]
+        scaled_grad = (grad / temperature)[:, None]
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
             logprobs = _compute_logits(hidden, weight, block, temperature).sub_(log_total[:, None])
@@ -90,7 +92,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
             )
             _, slopes = divergence(logprobs, teacher_logprobs)
             grad_logits = (
-                torch.addcmul(slopes, logprobs.exp_(), slope_sum[:, None], value=-1).mul_(scale).to(weight.dtype)
+                torch.addcmul(slopes, logprobs.exp_(), slope_sum[:, None], value=-1).mul_(scaled_grad).to(weight.dtype)
             )
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 6
@@ -131,15 +133,16 @@ class _VocabParallelKLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs [tokens, k] of `token_ids`, and the joint log-prob [tokens] of all others."""
         blocks = vocabulary_blocks(len(hidden), len(weight), chunk)
         local_ids = token_ids - first_token_id
         token_logits = torch.zeros_like(local_ids, dtype=torch.float32)
         block_totals = _make_block_totals(hidden, blocks)
         for index, block in enumerate(blocks):
-            columns, is_here = columns_of(local_ids, block)
+            columns, is_in_block = columns_of(local_ids, block)
             logits = _compute_logits(hidden, weight, block, temperature)
-            token_logits += logits.gather(1, columns) * is_here
-            block_totals[index] = _exclude_columns(logits, columns, is_here).logsumexp(-1)
+            token_logits += logits.gather(1, columns) * is_in_block
+            block_totals[index] = _exclude_columns(logits, columns, is_in_block).logsumexp(-1)
         all_reduce(token_logits, group, dist.ReduceOp.SUM)
         others_log_total = _reduce_log_total(block_totals, group)
         log_total = torch.logaddexp(token_logits.logsumexp(-1), others_log_total)
@@ -150,6 +153,7 @@ class _VocabParallelKLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of hidden states and head, computing the logits again."""
         hidden, weight, local_ids, logprobs, others_log_total, others_logprob = ctx.saved_tensors
         temperature, blocks = ctx.settings
         chosen_gradient, others_gradient = (grad / temperature for grad in grads)
@@ -161,10 +165,10 @@ class _VocabParallelKLogprobs(torch.autograd.Function):
         others_log_total = others_log_total.masked_fill(others_log_total == -torch.inf, 0.0)
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
-            columns, is_here = columns_of(local_ids, block)
-            logits = _exclude_columns(_compute_logits(hidden, weight, block, temperature), columns, is_here)
+            columns, is_in_block = columns_of(local_ids, block)
+            logits = _exclude_columns(_compute_logits(hidden, weight, block, temperature), columns, is_in_block)
             grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(others_gradient[:, None])
-            grad_logits = grad_logits.scatter_add_(1, columns, chosen_gradient * is_here).to(weight.dtype)
+            grad_logits = grad_logits.scatter_add_(1, columns, chosen_gradient * is_in_block).to(weight.dtype)
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 5
 
@@ -217,11 +221,11 @@ def _select_top_k(candidates: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[
     return logits[:, :k].contiguous(), token_ids.gather(-1, ranking[:, :k]), logits[:, k:].logsumexp(-1)
 
 
-def _exclude_columns(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
+def _exclude_columns(logits: Tensor, columns: Tensor, is_in_block: Tensor) -> Tensor:
     """Set the columns [tokens, k] of the local logits to minus infinity, in place. Returns the logits."""
     # Add minus infinity instead of assigning it: tokens of other ranks have clamped columns and must change nothing.
     return logits.scatter_add_(
-        1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_here, -torch.inf)
+        1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_in_block, -torch.inf)
     )
 
 

@@ -139,6 +139,10 @@ class StudentModel(TargetModel):
         self._targets = all_targets
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
+        """Return log-probs, entropies and divergences from the teachers, [3, tokens].
+
+        If targets are requested, return these.
+        """
         if self._is_requested is not None:
             return super()._token_outputs(hidden, weight, labels, row)
         with torch.no_grad():
@@ -153,6 +157,7 @@ class StudentModel(TargetModel):
         return torch.stack([logprobs, entropies, divergences])
 
     def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
+        """Return divergences [target tokens] over the whole vocabulary. The targets are the teacher's hidden states."""
         assert targets.head is not None
         return vocab_parallel_divergence(
             hidden,

@@ -33,6 +33,7 @@ class ExactAttention(PackedAttention):
         return super().forward(query, key, *values, packed_seq_params=packed_seq_params, **named)
 
     def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> Tensor:
+        """Attend with the engine's kernel. The gradient is that of the trainer's kernel."""
 
         def attend_like_engine(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = part.num_queries, part.num_keys

@@ -33,14 +33,15 @@ class ExactLogprobs(VocabParallelLogprobs):
         support: Support | None,
         keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Return the targets' log-probs and the entropies, [tokens] each, from logits gathered over all ranks."""
         ctx.set_materialize_grads(False)
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         logprobs, log_totals, entropies = hidden.new_empty(3, len(targets), dtype=torch.float32)
         vocabulary_widths = _gather_widths(weight, group)
         # Each rank gets the logits of the whole vocabulary, so compute fewer tokens at once.
-        num_tokens = max(1, chunk // len(vocabulary_widths))
-        for start in range(0, len(targets), num_tokens):
-            rows = slice(start, start + num_tokens)
+        tokens_at_once = max(1, chunk // len(vocabulary_widths))
+        for start in range(0, len(targets), tokens_at_once):
+            rows = slice(start, start + tokens_at_once)
             logits = _gather_vocabulary(row_product(hidden[rows], weight), vocabulary_widths, group).float()
             logits /= temperature[rows, None] if isinstance(temperature, Tensor) else temperature
             if support is not None:

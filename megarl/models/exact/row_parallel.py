@@ -65,6 +65,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradient of this rank's part, which is the gradient of the sum."""
         gradient = grads[0]
         if ctx.is_split:
             parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]

@@ -116,7 +116,7 @@ class TokenTree:
         return self._block_masks[window]
 
     def window_excludes_tokens(self, window: int) -> bool:
-        """Return whether a window (0: none) is at most the largest position, so that it excludes tokens."""
+        """Return whether a window (0: none) excludes tokens."""
         return 0 < window <= int(self.positions.max(initial=0))
 
     @cached_property
@@ -151,6 +151,7 @@ class TokenTree:
         return levels
 
     def _make_block_mask(self, window: int) -> BlockMask:
+        """Sort pairs of a query block and a key block into not attended, partly attended and fully attended ones."""
         device, mask_shape = self.reach.device, (len(self.own_tokens), len(self.positions))
         reach_of_token = np.repeat(self.reaches, self.ends - self.starts)
         (query_firsts, query_lasts), (key_firsts, key_lasts) = (_list_block_borders(size) for size in mask_shape)
@@ -302,6 +303,7 @@ class _MergedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, parts: Sequence[TreePart], scale: float
     ) -> Tensor:
+        """Compute the parts one by one, and merge their outputs by `lse` [own tokens, heads], the log of each sum."""
         out = torch.empty_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_empty(q.shape[:2])
         for part in parts:
@@ -331,6 +333,7 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Sum the parts' gradients. Each part's backward kernel takes the merged output and `lse`."""
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
@@ -398,6 +401,7 @@ def _make_part(
     is_causal: bool,
     device: torch.device,
 ) -> TreePart:
+    """Return one kernel call for blocks [blocks] of queries and keys, padded to the largest block."""
     longest = int(num_keys.max())
     mask = None
     # A causal mask already excludes padding, which follows the keys of every query.
@@ -427,6 +431,10 @@ def _list_block_tokens(
 
 
 def _pad_blocks(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
+    """Return the entries of `x` at `tokens` as [blocks, heads, length, ...], padded by zeros.
+
+    `shape`: (blocks, length).
+    """
     if isinstance(tokens, slice):
         return x[tokens].transpose(0, 1)[None]
     padded_places, token_indices = tokens
