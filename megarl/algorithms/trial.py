@@ -119,6 +119,7 @@ def advantage_fault(
 def _try_policy_loss(
     policy_loss: Callable[..., Any], settings: Mapping[str, Any], needed_metrics: Mapping[str, str]
 ) -> None:
+    """Call a policy loss with toy sequences. Raises ResultError if its result or gradient is unusable."""
     # Toy sequences: the first token of each, as in a run, is not trained.
     cu_seqlens = torch.tensor([0, *_LENGTHS]).cumsum(0)
     mask = torch.ones(sum(_LENGTHS), dtype=torch.bool)
@@ -153,6 +154,7 @@ def _try_policy_loss(
 
 
 def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], samples_per_group: int) -> None:
+    """Call an advantage function with toy rewards. Raises ResultError if its result is unusable."""
     num_samples = _NUM_GROUPS * samples_per_group
     sample_index = torch.arange(num_samples)
     groups = sample_index // samples_per_group
@@ -171,6 +173,7 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
 def _call_with_toy_tensors(
     function: Callable[..., Any], arguments: tuple[Tensor, ...], settings: Mapping[str, Any]
 ) -> object:
+    """Call a user's function. Raises ResultError with the line that failed and the tensors' shapes."""
     try:
         return function(*arguments, **settings)
     except Exception as error:  # The recipe's author wrote the function: it may raise anything.

@@ -304,6 +304,7 @@ def _read_slab(source: Source, slab: _Slab) -> Tensor:
 
 
 def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
+    """Append the chunks to the ranks' files, one slab after another. Returns the place of each."""
     stored: list[Stored] = []
 
     def write(chunk: StoredShard, tensor: Tensor) -> None:
@@ -378,6 +379,10 @@ def _write_files(
     copied_at_end: dict[str, list[str]] = {}
 
     def make_slabs() -> Iterator[_Slab]:
+        """Yield the parts of each file's tensors in order.
+
+        Unchanged tensors are copied from the model folder instead.
+        """
         for file, names in names_by_file.items():
             copied_before: list[str] = []
             for name in names:
@@ -453,6 +458,7 @@ def _files_checked(folder: Path) -> Iterator[None]:
 
 
 def _parallel_config(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
+    """Return the fewest ranks that allow these sizes. Raises ConfigError naming a wrong option."""
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")

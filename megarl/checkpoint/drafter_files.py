@@ -125,6 +125,9 @@ def _write_config_and_maps(
     maps: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
+    """Write the other files of a drafter's folder: config.json, the index, and maps between its tokens and the
+    policy's.
+    """
     config = read_object(Path(source) / "config.json")
     config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -59,6 +59,7 @@ def _original_names(model: ModelShape) -> dict[str, str]:
 
 
 def _explain_difference(name: str, model: ModelShape) -> str:
+    """Return the end of the error about a copy of another tensor whose values differ."""
     if name == HEAD:
         return (
             "but config.json has tie_word_embeddings true, which uses the embedding as head. Set it to false if the "

@@ -66,6 +66,10 @@ class FolderReader:
     """
 
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
+        """Find the file and dtype of each tensor.
+
+        Packed experts become pieces of single experts. Raises DataError for missing tensors.
+        """
         self._open_files: dict[Path, Any] = {}
         self._stored, faults = stored_tensors(folder, model)
         if faults:
@@ -229,6 +233,7 @@ def export(
     checksums = compute_checksums(layouts, rank, parameters, defaultdict(lambda: dtype, float32_dtypes))
 
     def write_others(partial: Path) -> None:
+        """Write all files without trained tensors: configuration, tokenizer, unchanged tensors, checksums and index."""
         for name, path in companions(source).items():
             # The card describes the base model. The driver writes the trained model's card.
             if name == CARD:

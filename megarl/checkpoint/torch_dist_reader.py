@@ -66,6 +66,7 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
+        """Find the chunks of all the model's tensors. Raises DataError if elements are missing."""
         self.folder = folder
         self.pieces: dict[str, list[Piece]] = defaultdict(list)
         self.dtypes: dict[str, torch.dtype] = {}
@@ -127,6 +128,7 @@ class CheckpointReader:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def _add(self, parameter: Parameter, stored: _Metadata) -> None:
+        """Add the pieces of one Megatron parameter. Leading axes of the stored tensor number layers or experts."""
         key, leading = stored.find(parameter)
         tensor, num_leading = stored.tensor(key, len(leading)), len(leading)
         parameter_shape = parameter.shape(tensor.shape[num_leading] if parameter.rule.padded else 0)
@@ -179,6 +181,7 @@ class _StoredTensor:
 
 
 def _check_backend(folder: Path) -> None:
+    """Raise DataError unless the folder is a torch_dist checkpoint."""
     path = folder / BACKEND
     try:
         backend = loads(path.read_bytes())["sharded_backend"]
@@ -197,6 +200,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickler that allows only listed classes and torch's dtypes, because other classes can run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
+        """Return a class or dtype of the allowed list only: others could run code."""
         if (module_name, global_name) in _ALLOWED:
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
@@ -310,6 +314,7 @@ class _Metadata:
     """Contents of a checkpoint's `.metadata`, validated on access."""
 
     def __init__(self, folder: Path) -> None:
+        """Read the tables of stored tensors and of their places in files."""
         self._path = folder / METADATA
         self._tensors: dict[str, _StoredTensor] = {}
         self._sizes: dict[str, int] = {}
@@ -352,6 +357,7 @@ class _Metadata:
         return self._tensors[key]
 
     def _read(self, key: str, depth: int) -> _StoredTensor:
+        """Return the tensor stored as `key`. Chunks are grouped by their first `depth` indices (layer, expert)."""
         record = self._records[key]
         if not isinstance(record, TensorStorageMetadata):
             raise DataError(f"{self._path}: {key} is not a tensor. {_AGAIN}")

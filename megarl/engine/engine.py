@@ -117,6 +117,10 @@ class RolloutEngine:
         self._sleep = EngineSleep(self._worker, self.model, self._parts, can_sleep=arguments.enable_sleep_mode)
 
     def _start(self, vllm_config: Any) -> None:
+        """Build this rank's worker and the optional parts.
+
+        The leader builds vLLM's engine; followers serve its commands meanwhile.
+        """
         engine_pools.allow_free_while_asleep()
         self._worker = start_worker(vllm_config, device.current().index or 0)
         engine_pools.move_constants()
@@ -133,6 +137,7 @@ class RolloutEngine:
             part.activate(self._worker)
 
     def _start_engine(self, vllm_config: Any) -> LLMEngine:
+        """Build vLLM's engine on the leader, around its worker, and connect the parts to its scheduler."""
         executor_class = functools.partial(
             LeaderExecutor, worker=self._worker, channel=self._channel, parts=self._parts
         )
@@ -294,6 +299,9 @@ class RolloutEngine:
         deadline: float,
         leave_after: int | None,
     ) -> list[Completion]:
+        """Run engine steps until no request is left, `deadline` (monotonic seconds) passes, or `leave_after` requests
+        are complete.
+        """
         # Aborted and refused requests complete at once. All others run until one of the three limits.
         engine, executor = requests.engine, self._executor
         completions = [requests.abort(request_id) for request_id in aborts if request_id in requests.running]

@@ -59,7 +59,6 @@ class CommandChannel:
         return signed.broadcast(self._commands, None, self.group, self.ranks[0], BLOCK_BYTES)
 
     def release(self) -> None:
-        """Make `serve` return on all followers. Called on the leader only."""
         self.send(None)
 
     def gather(self, result: Any) -> list[Any]:
@@ -149,6 +148,7 @@ class LeaderExecutor(Executor):
         channel: CommandChannel,
         parts: Sequence[EnginePart] = (),
     ) -> None:
+        """Set up the leader's executor around a worker that has started already."""
         self.worker = worker
         self.channel = channel
         self._parts = parts

@@ -21,6 +21,7 @@ class RunningRequest:
     """(index of the first token, weight version) for each weight version that sampled tokens, in order."""
 
     def make_completion(self, request_id: str, finish_reason: str | None) -> Completion:
+        """Return the tokens sampled so far, each with the version of the weights that sampled it."""
         token_ids = self.sampled.token_ids
         # Each later version overwrites the rest of the completion, from its first token on.
         weight_versions = np.empty(len(token_ids), np.int32)

@@ -43,6 +43,7 @@ class SampledTokens:
     )
 
     def __init__(self, request: Request, max_model_len: int) -> None:
+        """Read the request's limits once, because `ends_by_tokens_only` decides in each step."""
         sampling = request.sampling_params
         assert sampling is not None
         self.request = request
@@ -77,6 +78,7 @@ class RecordingScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Decide whether megarl's shorter code may replace vLLM's in each step."""
         super().__init__(*args, **kwargs)
         self.sampled: dict[str, SampledTokens] = {}
         self._has_short_updates = (
@@ -111,6 +113,7 @@ class RecordingScheduler(Scheduler):
         return self._schedule_decoding(decoding) if decoding else super().schedule(throttle_prefills)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        """Record the tokens of a step. Requests that simply continue take the short path, all others vLLM's."""
         num_remaining = self._record_continuing_requests(scheduler_output, model_runner_output)
         records = {request_id: self.sampled[request_id] for request_id in num_remaining if request_id in self.sampled}
         num_tokens_before = {request_id: len(sampled.token_ids) for request_id, sampled in records.items()}

@@ -21,16 +21,19 @@ class EngineSleep:
     """
 
     def __init__(self, worker: Any, model: torch.nn.Module, parts: Sequence[EnginePart], *, can_sleep: bool) -> None:
+        """Choose vLLM's sleep level: 2 drops the weights, 1 copies them to the host if a reshard cannot restore all
+        tensors.
+        """
         self._worker, self._can_sleep = worker, can_sleep
         self._asleep: set[str] = set()
         unrestored = unrestored_tensors(model)
-        reasons = [part.sleep_reason for part in parts if part.sleep_reason]
-        self._level = 1 if unrestored or reasons else 2
+        sleep_reasons = [part.sleep_reason for part in parts if part.sleep_reason]
+        self._level = 1 if unrestored or sleep_reasons else 2
         self.notices: list[str] = []
         """Notices for the user about the costs of the engine's sleep."""
         if self._level == 1 and can_sleep:
             part_tensors = [tensor for part in parts for tensor in part.further_tensors()]
-            self.notices.append(sleep_copies_notice(model, unrestored, reasons, part_tensors))
+            self.notices.append(sleep_copies_notice(model, unrestored, sleep_reasons, part_tensors))
 
     def begin(self) -> None:
         if self._can_sleep and not self._asleep:

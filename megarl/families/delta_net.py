@@ -84,6 +84,7 @@ class DeltaNet(LinearAttention):
         return hidden_size * (inputs + self.value_channels) + rule
 
     def saved_numbers_per_token(self, *, in_torch: bool) -> tuple[float, float]:
+        """Return how many numbers the backward pass needs per token, in the model's dtype and in float32."""
         # An estimate from the operations, not measured. Factors count tensors of the same size.
         heads, chunk_tokens = self.num_value_heads, _CHUNK_TOKENS
         # Keys, like queries, are repeated for the value heads.

@@ -125,6 +125,7 @@ class _StreamReader(threading.Thread):
         self._stream, self._lines, self._shown_on = stream, lines, shown_on
 
     def run(self) -> None:
+        """Read the child's lines until its end, and copy them to `shown_on` while that works."""
         for line in self._stream:
             self._lines.append(line)
             if self._shown_on is not None:

@@ -46,6 +46,7 @@ def _default_root() -> Path:
 
 
 def _make_private(folder: Path) -> None:
+    """Create the folder, and refuse one that others can write: kernels in it are run."""
     folder.mkdir(mode=0o700, exist_ok=True)
     # lstat: another user may have put a link here, and `exist_ok` accepts links.
     status = folder.lstat()

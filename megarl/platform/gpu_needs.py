@@ -143,15 +143,16 @@ def unmet_needs(
 
 
 def library_versions() -> dict[str, str]:
+    """Return the versions of the installed Transformer Engine and of CUDA in torch, by name, e.g. {"CUDA": "12.9"}."""
     versions: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         versions["Transformer Engine"] = version("transformer-engine")
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
         # Read the file: importing torch takes seconds on a login node.
-        written = Path(torch.origin).with_name("version.py")
-        stated = re.search(r"^cuda\b.*= *'([0-9.]+)'$", written.read_text(encoding="utf-8"), re.MULTILINE)
-        versions |= {"CUDA": stated[1]} if stated else {}
+        version_file = Path(torch.origin).with_name("version.py")
+        cuda_match = re.search(r"^cuda\b.*= *'([0-9.]+)'$", version_file.read_text(encoding="utf-8"), re.MULTILINE)
+        versions |= {"CUDA": cuda_match[1]} if cuda_match else {}
     return versions
 
 

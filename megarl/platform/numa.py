@@ -113,6 +113,7 @@ def adapter_nodes(nodes: Mapping[int, Collection[int]], root: Path = SYS) -> dic
 
 
 def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
+    """Return the NUMA node of a device, or the only one with CPUs; None: unknown."""
     try:
         number = int((device / "numa_node").read_text())
     except (OSError, ValueError):
@@ -120,8 +121,8 @@ def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
     if number >= 0:
         return number
     # With one NUMA node the firmware often names none.
-    with_cores = [node for node, cores in nodes.items() if cores]
-    return with_cores[0] if len(with_cores) == 1 else None
+    nodes_with_cores = [node for node, cores in nodes.items() if cores]
+    return nodes_with_cores[0] if len(nodes_with_cores) == 1 else None
 
 
 def physical_cores(cores: Collection[int], root: Path = SYS) -> list[tuple[int, ...]]:

@@ -39,6 +39,7 @@ class TorchProfile:
         self._profile: torch.profiler.profile | None = None
 
     def start(self) -> None:
+        """Start the kinds of profile that the recipe requests."""
         import torch
 
         if "torch" in self._kinds:
@@ -76,6 +77,7 @@ class TorchProfile:
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
+        """Context that names its operations in torch's profile and, on a GPU, in Nsight's."""
         import torch
 
         with torch.profiler.record_function(name):

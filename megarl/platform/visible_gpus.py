@@ -38,6 +38,7 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 @cache
 def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, e.g. "570.86.15"; None: unknown."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

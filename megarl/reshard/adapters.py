@@ -39,7 +39,7 @@ class AdapterReshard:
         return self._adapter.run()
 
     def verify(self) -> None:
-        """Compare checksums of the engine's base weights and adapter slots with the trainer's.
+        """Compare the engine's base weights and adapter slots with the trainer's.
 
         Raises MegarlError naming the first difference.
         """

@@ -52,13 +52,12 @@ Layout = tuple[Piece, ...]
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the row-major strides of a contiguous tensor, in elements."""
     sizes = tuple(shape)
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
-    """Return the piece of a whole tensor stored contiguously from element `offset` on."""
+    """Return the piece of a whole contiguous tensor from element `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))
 
 

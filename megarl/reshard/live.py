@@ -133,14 +133,11 @@ class DirectReshard:
         group: dist.ProcessGroup | None = None,
         slots: EngineSlots | None = None,
     ) -> None:
+        """Plan the copies, bind them to the tensors, and prepare conversion and verification. A collective."""
         rank = rank_in(group)
-        is_computed_here = destinations is not None and set(recorded) == set(destinations[rank])
-        self.is_computed = all(gather_values(is_computed_here, group))
-        engine_layouts = destinations if self.is_computed else None
-        if engine_layouts is None:
-            engine_layouts = gather_values(recorded, group)
-        choice = ConversionChoice(engine, group)
-        self.converts = choice.is_needed
+        self.is_computed, engine_layouts = _choose_engine_layouts(destinations, recorded, group)
+        conversion_choice = ConversionChoice(engine, group)
+        self.converts = conversion_choice.is_needed
         """Whether some rank's engine converts received weights."""
         plan = make_plan(
             sources,
@@ -157,20 +154,20 @@ class DirectReshard:
             self._live = slots.tensors
         self._group = group
         device = device_of([*parameters.values(), *self._live.values()])
-        self._conversion = choice.make(plan, recorded, dtype=dtype, device=device)
-        copied = {name: value for name, value in self._live.items() if name not in self._conversion.converted}
-        written = {**copied, **self._conversion.destinations}
+        self._conversion = conversion_choice.make(plan, recorded, dtype=dtype, device=device)
+        directly_copied = {name: value for name, value in self._live.items() if name not in self._conversion.converted}
+        written_tensors = {**directly_copied, **self._conversion.destinations}
         # `Transport` binds views of the conversion's buffers, which need memory meanwhile.
         with self._conversion.allocate_buffers():
             self._transport = Transport(
                 plan.for_rank(rank),
                 parameters,
-                written,
+                written_tensors,
                 dtype=dtype,
                 group=group,
                 on_arrival=self._conversion.stage,
             )
-        self._comparison = LedgerComparison(plan, rank, parameters, written, dtype=dtype, group=group)
+        self._comparison = LedgerComparison(plan, rank, parameters, written_tensors, dtype=dtype, group=group)
 
     @torch.no_grad()
     def run(self) -> CopyReport:
@@ -246,6 +243,17 @@ def _group_tensors(shape: ModelShape, dtype: torch.dtype, group_bytes: int) -> l
     return groups
 
 
+def _choose_engine_layouts(
+    computed: Sequence[Layout] | None, recorded: Layout, group: dist.ProcessGroup | None
+) -> tuple[bool, Sequence[Layout]]:
+    """Return whether every rank's computed layout equals the recorded one, and the layouts to use. A collective."""
+    is_equal = computed is not None and set(recorded) == set(computed[rank_in(group)])
+    is_computed = all(gather_values(is_equal, group))
+    if is_computed and computed is not None:
+        return True, computed
+    return False, gather_values(recorded, group)
+
+
 class GatheredReshard:
     """Passes full tensors to vLLM's loader `load`, for engines that convert their weights.
 
@@ -270,6 +278,7 @@ class GatheredReshard:
         first_engine: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        """Plan the copies in groups of tensors, each at most `bucket_bytes`. Each engine rank gets whole tensors."""
         self._parameters, self._load, self._dtype, self._group = parameters, load, dtype, group
         self._dtypes = float32_dtypes(shape)
         num_engines = len(topology) - first_engine
@@ -290,6 +299,7 @@ class GatheredReshard:
 
     @torch.no_grad()
     def run(self) -> CopyReport:
+        """Send the groups of tensors one after another to vLLM's loader. A collective."""
         reports: list[CopyReport] = []
         if self._load is not None:
             self._load(self._gather(reports))

@@ -83,13 +83,14 @@ class Overlap:
     """
 
     def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
+        """Divide each destination part into regions by the source ranks that have them."""
         flows: dict[tuple[Sequence[int], Sequence[int]], Flow] = {}
         cells = [
             (start, stop, cell_sources, tuple(sorted({rank for holding in cell_sources for rank in holding.ranks})))
             for start, stop, cell_sources in _disjoint_cells(sources)
         ]
         for destination in destinations:
-            missing = Box(tensor.name, destination.start, destination.stop).numel
+            num_missing = Box(tensor.name, destination.start, destination.stop).numel
             for start, stop, cell_sources, holders in cells:
                 low, high = tuple(map(max, start, destination.start)), tuple(map(min, stop, destination.stop))
                 if all(a < b for a, b in zip(low, high, strict=True)):
@@ -97,14 +98,14 @@ class Overlap:
                     flows.setdefault((holders, destination.ranks), Flow(holders, destination.ranks)).regions.append(
                         region
                     )
-                    missing -= region.numel
-            if missing:
+                    num_missing -= region.numel
+            if num_missing:
                 raise ValueError(
                     f"the source layouts have no elements for a part of {tensor.name} between the indices "
                     f"{destination.start} and {destination.stop}"
                 )
         self.flows = tuple(flows.values())
-        self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
+        self.cells = tuple((prod(b - a for a, b in zip(*cell[:2], strict=True)), cell[3]) for cell in cells)
         """(number of elements, source ranks) of each disjoint part of the tensor."""
         self.num_rotations = max((len(flow.holders) for flow in self.flows), default=1)
         """Number of tensors until the rotating choice among equal source ranks repeats."""

@@ -79,7 +79,6 @@ class RankPlan:
 
     @property
     def staging_numel(self) -> int:
-        """Elements sent plus received in this rank's largest bucket."""
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
 
@@ -125,6 +124,7 @@ class Plan:
         topology: RankTopology,
         bounds_local: bool = False,
     ) -> None:
+        """Plan steps and buckets. `bounds_local`: copies within a rank also count for a bucket's size."""
         self.sources, self.destinations, self._bounds_local = sources, destinations, bounds_local
         self.itemsize, self.bucket_bytes = itemsize, bucket_bytes
         self._link_groups = _number_link_groups(topology)

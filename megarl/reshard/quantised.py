@@ -117,12 +117,12 @@ class QuantisingConversion:
         return self._weight_buffer.allocate_buffer(QuantisedModule.write)
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
+        """Compare directly copied parameters [*shape] by checksums; quantise the others from weights sent again."""
         # Compute these checksums before the second reshard below writes the parameters again.
         checksums = ledger.compute(name for name in ledger.storages if name not in self.destinations)
         differing: list[str] = []
 
         def compare_module(module: QuantisedModule, weights: Mapping[str, Tensor]) -> None:
-            """Note a module's checksums, and its parameters that differ from newly quantised `weights` [*shape]."""
             checksums.update(ledger.compute(weights))
             differing.extend(module.differing(weights))
 

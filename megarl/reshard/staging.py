@@ -88,6 +88,10 @@ class SharedSlots:
     _PATIENCE_SECONDS = 1800.0
 
     def __init__(self, plan: RankPlan, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
+        """Create this rank's shared memory, map that of all ranks, and find the peers of each exchange.
+
+        A collective.
+        """
         self._rank, self._group = plan.rank, group
         exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
         self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
@@ -170,6 +174,10 @@ class SharedSlots:
         self._counts[self._rank][1] += 1
 
     def _wait(self, ranks: Iterable[int], is_ready: Callable[[int], bool]) -> None:
+        """Wait until `is_ready` for each rank.
+
+        Raises PeerGoneError if a rank has ended or left, TimeoutError after the patience.
+        """
         start, nap = time.monotonic(), 0.0
         for rank in ranks:
             while not is_ready(rank):

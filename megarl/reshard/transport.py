@@ -39,6 +39,7 @@ class _CopyPairs:
     on_cpu: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, destination: Tensor, source: Tensor) -> None:
+        """Add a copy [*shape], as views of equal bits, to the list of copies that run alike."""
         if destination.dtype != source.dtype:
             self.tensors.append((destination, source))
             return
@@ -56,6 +57,7 @@ class _CopyPairs:
         (self.small if is_small else self.tensors).append((destination, source))
 
     def run(self) -> None:
+        """Run all copies: by numpy on a CPU, else small dense ones and the others in one launch each."""
         # numpy's copy of long rows is nearly twice as fast: unlike torch's, it does not first read the memory it
         # overwrites. The arrays must not outlive the copy: lent memory is emptied and refilled at other addresses.
         for destination, source in self.on_cpu:
@@ -299,6 +301,7 @@ class _Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Context that adds its duration to the stage `name`: GPU time from events, or the host's time."""
         if self._device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -311,6 +314,7 @@ class _Clock:
             self._host[name] += time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:
+        """Return the seconds of each stage and in total. The host waits for the stream."""
         if self._device.type == "cuda":
             # Synchronise this stream only: waiting for unrelated work of other streams would distort the times.
             torch.cuda.current_stream(self._device).synchronize()

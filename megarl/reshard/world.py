@@ -122,6 +122,7 @@ class ListedLayouts(Layouts):
     """Layouts made of lists of pieces, recorded from a live model or read from files."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
+        """Group equal pieces of all ranks into holdings, by tensor."""
         self._num_ranks = len(layouts)
         ranks_by_piece: dict[Piece, list[int]] = {}
         for rank, layout in enumerate(layouts):

@@ -20,7 +20,7 @@ from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
-from megarl.reshard.forecast.cost_model import count, forecast, list_rank_orders
+from megarl.reshard.forecast.cost_model import forecast, list_rank_orders, measure_traffic
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankPlan, Transfer, make_plan
@@ -297,7 +297,7 @@ def reshard_case(model: ModelShape, parallel: ParallelConfig, bucket_bytes: int 
     for transfer in (t for bucket in transfers(plan) for t in bucket if t.source_rank != t.destination_rank):
         received[transfer.destination_rank] += transfer.numel
     assert received == lower_bound(sources, own)
-    traffic = count(plan)
+    traffic = measure_traffic(plan)
     assert (traffic.lower_bound // 8).tolist() == (traffic.received[1:].sum(0) // 8).tolist() == received
     assert traffic.ratio == 1.0
     return plan
@@ -400,14 +400,14 @@ def test_query_groups_become_one_copy_each() -> None:
 )
 def test_nested_layouts_move_nothing(parallel: ParallelConfig) -> None:
     plan = reshard_case(small_shape("qwen3_moe", vocab_size=256, num_kv_heads=4), parallel)
-    assert count(plan).received[1:].sum() == 0 and not any(plan.exchanged)
+    assert measure_traffic(plan).received[1:].sum() == 0 and not any(plan.exchanged)
 
 
 def test_a_deal_saves_what_the_naive_order_loses() -> None:
     """tp4 to tp2 on four ranks: half of the ranks hold no part of what they need, unless they are dealt apart."""
     model = small_shape(num_kv_heads=4, vocab_size=256)
     received = [
-        count(reshard_case(model, layout(4, 1, 1, 2, rank_permutation=rank_permutation))).received[1:].sum()
+        measure_traffic(reshard_case(model, layout(4, 1, 1, 2, rank_permutation=rank_permutation))).received[1:].sum()
         for rank_permutation in ((1, 1), (2, 2))
     ]
     split = 8 * sum(np.prod(s) for name, s in hf_tensors(model).items() if "norm" not in name)
@@ -445,7 +445,7 @@ def test_senders_share_the_load() -> None:
         megatron_layouts(model, parallel, padded_vocab_size=64), VllmLayouts(model, 4, 32, True),
         itemsize=2, bucket_bytes=1 << 20, topology=[(rank // 8,) for rank in range(32)],
     )  # fmt: skip
-    traffic = count(plan)
+    traffic = measure_traffic(plan)
     assert traffic.sent[1:].sum(0).max() < 1.1 * traffic.received[1:].sum(0).mean()
     staged = [plan.for_rank(rank).staging_numel * 2 for rank in range(32)]
     assert max(staged) <= 1 << 20 and min(staged) > 0.7 * max(staged)
@@ -464,7 +464,7 @@ def test_a_tensor_larger_than_a_bucket_is_sent_in_slices_of_at_most_half(rows: i
 
 def test_counts_are_those_of_the_transfers() -> None:
     plan = reshard_case(small_shape("qwen2_moe"), layout(tp=2, pp=2, dp=2, rollout_tp=4, ep=2), bucket_bytes=3000)
-    traffic, nodes = count(plan), [rank // 4 for rank in range(8)]
+    traffic, nodes = measure_traffic(plan), [rank // 4 for rank in range(8)]
     received, copies, messages = np.zeros((3, 8), int), np.zeros(8, int), 0
     for bucket in transfers(plan):
         messages += len({(t.source_rank, t.destination_rank) for t in bucket if t.source_rank != t.destination_rank})

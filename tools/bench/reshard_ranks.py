@@ -17,7 +17,7 @@ from shards import Arena, fill, first_difference, storage_shapes
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Layout
-from megarl.reshard.forecast.cost_model import align, count
+from megarl.reshard.forecast.cost_model import align, measure_traffic
 from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankBucket, RankPlan, make_plan
@@ -146,7 +146,7 @@ def _named(report: CopyReport) -> dict[str, float]:
 
 
 def _traffic(plan: Plan) -> dict[str, Any]:
-    traffic = count(plan)
+    traffic = measure_traffic(plan)
     return {
         "received_bytes": int(traffic.received.sum()), "moved_bytes": int(traffic.received[1:].sum()),
         "lower_bound_bytes": int(traffic.lower_bound.sum()), "ratio": traffic.ratio, "buckets": traffic.buckets,

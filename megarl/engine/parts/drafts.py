@@ -114,6 +114,7 @@ class OwnParameters(nn.Module):
     """The parameters of vLLM's EAGLE-3 drafter, without the policy's embedding and the vocabulary map."""
 
     def __init__(self, drafter: Any) -> None:
+        """Collect the modules that the drafter does not share with the policy."""
         super().__init__()
         # A tuple hides the drafter from torch: its parameters are not added to this module's.
         self._loader: tuple[Any] = (drafter,)
@@ -191,6 +192,7 @@ class DraftCounts:
             self._num_accepted += num_accepted_tokens
 
     def take_metrics(self) -> dict[str, Metric]:
+        """Return metrics weighted by drafts and verifications, and reset the counts."""
         if not self._num_drafted:
             return {}
         metrics: dict[str, Metric] = {

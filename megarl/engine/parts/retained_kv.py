@@ -48,5 +48,4 @@ class RetainedKV(EnginePart):
 
 
 def _cache_salt(weight_version: int) -> str:
-    """Return the salt of prefix-cache keys. Weight versions differ in it, so they share no blocks."""
     return f"version {weight_version}"

@@ -46,6 +46,7 @@ class ServedAdapters(TrainedAdapter):
         self.slots.copy_to_further(index)
 
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
+        """Select the request's adapter, and separate its cached blocks from those of other adapters."""
         assert self.slots is not None
         if request is None:
             # A prompt to score uses the adapter of the last reshard.

@@ -86,6 +86,7 @@ def _make_expert_bias_rules(model: ModelShape) -> tuple[Rule, Rule]:
     down = Segment(_EXPERT + "down_proj.bias", 0, hidden)
 
     def bias_rule(layer: str, dim: int | None, *segments: Segment) -> Rule:
+        """Return the rule of one bias per expert. `segments`: the checkpoint tensors that it joins."""
         experts = llama.DECODER + "mlp.experts."
         return Rule(
             f"{experts}local_experts.{{expert}}.{layer}.bias",

@@ -90,6 +90,7 @@ def _make_batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
 
 
 def _make_plain_batch(metadata: Any) -> _Batch:
+    """Return the batch of a step without drafts, from vLLM's attention metadata."""
     count = metadata.num_decodes + metadata.num_prefills
     lengths, longest, places = _find_lengths(metadata.non_spec_query_start_loc, count)
     # A decoding sequence always has a state.
@@ -101,6 +102,10 @@ def _make_plain_batch(metadata: Any) -> _Batch:
 
 
 def _make_drafted_batch(metadata: Any) -> _Batch:
+    """Return the batch of a step that verifies drafts.
+
+    Each sequence has one slot per draft; it starts at its last accepted one.
+    """
     count = metadata.num_spec_decodes
     lengths, longest, places = _find_lengths(metadata.spec_query_start_loc, count)
     token_slots = metadata.spec_state_indices_tensor[:count].long()

@@ -105,6 +105,7 @@ def _adapt_experts(rank_device: torch.device) -> None:
 
     # gloo gathers and scatters only equal blocks, so pad each rank's block to the largest size.
     def gather_unequal(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        """Gather blocks of different lengths: pad them, because gloo needs equal ones."""
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
@@ -116,6 +117,7 @@ def _adapt_experts(rank_device: torch.device) -> None:
     def reduce_scatter_unequal(
         input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Any:
+        """Sum and scatter blocks of different lengths, padded for gloo."""
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 
 def install() -> None:
+    """Replace vLLM's Triton kernels for speculative decoding by functions for CPUs."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import utils
 

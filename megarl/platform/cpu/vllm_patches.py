@@ -37,6 +37,7 @@ reused.
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
+    """Return vLLM's arguments that differ on a CPU."""
     return {
         "enforce_eager": True,
         "enable_sleep_mode": False,
@@ -164,18 +165,24 @@ def _with_sinks_of_any_type(kernel):
 
     @functools.wraps(kernel)
     def attend(*, query: torch.Tensor, output: torch.Tensor, s_aux: torch.Tensor | None, **kwargs: Any) -> None:
+        """Attend with sinks [heads] in the kernel's bfloat16, then correct the output for their rounding."""
         if s_aux is None or s_aux.dtype == torch.bfloat16:
             kernel(query=query, output=output, s_aux=s_aux, **kwargs)
             return
-        rounded, plain = s_aux.bfloat16(), torch.empty_like(output)
+        rounded, sinkless_output = s_aux.bfloat16(), torch.empty_like(output)
         kernel(query=query, output=output, s_aux=rounded, **kwargs)
-        kernel(query=query, output=plain, s_aux=None, **kwargs)
-        with_sinks, without = output.view(query.shape).float(), plain.view(query.shape).float()
+        kernel(query=query, output=sinkless_output, s_aux=None, **kwargs)
+        with_sinks, without_sinks = (
+            output.view(query.shape).float(),
+            sinkless_output.view(query.shape).float(),
+        )
         # Without sinks the weights of all keys sum to one. With sinks they sum to this share.
-        key_share = (with_sinks * without).sum(-1) / without.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        key_share = (with_sinks * without_sinks).sum(-1) / without_sinks.square().sum(-1).clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
         # Weight of the sink relative to all keys, with the sink before its rounding.
         sink_ratio = (1 / key_share - 1) * (s_aux.float() - rounded.float()).exp()
-        output.copy_((without / (1 + sink_ratio[..., None])).to(output.dtype).view(output.shape))
+        output.copy_((without_sinks / (1 + sink_ratio[..., None])).to(output.dtype).view(output.shape))
 
     return attend
 
@@ -205,6 +212,7 @@ def _adapt_check(check_and_update_config):
 
     @functools.wraps(check_and_update_config)
     def check_and_restore(vllm_config) -> None:
+        """Choose the CPU's kernel for latent attention, and undo vLLM's change of LD_PRELOAD."""
         if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
             vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         preloaded = os.environ.get("LD_PRELOAD")

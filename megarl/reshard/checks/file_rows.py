@@ -66,6 +66,10 @@ def check_rows(
 def _find_fault(
     model: nn.Module, names: Sequence[str], tensor_of: Callable[[str], Tensor], dtype: torch.dtype, seed: int
 ) -> str | None:
+    """Load the folder's tensors again with vLLM's loader, but compare rows instead of writing.
+
+    Return the first fault.
+    """
     quantised = quantised_modules(model)
     with all_loadable(quantised):
         comparer = RowComparer(model.named_parameters(), quantised, dtype, seed)
@@ -118,11 +122,17 @@ class RowComparer(Recorder):
                 self._names[_storage(result)] = name
         return result
 
-    def _write(self, func: Any, live: tuple[str, Tensor], target: Tensor, arguments: Mapping[str, Any]) -> None:
+    def _write(
+        self, func: Any, named_parameter: tuple[str, Tensor], target: Tensor, arguments: Mapping[str, Any]
+    ) -> None:
+        """Compare some rows of a write with the live parameter instead of writing.
+
+        The first differing row is a fault.
+        """
         # vLLM's loader copies real values only by `copy_`; other writes fill padding.
         if func.overloadpacket.__name__ != "copy_" or not target.numel():
             return
-        parameter_name, parameter = live
+        parameter_name, parameter = named_parameter
         name = self._names.get(_storage(arguments["src"]), "an unknown tensor")
         self.copied_names.add(name)
         source = arguments["src"].expand(target.shape)

@@ -44,6 +44,10 @@ class LedgerComparison:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        """Make a ledger of this rank's trainer pieces and one of its engine pieces.
+
+        Boxes have equal numbers on all ranks.
+        """
         self._num_ranks, self._rank, self._group = plan.num_ranks, rank, group
         source_pieces, engine_pieces, self._num_boxes = common_pieces(plan, rank)
         self._device = device_of([*sources.values(), *destinations.values()])
@@ -52,11 +56,11 @@ class LedgerComparison:
         )
         self._source_pieces, self._engine_pieces = list(source_pieces.values()), list(engine_pieces.values())
         # Tensors that are float32 in models of any dtype are sent and compared unrounded.
-        wide = {step.tensor.name for step in plan.steps if plan.width(step.tensor) > 1}
+        float32_names = {step.tensor.name for step in plan.steps if plan.width(step.tensor) > 1}
 
         def make_ledger(holder: str, pieces: Mapping[int, Piece], tensors: Mapping[str, Tensor]) -> Ledger:
-            """Return the checksums of these pieces, boxes of `tensors` [*shape]. `holder`: trainer or engine."""
-            dtypes = [torch.float32 if piece.box.name in wide else dtype for piece in pieces.values()]
+            """`tensors` are [*shape]. `holder`: trainer or engine."""
+            dtypes = [torch.float32 if piece.box.name in float32_names else dtype for piece in pieces.values()]
             return Ledger(f"{holder} rank {rank}", tuple(pieces.values()), tensors, cast_to=dtypes)
 
         self._source = make_ledger("trainer", source_pieces, sources)
@@ -123,7 +127,6 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
 
     @cache
     def roles_in_flows(overlap: Overlap) -> list[tuple[bool, bool]]:
-        """Return for each flow whether this rank holds its source, and whether it takes a copy."""
         return [(rank in flow.holders, rank in flow.takers) for flow in overlap.flows]
 
     sources: dict[int, Piece] = {}

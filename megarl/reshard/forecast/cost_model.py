@@ -76,7 +76,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """Bytes received from other ranks divided by their lower bound; 1.0 if nothing must be sent."""
+        """1.0 if nothing must be sent."""
         least = int(self.lower_bound.sum())
         return int(self.received[1:].sum()) / least if least else 1.0
 
@@ -147,9 +147,9 @@ def forecast(
         "ranks_per_node": ranks_per_node,
         "model_bytes": _whole_bytes(model, itemsize, adapter),
         "plan_seconds": plan_seconds,
-        "reshard": count(plan, speeds).summary(),
+        "reshard": measure_traffic(plan, speeds).summary(),
         "rank_orders": {
-            name: count(make_plan_of(reordered), speeds).summary()
+            name: measure_traffic(make_plan_of(reordered), speeds).summary()
             for name, reordered in list_rank_orders(model, parallel)
         },
         "gpu": gpu,
@@ -163,7 +163,7 @@ def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -
     return VllmAdapterLayouts(VllmLayouts(model, 1, 1), adapter.targets, adapter.rank).adapter_bytes_on(0, itemsize)
 
 
-def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
+def measure_traffic(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     """Count the bytes moved by a plan over all its ranks. One tensor of each kind stands for all tensors of
     the kind.
     """
@@ -312,6 +312,9 @@ class _TensorCounts:
 
 
 def _count_tensor(plan: Plan, overlap: Overlap, *, rotation: int, num_slices: int) -> _TensorCounts:
+    """Count a tensor's elements that each rank receives and sends, by tier (local, same node, other node), and its
+    copies.
+    """
     num_ranks = plan.num_ranks
     received, sent = np.zeros((2, 3, num_ranks), np.int64)
     copies = np.zeros(num_ranks, np.int64)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides, flat_boxes
-from megarl.reshard.forecast.cost_model import Traffic, count
+from megarl.reshard.forecast.cost_model import Traffic, measure_traffic
 from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 from megarl.reshard.plan import RankTopology, make_plan
 from megarl.reshard.state_holders import hand_overs, partners
@@ -60,7 +60,7 @@ class ResizeBytes(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Moved bytes divided by the minimum; 1.0 if nothing has to move."""
+        """1.0 if nothing has to move."""
         return (self.received + self.handed_over) / self.minimum if self.minimum else 1.0
 
     def as_json(self) -> dict[str, Any]:
@@ -117,13 +117,16 @@ def _count_traffic(
     sources: Sequence[Layout], destinations: Sequence[Layout], element_bytes: int, topology: RankTopology
 ) -> Traffic:
     # One huge bucket avoids the work of slicing tensors.
-    return count(make_plan(sources, destinations, itemsize=element_bytes, bucket_bytes=1 << 62, topology=topology))
+    return measure_traffic(
+        make_plan(sources, destinations, itemsize=element_bytes, bucket_bytes=1 << 62, topology=topology)
+    )
 
 
 class _StateLayouts:
     """Layouts of a training state with certain parallel sizes. If ranks have the same weight, one of them copies it."""
 
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
+        """List the pieces that each rank needs, and the pieces that its copy contains, by bytes per element."""
         num_ranks = parallel.world_size
         self.needed: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
         """Pieces needed by each rank."""
@@ -132,12 +135,12 @@ class _StateLayouts:
         layouts = megatron_layouts(model, parallel, padded_vocab_size=padded_vocabulary)
         for tensor in layouts.tensors:
             element_bytes = _FLOAT32_BYTES if tensor.template in layouts.float32 else settings.itemsize
-            boxes = set[Box]()
+            boxes_before = set[Box]()
             for holding in layouts.holdings(tensor):
                 piece = holding.piece(tensor)
                 # A box may be stored twice: tied embeddings are on the first and the last pipeline stage.
-                is_first_copy = piece.box not in boxes
-                boxes.add(piece.box)
+                is_first_copy = piece.box not in boxes_before
+                boxes_before.add(piece.box)
                 if is_first_copy:
                     self._copied[element_bytes][holding.ranks[0]].append(piece)
                 for rank in holding.ranks:
@@ -147,10 +150,10 @@ class _StateLayouts:
                         if settings.is_distributed
                         else [rank]
                     )
-                    share = list(_cut_share(piece, sharers.index(rank), len(sharers)))
-                    self.needed[settings.optimizer_bytes][rank] += share
+                    optimizer_share = list(_cut_share(piece, sharers.index(rank), len(sharers)))
+                    self.needed[settings.optimizer_bytes][rank] += optimizer_share
                     if is_first_copy and (settings.is_distributed or rank == holding.ranks[0]):
-                        self._copied[settings.optimizer_bytes][rank] += share
+                        self._copied[settings.optimizer_bytes][rank] += optimizer_share
 
     def copies(self, size: int, ranks: Iterable[int]) -> Layout:
         """Return the layout of the state copies that these ranks made, for tensors with `size` bytes per element."""

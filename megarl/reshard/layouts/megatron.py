@@ -59,7 +59,7 @@ def parameter_shapes(
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
-    """Return the name prefix of the parameters in model chunk `chunk`; empty with one chunk per stage."""
+    """Return the name prefix of the parameters in a model chunk; empty with one chunk per stage."""
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
@@ -107,6 +107,7 @@ class MegatronLayouts(Layouts):
     transformer_engine: bool = False
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if the parallel sizes do not fit the model's layers, experts or tensors."""
         model, parallel = self.model, self.parallel
         if parallel.pp * parallel.vpp > model.num_layers:
             chunks = f"pp {parallel.pp}" + (f" * vpp {parallel.vpp}" if parallel.vpp > 1 else "")
@@ -128,18 +129,18 @@ class MegatronLayouts(Layouts):
         rules = [rule for rule in self._rules_of_template.get(tensor.template, ()) if rule.has_layer(tensor.layer)]
         in_layers = bool(rules) and rules[0].place == "every_layer"
         chunk = self.chunk(tensor.layer) if in_layers else None
-        expert = bool(rules) and rules[0].is_expert
-        ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
-        # Return one object for equal keys: plans identify a kind of tensor by the id of its holdings.
-        key = (tensor.template, chunk, ep, tuple(rule.parameter for rule in rules))
-        if key not in self._holdings_by_kind:
-            self._holdings_by_kind[key] = tuple(
+        is_expert = bool(rules) and rules[0].is_expert
+        ep = tensor.expert * self.parallel.ep // self.model.num_experts if is_expert else 0
+        # Return one object for equal kinds: plans identify a kind of tensor by the id of its holdings.
+        kind = (tensor.template, chunk, ep, tuple(rule.parameter for rule in rules))
+        if kind not in self._holdings_by_kind:
+            self._holdings_by_kind[kind] = tuple(
                 holding
                 for rule in rules
                 for rule_chunk in ([chunk] if chunk else self.chunks_of(rule))
                 for holding in self._holdings(rule, tensor.template, rule_chunk, ep)
             )
-        return self._holdings_by_kind[key]
+        return self._holdings_by_kind[kind]
 
     def storage_pattern(self, rule: Rule, chunk: ModelChunk, ep: int) -> StoragePattern:
         """Return the name pattern of a rule's parameter in a model chunk, with the first layer and the first expert.
@@ -168,7 +169,6 @@ class MegatronLayouts(Layouts):
         return tuple(length // splits for length in lengths)
 
     def count_splits(self, rule: Rule) -> int:
-        """Return the number of ranks over which a parameter is split."""
         return 1 if rule.dim is None else self.parallel.etp if rule.is_expert else self.parallel.tp
 
     @cached_property
@@ -198,7 +198,6 @@ class MegatronLayouts(Layouts):
         return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     def chunk(self, layer: int) -> ModelChunk:
-        """Return the model chunk with a layer (from 0)."""
         return self._chunk_of_layer[layer]
 
     @cached_property
@@ -213,6 +212,7 @@ class MegatronLayouts(Layouts):
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
+        """Yield the parts of the tensors with a template that one rule stores in a chunk, with their ranks."""
         dim, part_lengths, shape = rule.dim or 0, self.part_lengths(rule), dict(rule.tensors)[template]
         storage_pattern, strides = (
             self.storage_pattern(rule, chunk, ep),

@@ -116,6 +116,7 @@ class Recorder(TorchDispatchMode):
             yield name, source
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Record a write into a live parameter instead of running it. Run all other operations."""
         kwargs = kwargs or {}
         names = [argument.name for argument in func._schema.arguments]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -124,18 +125,22 @@ class Recorder(TorchDispatchMode):
             # In an operation's schema, torch marks the written arguments: this shows every in-place write.
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(target, torch.Tensor):
                 continue
-            if live := self._live.get(_storage(target)):
-                self._write(func, live, target, arguments)
+            if named_parameter := self._live.get(_storage(target)):
+                self._write(func, named_parameter, target, arguments)
                 return target
-            if source := self._sources.get(_storage(target)):
-                self._zero_source(func, source, target)
+            if named_source := self._sources.get(_storage(target)):
+                self._zero_source(func, named_source, target)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.clone.default and _storage(args[0]) in self._sources:
             self._copies[_storage(result)] = (result, args[0])
         return result
 
-    def _write(self, func, live: tuple[str, torch.Tensor], target: torch.Tensor, arguments: dict) -> None:
-        name, parameter = live
+    def _write(self, func, named_parameter: tuple[str, torch.Tensor], target: torch.Tensor, arguments: dict) -> None:
+        """Record a write of vLLM's loader: padding, or a piece copied from a checkpoint tensor.
+
+        Raises DirectWriteError for others.
+        """
+        name, parameter = named_parameter
         operation = func.overloadpacket.__name__
         # vLLM's loaders fill and zero only padding. Real values always arrive through `copy_`.
         if operation in ("fill_", "zero_"):
@@ -161,6 +166,7 @@ class Recorder(TorchDispatchMode):
         self._zeroed.add(name)
 
     def _trace_copy(self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Piece:
+        """Return the piece for a copy, after finding the checkpoint tensor of which `source` is a view."""
         copy, view = self._copies.get(_storage(source), (None, source))
         # Only whole copies are followed. A part of a copy would need the composition of two views.
         if copy is not None and copy.shape == source.shape and copy.stride() == source.stride():

@@ -55,10 +55,10 @@ class VllmLayouts(Layouts):
         # With expert parallelism, experts on different ranks are different kinds of tensors. Otherwise each rank has a
         # part of every expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
-        key = (of_drafter, tensor.template, owner)
-        if key not in self._holdings_by_kind:
-            self._holdings_by_kind[key] = tuple(self._holdings(stack, tensor.template, owner))
-        return self._holdings_by_kind[key]
+        kind = (of_drafter, tensor.template, owner)
+        if kind not in self._holdings_by_kind:
+            self._holdings_by_kind[kind] = tuple(self._holdings(stack, tensor.template, owner))
+        return self._holdings_by_kind[kind]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
         """Return the bytes of a rank's live parameters, padding included. `itemsize`: bytes of the model's dtype."""
@@ -114,6 +114,10 @@ class VllmLayouts(Layouts):
         return min(rank * stored_rows, num_rows), min((rank + 1) * stored_rows, num_rows), stored_rows
 
     def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
+        """Yield the ranks' parts of a tensor in the stacked parameter.
+
+        `owner`: the only rank with the expert; negative: all ranks.
+        """
         for rank in range(self.tp) if owner < 0 else (owner,):
             shape = list(self._shapes[template])
             ranges = [self.range_on(stack, part, rank) for part in stack.parts]

@@ -151,12 +151,11 @@ class QuantisedModule:
         return {name: results[name] for name in self.live}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Quantise weights [*shape] and write the result into the live tensors, which keep their addresses."""
+        """Quantise weights [*shape] into the live tensors."""
         for name, result in self.quantise(weights).items():
             _bits(self.live[name]).copy_(_bits(result))
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of live weights and scales that differ in any bit from the quantised `weights` [*shape]."""
         results = self.quantise(weights)
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(results[name]))]
 
@@ -200,6 +199,7 @@ class QuantisedModule:
         return self._module.quant_method
 
     def _check_kernel(self) -> None:
+        """Raise UnknownKernelError unless the kernel stores weights in the plain layout."""
         if (backend := getattr(self._method, "fp8_backend", None)) is not None:
             if backend.name not in EXPERT_BACKENDS:
                 raise UnknownKernelError(

@@ -32,6 +32,7 @@ class AdapterSlots:
     """
 
     def __init__(self, model: nn.Module, rank: int, *, num_further: int = 0) -> None:
+        """Find the first slot of each LoRA module. `num_further`: adapters beside the trained one."""
         self.rank, self._num_further = rank, num_further
         self._modules = dict(_modules_with_slots(model))
         if not self._modules:
@@ -114,7 +115,6 @@ class AdapterSlots:
         return layout
 
     def zero_padding(self) -> None:
-        """Zero the part of wider slots beyond the adapter's rank."""
         for padding in self._padding():
             padding.zero_()
 
@@ -123,14 +123,15 @@ class AdapterSlots:
             yield slot[self.rank :] if ".lora_a_stacked." in name else slot[:, self.rank :]
 
     def _check_filled(self, pieces: Layout) -> None:
-        copied = dict.fromkeys(self.tensors, 0)
+        """Raise DirectWriteError unless the pieces and the padding cover each slot exactly."""
+        num_copied = dict.fromkeys(self.tensors, 0)
         for piece in pieces:
-            copied[piece.storage] += piece.box.numel
+            num_copied[piece.storage] += piece.box.numel
         for (name, slot), padding in zip(self.tensors.items(), self._padding(), strict=True):
-            if copied[name] + padding.numel() != slot.numel():
+            if num_copied[name] + padding.numel() != slot.numel():
                 raise DirectWriteError(
-                    f"{name}: {copied[name]} of {slot.numel()} elements come from the adapter and {padding.numel()} "
-                    "are padding; each must be written exactly once"
+                    f"{name}: {num_copied[name]} of {slot.numel()} elements come from the adapter and "
+                    f"{padding.numel()} are padding; each must be written exactly once"
                 )
 
 

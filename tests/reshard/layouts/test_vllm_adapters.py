@@ -12,7 +12,7 @@ import pytest
 from megarl.config import LoraConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
-from megarl.reshard.forecast.cost_model import count, forecast, reshard_plan
+from megarl.reshard.forecast.cost_model import forecast, measure_traffic, reshard_plan
 from megarl.reshard.layouts.placed import make_reshard_layouts
 from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS, VllmAdapterLayouts, slot_rank
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
@@ -66,7 +66,7 @@ LAYOUTS = [
 def test_a_plan_moves_each_matrix_once_to_each_rank(parallel: ParallelConfig, tiny_model: Callable[..., Path]) -> None:
     model = read_model_shape(tiny_model(family="qwen3", num_layers=4, num_kv_heads=2))
     plan = reshard_plan(model, parallel, ranks_per_node=8, itemsize=4, bucket_bytes=1 << 14, adapter=LORA)
-    traffic = count(plan)
+    traffic = measure_traffic(plan)
     ends = make_reshard_layouts(model, parallel, parallel.num_ranks, adapter=LORA)
     engines = VllmAdapterLayouts(
         VllmLayouts(model, parallel.rollout_tp, parallel.num_ranks - ends.first_engine), LORA.targets, LORA.rank
