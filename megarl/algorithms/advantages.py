@@ -93,10 +93,9 @@ def reinforce_plus_plus_baseline(
     lone_sample: str = "zero",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """Return (reward - group mean) / (batch standard deviation of these differences + `epsilon`): [samples].
-
-    verl instead whitens over the batch's tokens. The recipe's preset of this name does the same: `normalize_by_std`
-    False, then `whiten`. Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    """Return (reward - group mean) / (batch standard deviation of these differences + `epsilon`): [samples]. verl
+    instead whitens over the batch's tokens, like the recipe's preset of this name. Source: REINFORCE++ with baseline
+    (arXiv 2501.03262).
     """
     centered = grpo(rewards, groups, normalize_by_std=False, lone_sample=lone_sample)
     if not normalize_by_std:
@@ -105,7 +104,7 @@ def reinforce_plus_plus_baseline(
 
 
 def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return each reward minus the batch's mean: [samples]. Useful for prompts with one sample each."""
+    """Return each reward minus the batch's mean: [samples]. For prompts with one sample each."""
     return grpo(rewards, torch.zeros_like(groups), normalize_by_std=False)
 
 

@@ -43,9 +43,8 @@ def drawn_covariance_mask(
 ) -> Tensor:
     """Return bool [tokens]: random tokens with a covariance between `low` and `high` (Clip-Cov drops their loss).
 
-    Their number is the fraction `share` of all masked tokens, or less if fewer are between the bounds.
-    `token_covariances` [tokens] is the result of `covariances`. The tokens with the smallest `draws` [tokens] are
-    chosen.
+    Their number is the fraction `share` of all masked tokens, or less. The tokens with the smallest `draws` [tokens]
+    are chosen.
     """
     is_candidate = mask & (token_covariances > low) & (token_covariances < high)
     count = min(_count_chosen(mask, share), int(is_candidate.sum()))

@@ -128,10 +128,7 @@ def importance_weights(
 def unbounded_weights(
     name: str, old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return the weights of `importance_weights` without bounds: [tokens].
-
-    They are ratios of tokens or sequences, or ones if the correction only rejects.
-    """
+    """Return the weights of `importance_weights` without bounds: [tokens]; ones if the correction only rejects."""
     return importance_weights(name, old_logprobs, rollout_logprobs, cu_seqlens, mask, low=0.0, high=float("inf"))
 
 

@@ -33,6 +33,7 @@ from megarl.checkpoint.manifest import MANIFEST, ManifestWriter, check_hashes, c
 from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
     FolderReader,
+    Form,
     changed_config,
     header_entry,
     index_text,
@@ -202,22 +203,10 @@ def to_hf(
                 source, files_of_index, model, shapes_and_dtypes, copies, unchanged_tensors, manifest
             )
         else:
-            # New files: the model's tensors, then one more file for the copied ones.
-            tensors_by_file = pack_files(
-                shapes_and_dtypes, shard_bytes or SHARD_BYTES, num_more=bool(unchanged_tensors)
+            new_files = _prepare_new_files(
+                shapes_and_dtypes, shard_bytes or SHARD_BYTES, unchanged_tensors, model_bytes, manifest
             )
-            files_of_index = {file: list(tensors) for file, tensors in tensors_by_file.items()}
-            unchanged_files = kept_file(len(files_of_index), unchanged_tensors)
-            for name, tensors in unchanged_files.items():
-                _write_unchanged(tensors, name, manifest)
-            if len(files_of_index) + len(unchanged_files) > 1:
-                manifest.append(
-                    INDEX,
-                    index_text(
-                        {**files_of_index, **unchanged_files}, model_bytes + total_bytes(unchanged_tensors)
-                    ).encode(),
-                )
-            checksums = _write_files(source, files_of_index, model, shapes_and_dtypes, copies, {}, manifest)
+            checksums = _write_files(source, new_files, model, shapes_and_dtypes, copies, {}, manifest)
         # Everything except weights comes last, with the manifest as proof of a complete folder.
         manifest.append(CHECKSUMS, checksums_text(checksums).encode())
         _copy_companions(model_folder, manifest, "", dtype, override, other_texts)
@@ -232,6 +221,25 @@ def to_hf(
         is_verified=verify,
         num_kept=len(unchanged_tensors),
     )
+
+
+def _prepare_new_files(
+    shapes_and_dtypes: Mapping[str, Form],
+    shard_bytes: int,
+    unchanged_tensors: Mapping[str, UnchangedTensor],
+    model_bytes: int,
+    manifest: ManifestWriter,
+) -> dict[str, list[str]]:
+    """Return the model's tensors by new file. Write one more file of unchanged tensors, and the index of all files."""
+    tensors_by_file = pack_files(shapes_and_dtypes, shard_bytes, num_more=bool(unchanged_tensors))
+    new_files = {file: list(tensors) for file, tensors in tensors_by_file.items()}
+    unchanged_files = kept_file(len(new_files), unchanged_tensors)
+    for name, tensors in unchanged_files.items():
+        _write_unchanged(tensors, name, manifest)
+    if len(new_files) + len(unchanged_files) > 1:
+        index = index_text({**new_files, **unchanged_files}, model_bytes + total_bytes(unchanged_tensors))
+        manifest.append(INDEX, index.encode())
+    return new_files
 
 
 def _find_companions(checkpoint: Path) -> Path:
@@ -446,9 +454,9 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 @contextmanager
 def _files_checked(folder: Path) -> Iterator[None]:
-    """Check a folder's files against its manifest, if it has one, inside this context.
+    """Check a folder's files against its manifest, if it has one.
 
-    Sizes are checked on entry. A background thread computes hashes; the exit compares them.
+    Sizes are checked on entry; a background thread computes hashes, and the exit compares them.
     """
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:

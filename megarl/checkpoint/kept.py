@@ -80,10 +80,8 @@ def list_unchanged_tensors(folder: str | Path, model: ModelShape) -> dict[str, U
 
 
 def split_unchanged_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, UnchangedTensor], dict[str, str]]:
-    """Return the tensors that training leaves unchanged, and the draft layer's duplicates of trained tensors.
-
-    The first are read from `folder`. The second are {name: name of the trained tensor}. Raises DataError for a
-    truncated file.
+    """Return the tensors in `folder` that training leaves unchanged, and the draft layer's duplicates of trained
+    tensors as {name: name of the trained tensor}. Raises DataError for a truncated file.
     """
     tensors = list_unchanged_tensors(folder, model)
     copies = {name: original for name, original in list_draft_copies(model).items() if name in tensors}

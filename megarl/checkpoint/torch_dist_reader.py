@@ -345,10 +345,7 @@ class _Metadata:
         raise DataError(f"{self._path}: the checkpoint does not contain the tensor {parameter.keys[0]}. {_AGAIN}")
 
     def tensor(self, key: str, depth: int) -> _StoredTensor:
-        """Return the tensor stored under a key.
-
-        Its first `depth` dimensions are layer and expert. A stored part has a single index in each.
-        """
+        """Return the tensor stored under a key. Its first `depth` dimensions are layer and expert."""
         if key not in self._tensors:
             try:
                 self._tensors[key] = self._read(key, depth)
@@ -369,8 +366,7 @@ class _Metadata:
             if Path(info.relative_path).name != info.relative_path:
                 raise DataError(
                     f"{self._path}: {key} is stored in {info.relative_path!r}, which is not a file of this folder. "
-                    "Copy "
-                    "or convert the checkpoint again."
+                    "Copy or convert the checkpoint again."
                 )
             if info.transform_descriptors or shape[:depth] != (1,) * depth:
                 raise DataError(

@@ -46,8 +46,7 @@ def weights_identity(folder: str | Path) -> str:
 def _sampled_names(names: Collection[str]) -> list[str]:
     """Return some tensors of each kind, such as the query matrices of all layers, spread over the sorted names.
 
-    Training may change only a few kinds, such as adapters' targets. A model of any size has few kinds, so the reading
-    takes a fraction of a second.
+    Training may change only a few kinds, such as adapters' targets.
     """
     names_of_kind: dict[str, list[str]] = {}
     for name in sorted(names):

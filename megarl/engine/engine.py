@@ -166,13 +166,11 @@ class RolloutEngine:
     ) -> list[Completion]:
         """Sample until `leave_after` requests are finished, none is left, or `budget_seconds` are over.
 
-        Returns the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
-        `aborts` are ignored. If vLLM refuses a request (too long, empty, unknown token), it returns with finish reason
-        `error` and the cause; other requests continue. Ranks other than the leader return an empty list at the same
-        time.
-
-        Before the return, the outputs of all started steps are read. So the caller may write weights and release
-        memory. Raises TimeoutError if vLLM schedules no request for `stall_seconds`; the rank then counts as lost.
+        Returns the completions finished in this call; ranks other than the leader return an empty list. An aborted
+        request returns with its tokens so far. Unknown ids in `aborts` are ignored. If vLLM refuses a request (too
+        long, empty, unknown token), it returns with finish reason `error` and the cause. Before the return, the outputs
+        of all started steps are read. So the caller may write weights and release memory. Raises TimeoutError if vLLM
+        schedules no request for `stall_seconds`; the rank then counts as lost.
         """
         faults.reach("sample")
         with preserved_random_state():
@@ -186,17 +184,15 @@ class RolloutEngine:
                 self._channel.release()
 
     def sampled_so_far(self) -> dict[str, int]:
-        """Return the number of sampled tokens of each unfinished request by id; empty on ranks other than the
-        leader.
-        """
+        """Return the number of sampled tokens of each unfinished request by id; empty on followers."""
         running = {} if self._requests is None else self._requests.running
         return {request_id: len(request.sampled.token_ids) for request_id, request in running.items()}
 
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens at temperature 1; None on ranks other than the leader.
 
-        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. The prompt does not stay
-        in the cache. Raises RuntimeError if the engine has another request.
+        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. Raises RuntimeError if the
+        engine has another request.
         """
         with preserved_random_state():
             if self._requests is None:
@@ -235,10 +231,9 @@ class RolloutEngine:
             full_tensors.load(self._worker, tensors)
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Record an update of the live weights, and drop the KV cache of the old weights.
+        """Record an update of the live weights to `version` (None: the next number), and drop the KV cache.
 
-        With rollout.recompute_kv=false running requests keep their KV cache. `version` is the version of the new
-        weights; None: the next number.
+        With rollout.recompute_kv=false running requests keep theirs.
         """
         self.weight_version = self.weight_version + 1 if version is None else version
         running = () if self._requests is None else self._requests.running.values()
@@ -256,11 +251,7 @@ class RolloutEngine:
             raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks")
 
     def sleep(self) -> None:
-        """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache.
-
-        Normally the weights are dropped (sleep level 2). If vLLM cannot restore all tensors of the model, they are
-        copied to host memory (sleep level 1).
-        """
+        """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache."""
         self.reset_prefix_cache()
         self._sleep.begin()
 
@@ -269,9 +260,9 @@ class RolloutEngine:
         return self._sleep.notices
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Allocate the released memory again, at the same addresses. Then the weights must be written.
+        """Allocate the released memory of these `tags` again, at the same addresses.
 
-        `tags` selects "weights", "kv_cache", or both.
+        Then the weights must be written.
         """
         self._sleep.end(tags)
 

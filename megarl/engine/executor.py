@@ -51,9 +51,9 @@ class CommandChannel:
             signed.broadcast(self._commands, command, self.group, self.ranks[0], BLOCK_BYTES)
 
     def receive(self) -> Any:
-        """Wait for the next command. Called on followers only.
+        """Wait for the next command.
 
-        Raises ForgedMessageError if the leader did not sign it.
+        Called on followers only. Raises ForgedMessageError if the leader did not sign it.
         """
         assert self._commands is not None
         return signed.broadcast(self._commands, None, self.group, self.ranks[0], BLOCK_BYTES)

@@ -66,10 +66,9 @@ def sleep_copies_notice(
     reasons: Sequence[str] = (),
     part_tensors: Iterable[torch.Tensor] = (),
 ) -> str:
-    """Return the notice that a model's weights are copied to host memory during sleep.
+    """Return the notice that a model's weights, and `part_tensors` [any shape], are copied to host memory during sleep.
 
-    The cause is `unrestored` tensors, or the `reasons` of the engine's parts. `part_tensors` are tensors [any shape] of
-    these parts. They are copied too.
+    The cause is `unrestored` tensors, or the `reasons` of the engine's parts.
     """
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *part_tensors))
     remainder = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""

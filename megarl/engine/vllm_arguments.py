@@ -45,7 +45,7 @@ def name_refused_field(
 ) -> Iterator[None]:
     """Turn vLLM's errors of these classes into a ConfigError that names the recipe field.
 
-    `max_model_len` is in tokens. `parts` are the engine's optional features, whose fields vLLM may refuse too.
+    `max_model_len` is in tokens.
     """
     try:
         yield
@@ -194,7 +194,7 @@ def _linear_attention_arguments(shape: ModelShape) -> dict[str, Any]:
 
 
 def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[EnginePart] = ()) -> Any:
-    """Return vLLM's complete configuration. The `parts`, optional features, may revise it.
+    """Return vLLM's complete configuration, revised by the `parts`.
 
     Raises ValueError if `config.async_scheduling` is True but vLLM's platform does not support it.
     """

@@ -40,9 +40,7 @@ class DeltaNet(LinearAttention):
 
     @property
     def value_channels(self) -> int:
-        """Value channels of all heads, equal to the channels of the output gates and of the output projection's
-        input.
-        """
+        """Value channels of all heads, equal to those of the output gates."""
         return self.num_value_heads * self.value_dim
 
     @property

@@ -45,10 +45,7 @@ def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> di
 
 
 def projections(names: Iterable[str]) -> list[str]:
-    """Return the last name parts of the modules with adapters, sorted, for PEFT's `target_modules`: `q_proj`.
-
-    `names` are matrix names, with layer numbers or with placeholders.
-    """
+    """Return the last name parts of the modules with adapters, sorted, for PEFT's `target_modules`: `q_proj`."""
     # Names end in MODULE.lora_A.weight or MODULE.lora_B.weight.
     return sorted({name.split(".")[-3] for name in names})
 

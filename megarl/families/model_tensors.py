@@ -71,7 +71,7 @@ def live_name(template: str, model: ModelShape) -> str:
 
 
 def checkpoint_name(name: str, model: ModelShape) -> str:
-    """Return a tensor's name in checkpoints. `name` is its name in the family's module, beginning with `model.`."""
+    """Return a tensor's name in checkpoints from its name in the family's module, beginning with `model.`."""
     prefix = FAMILIES[model.family].prefix
     return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 

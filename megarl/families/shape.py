@@ -191,10 +191,10 @@ def _read_packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
-    """Return a model's shape for a prediction. For a missing folder, `PUBLISHED` gives the shape.
+    """Return a model's shape for a prediction.
 
-    Raises DataError like `read_model_shape`. For an unpublished model, the error has the command that downloads
-    config.json.
+    For a missing folder, `PUBLISHED` gives the shape. Raises DataError like `read_model_shape`, with the command that
+    downloads config.json.
     """
     if Path(model_folder).is_dir():
         return read_model_shape(model_folder, override)

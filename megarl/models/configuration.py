@@ -181,7 +181,6 @@ def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
 
 
 def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the settings of the layers with experts."""
     return {
         **router_settings(router, shape),
         "num_moe_experts": router.num_experts,

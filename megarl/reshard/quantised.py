@@ -153,8 +153,8 @@ def find_bucket_spans(modules: Mapping[str, Collection[str]], plan: Plan, layout
 def assign_buffer_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Return at which element of one shared buffer each module starts, and the buffer's number of elements.
 
-    `spans` lists (first bucket, last bucket, size) of each module. Each module gets the first free place. A place is
-    free two buckets after its module's last bucket, because a bucket is unpacked while the next one is copied.
+    `spans` lists (first bucket, last bucket, size) of each module. A place is free two buckets after its module's last
+    bucket, because a bucket is unpacked while the next one is copied.
     """
     occupied: list[tuple[int, int, int]] = []
     places = [0] * len(spans)

@@ -18,10 +18,7 @@ _MAX_TOKENS = 256
 
 
 def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
-    """Return the canary's fixed batch: as few rows as the parallel sizes allow, each one sequence of random tokens.
-
-    The tokens depend on the recipe's seed only.
-    """
+    """Return the canary's fixed batch of random tokens: as few rows as the parallel sizes allow, one sequence each."""
     recipe = model.recipe
     num_tokens = min(_MAX_TOKENS, recipe.trainer.max_tokens_per_forward or recipe.trainer.max_tokens_per_microbatch)
     # 2 makes the canary's random stream differ from other streams with this seed.

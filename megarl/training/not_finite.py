@@ -29,11 +29,11 @@ _MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
 
 
 def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss]) -> NotFinite:
-    """Compute the rows again, and return the first tensor that is not finite. A collective over the trainer's ranks.
+    """Compute the rows again, and return the first tensor that is not finite.
 
-    Tensors are searched in this order: weights; outputs of modules, by microbatch and position in the model; losses;
-    each rank's own gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed;
-    weights, buffers and optimizer stay. Dropout draws new masks.
+    A collective over the trainer's ranks. Search order: weights; outputs of modules, by microbatch and position in the
+    model; losses; each rank's own gradients, from the last layer to the first. Gradient buffers are zeroed; weights and
+    optimizer stay. Dropout draws new masks.
     """
     trace = ModuleTrace(model.chunks, _flag_not_finite)
     saved_buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}

@@ -338,9 +338,9 @@ def _select_gradient(is_trained: Tensor, output: Tensor) -> Tensor:
 def mismatch_metrics(
     trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor
 ) -> dict[str | Signal, RowMetric]:
-    """Return `logprob_gap/`: the mismatch of trainer and engine over the counted tokens. All tensors are [tokens].
+    """Return `logprob_gap/`: the mismatch of trainer and engine over the counted tokens.
 
-    Left out: tokens with a `rollout_logprobs` of NaN, which these weights did not sample.
+    All tensors are [tokens]. Tokens with a `rollout_logprobs` of NaN are left out.
     """
     is_sampled = rollout_logprobs.isnan().logical_not()
     is_measured = is_counted & is_sampled

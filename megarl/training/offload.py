@@ -56,8 +56,7 @@ class Offloadable:
     def _reuse_copies(self, sizes: Sequence[int], arena: HostArena) -> list[HostCopy]:
         """Return memory for copies of these sizes in bytes, then unused memory.
 
-        Memory of earlier releases is used again, because page-locking is slow. A loaded checkpoint replaces tensors by
-        others of the same sizes.
+        Memory of earlier releases is used again, because page-locking is slow.
         """
         free_copies: dict[int, list[HostCopy]] = {}
         for copy in reversed(self._copies):
@@ -105,9 +104,9 @@ class MergedWeights:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Context in which `weights` has the model's weights with the adapters merged in.
+        """Context in which `weights` has the adapters merged in.
 
-        The trainer's own weights are on the device meanwhile, and are offloaded at the end.
+        The trainer's own weights are on the device meanwhile.
         """
         self._offloadable.onload()
         self._squared_norms = []

@@ -155,8 +155,8 @@ class RouteFeed(RowFeed):
     ) -> Sequence[tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None]:
         """Fetch the experts of this rank's tokens and layers: int16 [tokens, layers, top_k] for each row.
 
-        Also counts tokens per expert for layers that need counts. Rows without an engine's experts have None. With
-        experts, this is a collective over the world, then over the expert-parallel ranks.
+        Also counts tokens per expert for layers that need counts. With experts, this is a collective over the world,
+        then over the expert-parallel ranks.
         """
         if rows[0].experts is None:
             return [None] * len(rows)

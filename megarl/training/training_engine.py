@@ -235,10 +235,9 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def starting_weights(self) -> Iterator[None]:
-        """Context in which the model computes as at the start of training, by the `start_context` of its parts.
+        """Context in which the model computes as at the start of training.
 
-        Only for a model whose trained parameters all belong to `engine_parts`. Other weights do not return to their
-        first values.
+        Only for a model whose trained parameters all belong to `engine_parts`.
         """
         with ExitStack() as stack:
             for part in self.engine_parts:
@@ -311,9 +310,9 @@ class TrainingEngine(ModelShard):
         self.release_feeds()
 
     def apply(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
-        """Reduce the gradients of all passes since the last step, and run the optimizer's step on them.
+        """Reduce the gradients of all passes since the last step, and run the optimizer's step.
 
-        `rows` are the metrics of the passes' rows. With `limits` they decide whether parameters change, as in `update`.
+        `rows` are the metrics of the passes' rows. `limits` as in `update`.
         """
         self.reduce_gradients()
         with span("optimizer"):

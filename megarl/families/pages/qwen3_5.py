@@ -46,9 +46,7 @@ def read_experts(config: Mapping[str, Any]) -> Parts:
 
 
 def _without_image_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without the rotary settings for images. Text does not need them: a text token has one
-    position.
-    """
+    """Return config.json without the rotary settings for images, which text does not need."""
     rope = {name: value for name, value in mapping(config, "rope_parameters").items() if name not in _OF_IMAGES}
     return {**config, "rope_parameters": rope}
 

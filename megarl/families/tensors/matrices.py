@@ -21,8 +21,5 @@ def has_matrices(rule: Rule) -> bool:
 
 
 def matrix_templates(rules: Iterable[Rule]) -> dict[str, tuple[int, int]]:
-    """Return the shape of each matrix by its template.
-
-    A fused parameter has several matrices: queries, keys and values; gate and up projection.
-    """
+    """Return the shape of each matrix by its template. A fused parameter has several matrices."""
     return {template: (shape[0], shape[1]) for rule in rules if has_matrices(rule) for template, shape in rule.tensors}

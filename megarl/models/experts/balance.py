@@ -75,7 +75,6 @@ class UpdateRouter(TopKRouter):
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
-        """Make a router with the balancing losses of the config."""
         super().__init__(config, pg_collection)
         assert config.num_moe_experts is not None
         self.expert_count = config.num_moe_experts

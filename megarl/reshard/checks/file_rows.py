@@ -50,11 +50,11 @@ def check_rows(
     seed: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Compare rows of the folder's tensors `names` with this rank's engine. A collective over `group`.
+    """Compare rows of the folder's tensors `names` with this rank's engine.
 
-    `tensor_of` returns a memory-mapped tensor [*shape] of the folder by name. `dtype` is the type of the trained
-    weights. FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises
-    MegarlError on all ranks, naming the first tensor that differs or that vLLM's loader did not copy.
+    A collective over `group`. `tensor_of` returns a memory-mapped tensor [*shape] of the folder by name. `dtype` is the
+    type of the trained weights. A rank without an engine has `model` None. Raises MegarlError on all ranks, naming the
+    first tensor that differs or was not copied.
     """
     fault = None if model is None else _find_fault(model, names, tensor_of, dtype, seed)
     for rank, text in enumerate(gather_values(fault, group)):

@@ -75,7 +75,6 @@ class Ledger:
         is_converted: bool = False,
         cast_to: Sequence[torch.dtype] | None = None,
     ) -> None:
-        """Find the pieces of the layout in each storage. No checksum is computed yet."""
         self._holder = f"{rank_name} on {socket.gethostname()}"
         self._cast_to = cast_to
         self._numbers: dict[str, list[int]] = defaultdict(list)

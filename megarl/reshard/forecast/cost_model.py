@@ -164,22 +164,15 @@ def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -
 
 
 def measure_traffic(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
-    """Count the bytes moved by a plan over all its ranks. One tensor of each kind stands for all tensors of
-    the kind.
-    """
+    """Count the bytes moved by a plan, by rank (`Traffic`). Equal kinds of tensors are counted once."""
     num_ranks = plan.num_ranks
-    received, sent = np.zeros((3, num_ranks), np.int64), np.zeros((3, num_ranks), np.int64)
-    lower_bound, gathered, copies = (
-        np.zeros(num_ranks, np.int64),
-        np.zeros((3, num_ranks), np.int64),
-        np.zeros(num_ranks, np.int64),
-    )
+    received, sent, gathered = np.zeros((3, 3, num_ranks), np.int64)
+    lower_bound, copies = np.zeros((2, num_ranks), np.int64)
     # Rows 0 and 1: receives on the same node and on other nodes. Rows 2 and 3: sends.
     bucket_numels = np.zeros((len(plan.exchanged), 4, num_ranks), np.float32)
-    pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
-    # Equal kinds of tensors share their counts, so each kind is counted once.
+    pairs_by_bucket: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
     count_tensor = cache(partial(_count_tensor, plan))
-    count_missing, count_gathered = (cache(partial(f, plan)) for f in (_lower_bound, _count_gathered))
+    count_missing, count_gathered = (cache(partial(count, plan)) for count in (_count_missing, _count_gathered))
     for tensor, overlap, rotation, buckets in plan.steps:
         counts, width = count_tensor(overlap, rotation=rotation, num_slices=len(buckets)), plan.width(tensor)
         received += width * counts.received
@@ -190,7 +183,7 @@ def measure_traffic(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
         for bucket in buckets:
             bucket_numels[bucket, :2] += width * counts.received[1:] / len(buckets)
             bucket_numels[bucket, 2:] += width * counts.sent[1:] / len(buckets)
-            pairs[bucket].append(counts.pairs)
+            pairs_by_bucket[bucket].append(counts.pairs)
     itemsize = plan.itemsize
     return Traffic(
         received=received * itemsize,
@@ -198,7 +191,7 @@ def measure_traffic(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
         lower_bound=lower_bound * itemsize,
         gathered=gathered * itemsize,
         copies=copies,
-        messages=sum(_count_distinct(codes, num_ranks) for codes in pairs),
+        messages=sum(_count_distinct(pairs, num_ranks) for pairs in pairs_by_bucket),
         buckets=len(plan.exchanged),
         staging=np.ceil(bucket_numels.sum(1).max(0)).astype(np.int64) * itemsize,
         # Links carry both directions at once, so the larger of receives and sends counts. Indices [0, 0, 1] insert a
@@ -220,10 +213,9 @@ def reshard_plan(
     bucket_bytes: int,
     adapter: LoraConfig | None = None,
 ) -> Plan:
-    """Return the plan that copies weights from the trainer (Megatron) to the engines (vLLM). It follows from the
-    model's sizes alone.
+    """Return the plan that copies weights from trainer to engines, from the model's sizes alone.
 
-    The arguments are those of `forecast`.
+    Arguments as in `forecast`.
     """
     layouts = make_reshard_layouts(model, parallel, parallel.num_ranks, adapter=adapter)
     return make_plan(
@@ -255,7 +247,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
     def count_missing(candidate: ParallelConfig) -> int:
         # Only bytes count here. One huge bucket avoids the work of slicing tensors.
         plan = reshard_plan(model, candidate, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
-        missing = cache(lambda overlap: int(_lower_bound(plan, overlap).sum()))
+        missing = cache(lambda overlap: int(_count_missing(plan, overlap).sum()))
         return sum(missing(overlap) for _, overlap, _, _ in plan.steps)
 
     candidates = [
@@ -333,7 +325,7 @@ def _count_tensor(plan: Plan, overlap: Overlap, *, rotation: int, num_slices: in
     return _TensorCounts(received=received, sent=sent, copies=copies, pairs=np.concatenate(pairs))
 
 
-def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
+def _count_missing(plan: Plan, overlap: Overlap) -> _Bytes:
     """Return the elements that each rank needs and lacks: [ranks]."""
     missing = np.zeros(plan.num_ranks, np.int64)
     for flow in overlap.flows:
@@ -353,11 +345,11 @@ def _count_gathered(plan: Plan, overlap: Overlap) -> _Bytes:
     return gathered
 
 
-def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
-    """Return the number of distinct pair codes. A flag per possible pair is faster than sorting the codes."""
+def _count_distinct(pairs: list[NDArray[np.int64]], num_ranks: int) -> int:
+    """Return the number of distinct encoded pairs. A flag per possible pair is faster than sorting the pairs."""
     is_present = np.zeros(num_ranks * num_ranks, dtype=bool)
-    for part in codes:
-        is_present[part] = True
+    for tensor_pairs in pairs:
+        is_present[tensor_pairs] = True
     return int(np.count_nonzero(is_present))
 
 

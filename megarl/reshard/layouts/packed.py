@@ -24,9 +24,9 @@ def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_names(model: ModelShape) -> dict[str, str]:
-    """Return where each tensor of `hf_tensors` lies in the model's files: its name -> the name there.
+    """Return the name in the model's files of each tensor of `hf_tensors`.
 
-    All experts of a layer may map to one packed tensor.
+    All experts of a layer may share a packed tensor.
     """
     packed = {alias.tensor: alias.packed for alias in list_aliases(model)}
     tensors = {name: parse_name(name) for name in hf_tensors(model)}
@@ -59,7 +59,8 @@ def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
 def _expert_pieces(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
     """Cut a piece of a packed tensor into pieces of single experts' tensors of one kind, such as `down_proj`.
 
-    `shape` is the shape of one expert's tensor.
+    `shape`: of one expert's tensor. Index k of its axis lies at `start + k * step` of axis `dim` of the packed tensor
+    (`alias.axes`).
     """
     box, start, stop, strides, offset = piece.box, [], [], [], piece.offset
     for size, axis in zip(shape, alias.axes, strict=True):

@@ -70,10 +70,10 @@ def check_direct_write(model: nn.Module) -> None:
 
 
 def zero_padding(model: nn.Module) -> None:
-    """Zero the elements that vLLM's loader zeroes and no checkpoint tensor has. A reshard does not write them.
+    """Zero the elements that vLLM's loader zeroes and no checkpoint tensor has.
 
-    They are padding rows of the vocabulary, and the experts' output bias on all ranks except the first: the sum over
-    the ranks must contain the bias once.
+    A reshard does not write them. They are padding rows of the vocabulary, and the experts' output bias on all ranks
+    except the first, because ranks are summed.
     """
     # Imported only where an engine exists: ranks that only train must not load vLLM.
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -90,9 +90,9 @@ class VllmAdapterLayouts(Layouts):
         return features * stored_rank * len(self._layers[template])
 
     def _holdings(self, template: str) -> Iterator[Holding]:
-        """Yield the boxes of a matrix: one box for all ranks, or one box for each rank of a replica.
+        """Yield the boxes of a matrix: one box for all ranks, or one for each rank of a replica.
 
-        Rows of A are stored without gaps. Rows of B are as long as the slot's rank, even with a smaller adapter.
+        Rows of B are as long as the slot's rank, even with a smaller adapter.
         """
         stack, index, letter = self._places[template]
         shape, world = self.shapes[template], len(self.engine)

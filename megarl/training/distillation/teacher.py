@@ -82,9 +82,9 @@ def store_model_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, st
     num_not_finite = 0
 
     def store_next_row(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
-        """Store a row's targets, `output` [local tokens, bytes]. Megatron calls this after each row, in their order.
+        """Store a row's targets, `output` [local tokens, bytes].
 
-        Megatron would otherwise collect the outputs of all rows on the device.
+        Megatron calls this after each row, in their order. Otherwise it would collect all outputs on the device.
         """
         nonlocal num_not_finite
         row_index, row = next(numbered_rows)

@@ -48,7 +48,7 @@ def select_update_rule(
 ) -> UpdateRule | None:
     """Return the rule for parameters with another optimizer or learning rate; None: all are updated alike.
 
-    The result is equal on all ranks of a model, also on those without such parameters.
+    Equal on all ranks of a model.
     """
     if config.name == "muon":
         return MuonRule(shard, config)

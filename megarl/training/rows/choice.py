@@ -16,9 +16,9 @@ from megarl.training.rows.tree_rows import pack_tree
 def make_microbatch(
     batch: TokenBatch, *, multiple: int, qkv_format: str, device: torch.device, cp: int = 1, cp_rank: int = 0
 ) -> Microbatch:
-    """Return a batch's sequences as one row, or a context-parallel rank's part of the row.
+    """Return a batch's sequences as one row, or a context-parallel rank's part of it.
 
-    Each rank's number of tokens is a multiple of `multiple`. `qkv_format`: attention format of packed rows.
+    Each rank has a multiple of `multiple` tokens.
     """
     # No tree for sequences of one token: they have no prediction. No tree with labels: it computes one prediction for
     # equal tokens, but their labels may differ.

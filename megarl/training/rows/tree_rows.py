@@ -30,8 +30,8 @@ class TreeMicrobatch(Microbatch):
     """
 
     def make_row_tokens(self, num_parts: int = 1, part: int = 0) -> TreeTokens:
-        """Return part `part` of `num_parts` equal parts of this rank's stored tokens, with the sequences' tokens stored
-        there.
+        """Return the stored tokens of part `part` of `num_parts`, and for each token of the sequences the stored one in
+        this part.
         """
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tree = self.row.tree

@@ -160,10 +160,7 @@ def _without_shared_memory(data: Any) -> Any:
 
 @contextmanager
 def load_changed_models(models: Mapping[str, Model]) -> Iterator[None]:
-    """Context for a save: frozen models with changed weights (an updated reference) are on the device.
-
-    A save copies tensors from the device before it continues in the background.
-    """
+    """Context for a save: frozen models with changed weights (an updated reference) are on the device."""
     with ExitStack() as stack:
         for name in changed_models(models):
             stack.enter_context(models[name].on_device())
