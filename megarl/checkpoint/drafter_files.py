@@ -44,12 +44,12 @@ def load_drafter(folder: str, shape: DrafterShape, parameters: Mapping[str, Tens
 
     Raises DataError for a tensor that is missing, has another shape, or is not finite.
     """
-    stored = MappedFolder(folder)
-    names = {published_name(name): name for name in stored.names}
-    for name, size in shape.tensors.items():
-        values = stored.tensor(names[name]) if name in names else None
-        if values is None or tuple(values.shape) != size:
-            raise DataError(f"{folder}: {name} must have the shape {size}. Copy or download the drafter again.")
+    mapped_folder = MappedFolder(folder)
+    stored_names = {published_name(name): name for name in mapped_folder.names}
+    for name, tensor_shape in shape.tensors.items():
+        values = mapped_folder.tensor(stored_names[name]) if name in stored_names else None
+        if values is None or tuple(values.shape) != tensor_shape:
+            raise DataError(f"{folder}: {name} must have the shape {tensor_shape}. Copy or download the drafter again.")
         if not torch.isfinite(values).all():
             raise DataError(f"{folder}: {name} has values that are not finite. Copy or download the drafter again.")
         parameters[name].copy_(values)

@@ -62,7 +62,7 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
     """
     shapes, prefixes = checkpoint_tensors(model), list_copied_prefixes(model)
     quantised = _quantised_shapes(shapes, model)
-    parts: dict[str, Path] = {}
+    quantised_parts: dict[str, Path] = {}
     stored: dict[str, Stored] = {}
     files: dict[str, Path] = {}
     faults: list[Fault] = []
@@ -70,35 +70,20 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
         path = Path(folder) / file
         for name, (code, shape) in read_safetensors_header(path, expected).items():
             files.setdefault(name, path)
-            # Numbers or scales in MXFP4: they are joined below.
             if name in quantised:
-                if name in parts:
-                    text = f"{path}: {name} is also in {parts[name]}. Remove one of the files."
-                    faults.append(Fault("doubled", text))
-                parts[name] = path
+                # Numbers or scales in MXFP4: they are joined below.
+                faults += _find_doubled(path, name, quantised_parts.get(name))
+                quantised_parts[name] = path
                 if (code, shape) != ("U8", quantised[name]):
                     expected_form = f"U8 {quantised[name]}"
                     faults.append(Fault("shape", f"{path}: {name} is {code} {shape}; MXFP4 has {expected_form} there."))
-                continue
-            if name not in shapes:
-                # Redundant tensors are not loaded, only compared (`checkpoint.redundant`). Other tensors are kept:
-                # exports copy them, nothing trains them (`checkpoint.kept`).
-                if name.endswith(_PACKED) and not name.startswith(prefixes):
-                    text = f"{path}: {name} holds all experts of a layer; rewrite it with one tensor per expert."
-                    faults.append(Fault("packed", text))
-                elif not (is_redundant(name, model) or name.startswith(prefixes)):
-                    faults.append(Fault("extra", f"{path}: {name} has no place in a {model.family} model."))
-                continue
-            if name in stored:
-                faults.append(
-                    Fault("doubled", f"{path}: {name} is also in {stored[name].path}. Remove one of the files.")
-                )
-            elif code not in CODES:
-                faults.append(Fault("type", f"{path}: {name} is {code}; only {', '.join(CODES)} can be trained."))
-            elif shape != shapes[name]:
-                faults.append(Fault("shape", f"{path}: {name} is {shape}; config.json says {shapes[name]}."))
-            stored[name] = Stored(path, code)
-    faults += _join_quantised(parts, stored)
+            elif name not in shapes:
+                faults += _find_fault_of_further(path, name, model, prefixes)
+            else:
+                doubled = _find_doubled(path, name, stored[name].path if name in stored else None)
+                faults += doubled or _find_fault_of_form(path, name, code, shape, shapes[name])
+                stored[name] = Stored(path, code)
+    faults += _join_quantised(quantised_parts, stored)
     faults += [
         Fault("missing", f"{folder}: tensor {name} is missing. Copy or download the model again.")
         for name in shapes
@@ -106,6 +91,40 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
     ]
     faults += [Fault("redundant", text) for text in redundant_faults(Path(folder), model, files)]
     return stored, faults
+
+
+def _find_doubled(path: Path, name: str, earlier_file: Path | None) -> list[Fault]:
+    """Return a fault if an earlier file has the same tensor."""
+    if earlier_file is None:
+        return []
+    return [Fault("doubled", f"{path}: {name} is also in {earlier_file}. Remove one of the files.")]
+
+
+def _find_fault_of_further(path: Path, name: str, model: ModelShape, copied_prefixes: tuple[str, ...]) -> list[Fault]:
+    """Return a fault if a tensor that the model does not train is not one to compare or to copy either.
+
+    Redundant tensors are only compared (`checkpoint.redundant`). Exports copy those with `copied_prefixes`
+    (`checkpoint.kept`).
+    """
+    if name.startswith(copied_prefixes):
+        return []
+    if name.endswith(_PACKED):
+        text = f"{path}: {name} holds all experts of a layer; rewrite it with one tensor per expert."
+        return [Fault("packed", text)]
+    if is_redundant(name, model):
+        return []
+    return [Fault("extra", f"{path}: {name} has no place in a {model.family} model.")]
+
+
+def _find_fault_of_form(
+    path: Path, name: str, code: str, shape: tuple[int, ...], expected_shape: tuple[int, ...]
+) -> list[Fault]:
+    """Return a fault if a tensor's dtype cannot be trained, or its shape is not the model's."""
+    if code not in CODES:
+        return [Fault("type", f"{path}: {name} is {code}; only {', '.join(CODES)} can be trained.")]
+    if shape != expected_shape:
+        return [Fault("shape", f"{path}: {name} is {shape}; config.json says {expected_shape}.")]
+    return []
 
 
 def _join_quantised(parts: Mapping[str, Path], stored: dict[str, Stored]) -> Iterator[Fault]:

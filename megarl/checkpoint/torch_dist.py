@@ -234,10 +234,10 @@ def list_extra_state_keys(model: ModelShape) -> Iterator[str]:
     for parameter in parameters(model):
         # The blocks of a fused parameter have separate keys, but their layer has one extra state.
         key = parameter.keys[0].removesuffix(f".{parameter.block_key}")
-        module, _, kind = key.rpartition(".")
+        module, _, weight_name = key.rpartition(".")
         # Linear layers of Megatron-Core 0.16.1 save an extra state with each weight (Transformer Engine: the FP8 state)
         # and look for it when loading.
-        if kind == "weight" and re.search(r"\.linear_\w+$|\.(in|out)_proj$", module):
+        if weight_name == "weight" and re.search(r"\.linear_\w+$|\.(in|out)_proj$", module):
             # Without a leading dimension, Megatron-Core counts one object.
             indices_and_shape = (parameter.leading, parameter.leading_shape) if parameter.leading else ((0,), (1,))
             index_text, shape_text = (".".join(map(str, numbers)) for numbers in indices_and_shape)

@@ -34,9 +34,11 @@ def weights_identity(folder: str | Path) -> str:
     for name in _sampled_names(file_and_shape):
         file, shape = file_and_shape[name]
         digest.update(f"{name} {shape}".encode())
-        with safe_open(folder / file, "pt") as stored:
+        with safe_open(folder / file, "pt") as weight_file:
             values = (
-                stored.get_slice(name)[tuple(slice(_MAX_INDEX) for _ in shape)] if shape else stored.get_tensor(name)
+                weight_file.get_slice(name)[tuple(slice(_MAX_INDEX) for _ in shape)]
+                if shape
+                else weight_file.get_tensor(name)
             )
         # Copies of a model in float32 and bfloat16 are the same model.
         digest.update(values.to(torch.bfloat16).flatten().view(torch.uint8).numpy().tobytes())

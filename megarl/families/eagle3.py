@@ -89,20 +89,7 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
     """Return the shape of a drafter that passed `drafter_faults`. Raises DataError if it cannot be trained."""
     config = read_object(Path(folder) / "config.json")
     eagle_config = config.get("eagle_config") or {}
-    options = {**config, **eagle_config}
-    # Refuse forms of drafters that vLLM supports and the trainer does not.
-    for name, value in _OTHER_FORMS.items():
-        if options.get(name) not in (None, value):
-            raise DataError(f"{name} in its config.json is {options[name]}; only {value} can be trained")
-    if options.get("use_aux_hidden_state") is False:
-        raise DataError("use_aux_hidden_state in its config.json is false; only states of three layers are trained")
-    if "sliding_attention" in (config.get("layer_types") or ())[:1]:
-        raise DataError("its layer has a sliding window (layer_types); only attention to all tokens can be trained")
-    tensor_names = {published_name(name) for name in stored_names(folder)}
-    if "embed_tokens.weight" in tensor_names:
-        raise DataError("it has an embedding of its own, embed_tokens.weight; it must have none to be trained")
-    if "lm_head.weight" not in tensor_names:
-        raise DataError("it has no head of its own, lm_head.weight; it must have one to be trained")
+    _refuse_other_forms(folder, config, {**config, **eagle_config})
     rotary = read_rotary(config)
     if rotary.fraction != 1:
         raise DataError(f"it rotates {rotary.fraction} of a head's channels; only all of them are trained")
@@ -126,6 +113,25 @@ def read_drafter_shape(folder: str, policy: ModelShape) -> DrafterShape:
         aux_layers=aux_layers,
         adds_normed_state=bool(config.get("norm_before_residual")),
     )
+
+
+def _refuse_other_forms(folder: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise DataError for forms of drafters that vLLM supports and the trainer does not.
+
+    `options`: the fields of config.json, with those of its `eagle_config`.
+    """
+    for name, value in _OTHER_FORMS.items():
+        if options.get(name) not in (None, value):
+            raise DataError(f"{name} in its config.json is {options[name]}; only {value} can be trained")
+    if options.get("use_aux_hidden_state") is False:
+        raise DataError("use_aux_hidden_state in its config.json is false; only states of three layers are trained")
+    if "sliding_attention" in (config.get("layer_types") or ())[:1]:
+        raise DataError("its layer has a sliding window (layer_types); only attention to all tokens can be trained")
+    tensor_names = {published_name(name) for name in stored_names(folder)}
+    if "embed_tokens.weight" in tensor_names:
+        raise DataError("it has an embedding of its own, embed_tokens.weight; it must have none to be trained")
+    if "lm_head.weight" not in tensor_names:
+        raise DataError("it has no head of its own, lm_head.weight; it must have one to be trained")
 
 
 def published_name(name: str) -> str:

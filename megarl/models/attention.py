@@ -218,7 +218,7 @@ def _cumulative_sums(sizes: np.ndarray, device: torch.device) -> Tensor:
 def _make_part(
     queries: np.ndarray | None, keys: np.ndarray | None, num_q: np.ndarray, num_k: np.ndarray, device: torch.device
 ) -> AttentionPart:
-    """Return the part with `num_q` queries and `num_k` keys of each sequence. None: all tokens, in order."""
+    """Return the part with `num_q` queries and `num_k` keys of each sequence. `queries`, `keys` None: all tokens."""
     return AttentionPart(
         queries=None if queries is None else torch.tensor(queries, device=device),
         keys=None if keys is None else torch.tensor(keys, device=device),

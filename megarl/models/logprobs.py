@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """For each token, the set of token ids with probability. It contains the target.
+    """For each token, the token ids that sampling could choose, the target among them.
 
     `token_ids` is int [sum of counts], `counts` int [tokens]. Count 0: the whole vocabulary.
     """

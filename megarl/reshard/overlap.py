@@ -64,12 +64,16 @@ class Flow:
         merged.
         """
         # Ranks that hold the same box need the same copies, so the cache key has the box's number for each region.
-        kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
-        key = (num_slices, *kinds)
+        box_numbers = tuple(
+            next(number for number, holding in enumerate(region.sources) if source in holding.ranks)
+            for region in self.regions
+        )
+        key = (num_slices, *box_numbers)
         if key not in self.templates:
             slices: list[list[CopyTemplate]] = [[] for _ in range(num_slices)]
-            for region, kind in zip(self.regions, kinds, strict=True):
-                for index, copy_template in _cut_slices(_copy_template(region, region.sources[kind]), num_slices):
+            for region, box_number in zip(self.regions, box_numbers, strict=True):
+                whole_copy = _copy_template(region, region.sources[box_number])
+                for index, copy_template in _cut_slices(whole_copy, num_slices):
                     slices[index].append(copy_template)
             self.templates[key] = [merge_series(copy_templates) for copy_templates in slices]
         return self.templates[key]
@@ -227,10 +231,10 @@ def _disjoint_cells(holdings: Sequence[Holding]) -> list[_Cell]:
     for ranges in product(*map(pairwise, cuts)):
         start, stop = tuple(a for a, _ in ranges), tuple(b for _, b in ranges)
         containers = tuple(
-            h
-            for h in holdings
-            if all(a <= c for a, c in zip(h.start, start, strict=True))
-            and all(b >= d for b, d in zip(h.stop, stop, strict=True))
+            holding
+            for holding in holdings
+            if all(first <= cell_first for first, cell_first in zip(holding.start, start, strict=True))
+            and all(end >= cell_end for end, cell_end in zip(holding.stop, stop, strict=True))
         )
         if containers:
             cells.append((start, stop, containers))

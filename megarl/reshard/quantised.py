@@ -156,16 +156,19 @@ def assign_buffer_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[in
     `spans` lists (first bucket, last bucket, size) of each module. A place is free two buckets after its module's last
     bucket, because a bucket is unpacked while the next one is copied.
     """
+    # (first element, end, last bucket) of each place in use.
     occupied: list[tuple[int, int, int]] = []
     places = [0] * len(spans)
-    for index in sorted(range(len(spans)), key=lambda i: spans[i]):
-        first, last, size = spans[index]
-        occupied = sorted(place for place in occupied if place[2] + 2 > first)
+    for module in sorted(range(len(spans)), key=lambda i: spans[i]):
+        first_bucket, last_bucket, module_numel = spans[module]
+        occupied = sorted(place for place in occupied if place[2] + 2 > first_bucket)
         start = 0
-        for begin, end, _ in occupied:
-            if start + size <= begin:
+        for occupied_start, occupied_end, _ in occupied:
+            if start + module_numel <= occupied_start:
                 break
-            start = max(start, end)
-        places[index] = start
-        occupied.append((start, start + size, last))
-    return places, max((place + size for place, (_, _, size) in zip(places, spans, strict=True)), default=0)
+            start = max(start, occupied_end)
+        places[module] = start
+        occupied.append((start, start + module_numel, last_bucket))
+    return places, max(
+        (place + module_numel for place, (_, _, module_numel) in zip(places, spans, strict=True)), default=0
+    )

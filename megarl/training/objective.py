@@ -389,15 +389,15 @@ def compute_sequence_loss(
     `policy_loss` needs whole samples (`is_sequence_loss`), so it is called with the whole row. `arguments` are this
     rank's [tokens], the policy's log-probs first.
     """
-    row, local = batch.row, batch.row.local
-    assert local is not None
+    row, local_positions = batch.row, batch.row.local
+    assert local_positions is not None
     policy_logprobs, *other_arguments = (whole_row(tensor.detach(), row) for tensor in arguments)
     # Other ranks' log-probs are constants here, so a token's loss may have a gradient for its own log-prob only.
-    policy_logprobs = policy_logprobs.index_copy(0, local, arguments[0])
+    policy_logprobs = policy_logprobs.index_copy(0, local_positions, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
     result = policy_loss(policy_logprobs, *other_arguments, _sample_borders(batch), mask, **settings)
     loss, metrics = checked_policy_loss(result, policy_logprobs)
-    return loss[local], {name: value[local] for name, value in metrics.items()}
+    return loss[local_positions], {name: value[local_positions] for name, value in metrics.items()}
 
 
 def _sample_borders(batch: Microbatch) -> Tensor:

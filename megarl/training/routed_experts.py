@@ -85,10 +85,10 @@ class StoredExperts:
             file = _file(folder, sampler)
             experts_by_name = load_file(file) if file.exists() else {}
             self._arrays |= {int(name): experts for name, experts in experts_by_name.items() if int(name) in numbers}
-        if missing := numbers - self._arrays.keys():
+        if missing_numbers := numbers - self._arrays.keys():
             raise DataError(
-                f"{folder}: lacks the routed experts of {len(missing)} trajectories waiting for training; remove this "
-                "checkpoint and resume from an older one"
+                f"{folder}: lacks the routed experts of {len(missing_numbers)} trajectories waiting for training; "
+                "remove this checkpoint and resume from an older one"
             )
         # New numbers must not repeat those of loaded experts.
         self._num_issued = 1 + max((number // _MAX_RANKS for number in self._arrays), default=-1)

@@ -134,6 +134,12 @@ def _read_rotary(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Rota
         if not low_factor < high_factor:
             raise DataError(f"low_freq_factor {low_factor} must be smaller than high_freq_factor {high_factor}.")
         return Rotary(theta, "llama3", factor, original_positions, low_factor=low_factor, high_factor=high_factor)
+    return _read_yarn(config, settings, Rotary(theta, "yarn", factor, original_positions))
+
+
+def _read_yarn(config: Mapping[str, Any], settings: Mapping[str, Any], rotary: Rotary) -> Rotary:
+    """Return YaRN's `rotary` with the other settings. Raises DataError if it does not cover the model's context."""
+    factor, original_positions = rotary.factor, rotary.original_positions
     if factor < 1:
         raise DataError(f"rope parameter factor {factor}: YaRN extends the context; use a factor of at least 1.")
     positions = config.get("max_position_embeddings")
@@ -145,11 +151,8 @@ def _read_rotary(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Rota
         )
     # Defaults of transformers and vLLM 0.30.
     parameters = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **settings}
-    return Rotary(
-        theta,
-        "yarn",
-        factor,
-        original_positions,
+    return replace(
+        rotary,
         beta_fast=positive(parameters, "beta_fast"),
         beta_slow=positive(parameters, "beta_slow"),
         attention_factor=_read_attention_factor(settings, factor),

@@ -250,12 +250,12 @@ class ExpertBalance:
         names = sorted(self._losses)
         # All ranks of a stage have the same layers and each a part of the tokens. A rank counts this part of a layer.
         ranks_per_stage = dist.get_world_size() // num_stages
-        total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
+        totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         for router in self._routers:
-            parts = [router.loss_sums[name].double() for name in names]
-            total += torch.stack([*parts, parts[0].new_tensor(1 / ranks_per_stage)])
-        dist.all_reduce(total)
-        *sums, num_layers = total.tolist()
+            rank_sums = [router.loss_sums[name].double() for name in names]
+            totals += torch.stack([*rank_sums, rank_sums[0].new_tensor(1 / ranks_per_stage)])
+        dist.all_reduce(totals)
+        *sums, num_layers = totals.tolist()
         return {_METRIC_NAMES[name]: value / num_layers for name, value in zip(names, sums, strict=True)}
 
 

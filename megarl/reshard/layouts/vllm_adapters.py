@@ -94,20 +94,20 @@ class VllmAdapterLayouts(Layouts):
 
         Rows of B are as long as the slot's rank, even with a smaller adapter.
         """
-        stack, index, letter = self._places[template]
-        shape, world = self.shapes[template], len(self.engine)
-        slot_pattern = StoragePattern(slot_name(stack.storage.removesuffix(".weight"), letter, index))
+        stack, part_index, letter = self._places[template]
+        shape, world_size = self.shapes[template], len(self.engine)
+        slot_pattern = StoragePattern(slot_name(stack.storage.removesuffix(".weight"), letter, part_index))
         if not _is_split(stack, letter):
             width = shape[1] if letter == "A" else slot_rank(self.rank)
-            yield Holding((0, 0), shape, range(world), slot_pattern, 0, (width, 1))
+            yield Holding((0, 0), shape, range(world_size), slot_pattern, 0, (width, 1))
             return
         for rank in range(self.engine.tp):
-            start, stop, stored = self.engine.range_on(stack, stack.parts[index], rank)
-            corner, end = [0, 0], list(shape)
-            corner[stack.dim], end[stack.dim] = start, stop
-            width = stored if letter == "A" else slot_rank(self.rank)
-            ranks = range(rank, world, self.engine.tp)
-            yield Holding(tuple(corner), tuple(end), ranks, slot_pattern, 0, (width, 1))
+            start, stop, padded_length = self.engine.range_on(stack, stack.parts[part_index], rank)
+            box_start, box_stop = [0, 0], list(shape)
+            box_start[stack.dim], box_stop[stack.dim] = start, stop
+            width = padded_length if letter == "A" else slot_rank(self.rank)
+            ranks = range(rank, world_size, self.engine.tp)
+            yield Holding(tuple(box_start), tuple(box_stop), ranks, slot_pattern, 0, (width, 1))
 
     @cached_property
     def _rules(self) -> tuple[Rule, ...]:

@@ -66,14 +66,14 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     tree = prefix_tree(batch.prefix_keys, batch.cu_seqlens)
     split = _split_tree(tree, cp, multiple)
     rank_of_token = split.ranks[tree.stored_of]
-    local = np.flatnonzero(rank_of_token == cp_rank)
+    local_tokens = np.flatnonzero(rank_of_token == cp_rank)
     # A token's prediction is computed at the stored token before it.
     predicted_tokens, sequences = np.flatnonzero(is_predicted(batch.cu_seqlens)), None
     predicted_tokens = predicted_tokens[rank_of_token[predicted_tokens - 1] == cp_rank]
     if batch.temperatures is not None and (batch.temperatures != batch.temperatures[0]).any():
         sequences = np.repeat(np.arange(batch.num_sequences), batch.lengths)
-    first_of_edge, edge_of_token = _merge_equal_predictions(batch, tree, predicted_tokens, sequences)
-    edge_tokens = predicted_tokens[first_of_edge]
+    first_prediction_of_edge, edge_of_token = _merge_equal_predictions(batch, tree, predicted_tokens, sequences)
+    edge_tokens = predicted_tokens[first_prediction_of_edge]
     edges = np.zeros(len(batch.token_ids), np.int64)
     # Position t predicts token t + 1, so a token's edge is stored one position earlier.
     edges[predicted_tokens - 1] = edge_of_token
@@ -82,7 +82,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
         """Return values [tokens] of predicted tokens, stored at the token before each one, for this rank."""
         shifted = np.zeros_like(values)
         shifted[predicted_tokens - 1] = values[predicted_tokens]
-        return torch.from_numpy(shifted[local]).to(device)
+        return torch.from_numpy(shifted[local_tokens]).to(device)
 
     support = None
     if batch.retained_sets is not None:
@@ -92,7 +92,9 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
         edge_temperatures = batch.temperatures[sequences[edge_tokens]].astype(np.float32)
         temperature = torch.from_numpy(edge_temperatures).to(device)
     input_ids = np.append(batch.token_ids[tree.source], np.zeros(len(split.ranks) - len(tree.source), np.int64))
-    own_tree = _make_token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[edge_tokens]])
+    own_tree = _make_token_tree(
+        tree, split, cp_rank, device, local_tokens, edges, tree.parent[tree.stored_of[edge_tokens]]
+    )
     return TreeMicrobatch(
         input_ids=torch.from_numpy(input_ids[own_tree.own_tokens]).to(device)[None],
         labels=torch.from_numpy(batch.token_ids[edge_tokens]).to(device)[None],

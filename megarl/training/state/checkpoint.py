@@ -70,11 +70,11 @@ class Save:
         self._buckets: list[Any] = [(name, *contents) for _, name, contents in buckets]
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        values = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
-        num_rank_bytes = sum(map(_num_bytes, values))
-        total = torch.tensor(num_rank_bytes + _OVERHEAD_BYTES * (len(values) + 1), device=device.current())
-        dist.all_reduce(total)
-        self.num_bytes = int(total)
+        rank_contents = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
+        num_rank_bytes = sum(map(_num_bytes, rank_contents))
+        total_bytes = torch.tensor(num_rank_bytes + _OVERHEAD_BYTES * (len(rank_contents) + 1), device=device.current())
+        dist.all_reduce(total_bytes)
+        self.num_bytes = int(total_bytes)
 
     def write(self, *, asynchronous: bool) -> None:
         """Write this rank's share; with `asynchronous` in the background, from copies. Raises DiskFullError."""

@@ -88,9 +88,9 @@ def open_copies(files: Mapping[str, FileFields]) -> list[StateCopy]:
         copy_name, _, part = name.rpartition("/")
         files_by_copy.setdefault(copy_name, {})[part] = MemoryFile.open(fields["path"], fields["size"])
     copies = []
-    for parts in files_by_copy.values():
-        step, origin, num_ranks, layouts, common = _read_signed(parts.pop(DESCRIPTION).tensor.numpy().tobytes())
-        copies.append(StateCopy(step, origin, num_ranks, layouts, parts, common))
+    for files_by_part in files_by_copy.values():
+        step, origin, num_ranks, layouts, common = _read_signed(files_by_part.pop(DESCRIPTION).tensor.numpy().tobytes())
+        copies.append(StateCopy(step, origin, num_ranks, layouts, files_by_part, common))
     return copies
 
 
