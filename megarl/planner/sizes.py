@@ -59,9 +59,9 @@ def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) 
     if not recipe.trainer.align_ranks:
         return parallel
     # Only a recipe that aligns ranks pays for importing the reshard's cost model.
-    from megarl.reshard.forecast.cost_model import align
+    from megarl.reshard.forecast.cost_model import order_ranks
 
-    return align(shape, parallel, ranks_per_node=recipe.cluster.ranks_per_node)
+    return order_ranks(shape, parallel, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
 def find_rank_faults(recipe: Recipe) -> Iterator[str]:

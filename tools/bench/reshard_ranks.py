@@ -17,7 +17,7 @@ from shards import Arena, fill, first_difference, storage_shapes
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Layout
-from megarl.reshard.forecast.cost_model import align, measure_traffic
+from megarl.reshard.forecast.cost_model import measure_traffic, order_ranks
 from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankBucket, RankPlan, make_plan
@@ -28,7 +28,7 @@ Method = Callable[[], CopyReport | dict[str, float] | None]
 
 def to_vllm(model: ModelShape, parallel: ParallelConfig, rounds: int, bucket_bytes: int) -> dict[str, Any]:
     """Megatron's shards into vLLM's: our transport, its local copies alone, `memcpy` of as much, full gathers."""
-    parallel = align(model, parallel, ranks_per_node=parallel.world_size)
+    parallel = order_ranks(model, parallel, ranks_per_node=parallel.world_size)
     rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
     engine_layouts = VllmLayouts(model, parallel.rollout_tp, parallel.world_size)

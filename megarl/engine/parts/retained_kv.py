@@ -28,23 +28,20 @@ class RetainedKV(EnginePart):
     def update_weights(self, running: Collection[RunningRequest], weight_version: int) -> None:
         # Later requests have another salt: they do not reuse blocks of old weights.
         for request in running:
-            if self._keeps_computed_tokens(request, weight_version):
+            scheduled_request = self._scheduler.requests[request.internal_id]
+            if scheduled_request.num_computed_tokens > 0 or scheduled_request.num_output_tokens > 0:
                 request.versions.append((len(request.sampled.token_ids), weight_version))
             else:
+                # Nothing is computed yet, so the request can use the new weights' prefix cache.
+                _change_cache_salt(scheduled_request, weight_version)
                 request.versions[:] = [(0, weight_version)]
 
-    def _keeps_computed_tokens(self, running: RunningRequest, weight_version: int) -> bool:
-        """Return whether a request has a computed KV cache. Without one it switches to the new weights' prefix
-        cache.
-        """
-        request = self._scheduler.requests[running.internal_id]
-        if request.num_computed_tokens > 0 or request.num_output_tokens > 0:
-            return True
-        request.cache_salt = _cache_salt(weight_version)
-        # vLLM computed the block hashes, including the salt, when the request was added. Compute them again.
-        request.block_hashes.clear()
-        request.update_block_hashes()
-        return False
+
+def _change_cache_salt(scheduled_request: Any, weight_version: int) -> None:
+    """Compute a request's block hashes again: vLLM did it, with the salt, when the request was added."""
+    scheduled_request.cache_salt = _cache_salt(weight_version)
+    scheduled_request.block_hashes.clear()
+    scheduled_request.update_block_hashes()
 
 
 def _cache_salt(weight_version: int) -> str:

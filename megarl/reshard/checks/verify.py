@@ -131,17 +131,17 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
 
     sources: dict[int, Piece] = {}
     destinations: dict[int, Piece] = {}
-    number = 0
+    box_number = 0
     for tensor, overlap, _, _ in plan.steps:
         for flow, (is_holder, is_taker) in zip(overlap.flows, roles_in_flows(overlap), strict=True):
             for region in flow.regions:
                 if is_holder:
                     holding = next(holding for holding in region.sources if rank in holding.ranks)
-                    sources[number] = _cut_to_region(holding, region, tensor)
+                    sources[box_number] = _cut_to_region(holding, region, tensor)
                 if is_taker:
-                    destinations[number] = _cut_to_region(region.destination, region, tensor)
-                number += 1
-    return sources, destinations, number
+                    destinations[box_number] = _cut_to_region(region.destination, region, tensor)
+                box_number += 1
+    return sources, destinations, box_number
 
 
 def _cut_to_region(holding: Holding, region: Region, tensor: TensorName) -> Piece:

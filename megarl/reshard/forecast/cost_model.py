@@ -236,7 +236,7 @@ def _topology(parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per
     return trainers + [(first + rank // engine_ranks_per_node,) for rank in range(parallel.rollout_ranks)]
 
 
-def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
+def order_ranks(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
     """Return the parallel sizes with the order of trainer ranks that sends the fewest bytes in a reshard.
 
     Returns `parallel` itself for separate engines, or if no other order saves bytes.

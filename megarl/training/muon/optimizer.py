@@ -164,7 +164,10 @@ class MuonRule:
             leaf.init_state_fn = lambda inner, config=None: inner.allocate_state()
 
     def _make_exchange(self, leaf: Any) -> Callable[[], None]:
-        """Return a function that replaces this part's matrices, in all ranks' gradients, by orthogonal updates."""
+        """Return a function that replaces matrices, in all ranks' gradients, by orthogonal updates.
+
+        `leaf` is Megatron's optimizer of the dense or of the experts' parameters.
+        """
         has_experts = any(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
         # Megatron sets `allreduce` to False on parameters of parallel experts; others may have no such attribute.
         parameters = {
@@ -224,7 +227,9 @@ def _gradients_by_name(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
-    """Return the flat range (first element, end) of each parameter that this rank's optimizer `leaf` updates."""
+    """Return the flat range (first element, end) of each parameter that this rank's part of the optimizer `leaf`
+    updates.
+    """
     if not isinstance(leaf, DistributedOptimizer):
         return {name: (0, parameter.numel()) for name, parameter in parameters.items()}
     gradient_ranges: Any = leaf.gbuf_ranges
