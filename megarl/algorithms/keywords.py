@@ -8,5 +8,4 @@ from typing import Any
 
 
 def supported_kwargs(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `offered` that are parameters of the function."""
     return {name: value for name, value in offered.items() if name in signature(function).parameters}

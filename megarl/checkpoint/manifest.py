@@ -189,7 +189,6 @@ def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
 
 
 def canonical_sha256(value: Mapping[str, Any]) -> str:
-    """Return the sha256 of a JSON object, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

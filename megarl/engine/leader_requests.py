@@ -125,7 +125,6 @@ class LeaderRequests:
         return arguments
 
     def _remove_completed(self, request_id: str, finish_reason: str | None) -> Completion:
-        """Remove a request from those that run, and return its completion."""
         running = self.running.pop(request_id)
         del self._scheduler.sampled[running.internal_id]
         return running.make_completion(request_id, finish_reason)

@@ -45,12 +45,10 @@ class DeltaNet(LinearAttention):
 
     @property
     def convolved_channels(self) -> int:
-        """Channels of the causal convolution: queries, keys and values."""
         return 2 * self.key_channels + self.value_channels
 
     @property
     def state_numbers(self) -> int:
-        """Elements of one sequence's state."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property

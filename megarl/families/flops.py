@@ -80,7 +80,6 @@ def sequence_flops(shape: ModelShape) -> SequenceFlops:
 
 
 def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
-    """Return the FLOPs of a forward pass over sequences with these lengths, int [sequences]."""
     return float(sequence_flops(shape)(lengths).sum())
 
 

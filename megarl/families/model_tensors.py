@@ -97,7 +97,6 @@ def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tu
 
 
 def list_model_tensors(model: ModelShape) -> tuple[TensorName, ...]:
-    """Return every tensor of the model's checkpoint, sorted by layer, template and expert."""
     return list_tensors(list_rules(model), model)
 
 
@@ -112,7 +111,6 @@ def list_tensors(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, 
 
 
 def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of the model's checkpoint, by name."""
     shapes = template_shapes(model)
     return {tensor.name: shapes[tensor.template] for tensor in list_model_tensors(model)}
 

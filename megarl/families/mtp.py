@@ -127,7 +127,6 @@ class MtpForm(NamedTuple):
         return 0 if self._has_own_prefix else model.num_layers
 
     def _live_name(self, template: str) -> str:
-        """Return vLLM's name of an MTP tensor."""
         if template in (self.embedding_norm, self.hidden_norm, self.projection, self.final_norm):
             return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
         return self.live_layer + template.removeprefix(self.layer)

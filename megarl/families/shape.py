@@ -116,7 +116,6 @@ class ModelShape:
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that rotate."""
         return int(self.attention.rotary_channels * self.rotary.fraction)
 
     @property

@@ -40,5 +40,4 @@ def on_cancelled(name: str, listener: Callable[[], object]) -> None:
 
 
 def forget(name: str) -> None:
-    """Remove the callback of a group that this rank has left."""
     _listeners.pop(name, None)

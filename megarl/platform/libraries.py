@@ -15,7 +15,7 @@ from megarl.types import ConfigError
 
 
 def prepare_megatron() -> None:
-    """Install the patches for Megatron-Core on a CPU, before the first import of Megatron. Does nothing with CUDA."""
+    """Install the patches for a CPU, before the first import of Megatron."""
     if not torch.cuda.is_available():
         from megarl.platform.cpu import megatron_patches
 
@@ -23,7 +23,6 @@ def prepare_megatron() -> None:
 
 
 def prepare_hybrid_optimizer() -> None:
-    """Patch Megatron's `HybridDeviceOptimizer` for a CPU. Does nothing with CUDA."""
     if not torch.cuda.is_available():
         from megarl.platform.cpu import megatron_patches
 
@@ -31,7 +30,7 @@ def prepare_hybrid_optimizer() -> None:
 
 
 def prepare_vllm() -> None:
-    """Install the patches for vLLM on a CPU, before the first import of vLLM. Does nothing with CUDA."""
+    """Install the patches for a CPU, before the first import of vLLM."""
     if not torch.cuda.is_available():
         from megarl.platform.cpu import vllm_patches
 

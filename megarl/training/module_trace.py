@@ -50,7 +50,7 @@ class ModuleTrace:
                 handle.remove()
 
     def outputs(self) -> list[Output]:
-        """Return the recorded outputs in order. The host waits for the device."""
+        """The host waits for the device."""
         numbers = torch.stack(self._measures).tolist() if self._measures else []
         return [Output(*values) for values in zip(self._places, self._names, numbers, strict=True)]
 

@@ -181,7 +181,6 @@ class _PolicyObjective:
     def _measure_mismatch(
         self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch, is_of_policy: Tensor
     ) -> dict[str | Signal, RowMetric]:
-        """Return metrics of the mismatch between engine and trainer, which is only measured."""
         if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is None:
             return {}
         # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs, so take this pass's.

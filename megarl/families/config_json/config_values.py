@@ -55,5 +55,4 @@ def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 def quote(value: Any) -> str:
-    """Return a field's value as text for a message; None is "missing"."""
     return "missing" if value is None else shortened(repr(value))

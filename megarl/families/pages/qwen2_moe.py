@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules that map checkpoint tensors to Megatron parameters: Qwen2's, with experts."""
+    """Return Qwen2's rules, with experts."""
     return with_shared_expert(with_experts(qwen2.rules(model), model), model, "shared_expert")
 
 

@@ -238,7 +238,6 @@ def _compute_log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], tem
 
 
 def _make_block_totals(hidden: Tensor, blocks: list[range]) -> Tensor:
-    """Return minus infinity, the log of an empty sum, for each block: float32 [blocks or 1, tokens]."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 

@@ -221,7 +221,6 @@ class ExpertBalance:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether a loss needs the update's tokens per expert before the gradients are computed."""
         return any(name in self._losses for name in _WHOLE_BATCH)
 
     def begin(self, num_tokens: int) -> None:

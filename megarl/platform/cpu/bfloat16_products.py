@@ -27,13 +27,11 @@ def install() -> None:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the product [rows, columns] of two matrices, `a` [rows, inner] and `b` [inner, columns]."""
     # The variant with `out` has its own kernel, which is not replaced. So this call does not recurse.
     return torch.mm(_fast_layout(a, b), b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return products [batch, rows, columns] of matrices `a` [batch, rows, inner] and `b` [batch, inner, columns]."""
     return torch.bmm(_fast_layout(a, b), b, out=a.new_empty(a.shape[0], a.shape[1], b.shape[2]))
 
 

@@ -42,7 +42,6 @@ def page_lock(memory: Tensor) -> None:
 
 
 def unlock(memory: Tensor) -> None:
-    """Release the same memory [bytes] that `page_lock` locked."""
     if device.current().type != "cpu":
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(memory.data_ptr())

@@ -22,7 +22,6 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def probe_prompt(vocab_size: int, max_tokens: int) -> NDArray[np.int64]:
-    """Return the fixed prompt, int64 [tokens]: at most `max_tokens` random tokens of the whole vocabulary."""
     return np.random.default_rng(0).integers(0, vocab_size, min(NUM_TOKENS, max_tokens))
 
 

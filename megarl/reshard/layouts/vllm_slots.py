@@ -154,7 +154,6 @@ def without_adapters(model: nn.Module | None) -> Iterator[None]:
 
 
 def live_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters [*shape] of a vLLM model, by their names in a model without adapters."""
     return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
 
 

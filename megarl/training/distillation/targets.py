@@ -190,7 +190,6 @@ class TargetFetcher(RowFeed):
 
 
 def _trained_runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
-    """Return the runs of consecutive trained tokens, [runs, 3]: sequence number, first token and end."""
     assert row.target_keys is not None
     return token_runs(row.target_keys[:, 1:], positions.sequence, positions.ordinal)
 

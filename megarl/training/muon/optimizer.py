@@ -139,7 +139,6 @@ class MuonRule:
         }
 
         def group_key(name: str, *, is_matrix: bool) -> ParamKey:
-            """Return the key of a parameter group: Muon's matrices, or all other parameters."""
             return ParamKey(
                 predicate=ParamPredicate(name, lambda parameter: (id(parameter) in matrix_ids) is is_matrix)
             )
@@ -222,7 +221,6 @@ class MuonRule:
 
 
 def _gradients_by_name(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return whole parameters' gradients by name. Megatron's optimizers step on views of them."""
     return {name: parameter.main_grad for name, parameter in parameters.items()}
 
 

@@ -325,7 +325,7 @@ def _file_fields(file: MemoryFile, checksum: int) -> FileFields:
 
 
 def _messages(files: Mapping[str, MemoryFile]) -> list[Tensor]:
-    """Return the blocks [bytes] cut into messages, in an order that is equal for sender and receiver."""
+    """Cut the blocks [bytes] into messages, in an equal order for sender and receiver."""
     return [part for dtype in sorted(files) for part in files[dtype].tensor.split(_MESSAGE_BYTES)]
 
 
