@@ -68,6 +68,12 @@ def print_survey(survey: Survey, *, unit: str) -> None:
     if survey.num_different_faults > len(survey.faults):
         console.print(f"  and {survey.num_different_faults - len(survey.faults)} other kinds of errors")
     console.print(f"duplicates: {survey.num_duplicates}{_places_text(survey.duplicates, survey.num_duplicates)}")
+    if survey.num_undescribed_calls:
+        places = _places_text(survey.undescribed_calls, survey.num_undescribed_calls)
+        console.print(
+            f"calls to tools that the record neither lists nor names before: {survey.num_undescribed_calls}{places}; "
+            "give them in the field tools, or name their field in data.fields.tools"
+        )
     for data_set, count in survey.num_overlaps.items():
         console.print(f"prompts also in {data_set}: {count}")
     if survey.overlaps:

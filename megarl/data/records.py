@@ -295,20 +295,16 @@ class Record:
                 )
 
     def refuse_unlisted_calls(
-        self, messages: Sequence[Mapping[str, Any]], environment_tools: Callable[[], Sequence[ToolSchema]] | None = None
+        self, messages: Sequence[Mapping[str, Any]], environment_tools: Callable[[], Sequence[ToolSchema]] = tuple
     ) -> None:
         """Raise DataError for a call to a tool that the record does not list. Messages with weight 0 may have one.
 
         Without tools in the record, the calls must be to the environment's tools. Without any tools, nothing is
-        checked if there is an environment: its agent may know more tools. Else an earlier message must name the tool.
+        checked: they may be described in a text (`find_undescribed_tool`).
         """
         calls = [call for message in messages if WEIGHT not in message for call in message.get("tool_calls", ())]
         # Most records have no calls. Tools are read only for the others, because checking their schemas takes time.
-        if not calls:
-            return
-        if not (tools := self.tools() or (environment_tools() if environment_tools else ())):
-            if environment_tools is None:
-                self._refuse_undeclared_calls(messages)
+        if not calls or not (tools := self.tools() or environment_tools()):
             return
         names = {tool["function"]["name"] for tool in tools}
         for call in calls:
@@ -318,24 +314,6 @@ class Record:
                     f"{', '.join(sorted(names))}; add the tool to '{self.field(self.format.tools)}', or give "
                     '"weight": 0 at the message'
                 )
-
-    def _refuse_undeclared_calls(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise DataError for a call to a tool that no earlier message names. For records without tools.
-
-        Templates write such a call, but no description of its tool. A model would learn to call what it was not shown.
-        """
-        earlier_texts = ""
-        for message in messages:
-            for call in message.get("tool_calls", ()) if WEIGHT not in message else ():
-                if (name := call["function"]["name"]) not in earlier_texts:
-                    named_field = self.names.remedy.replace("{}", "{tools: FIELD}")
-                    raise self.error(
-                        f"a message calls the tool {shown(name)}, but the record lists no tools and no message before "
-                        f"names it; give the tools in '{self.field(self.format.tools)}', or name their field: "
-                        f"{named_field}, or describe them in the system message"
-                    )
-            if message["role"] != "assistant":
-                earlier_texts += "\n" + (message.get("content") or "")
 
     def _with_input(self, field: str, prompt: Any) -> Any:
         """Return the prompt, with the text of the format's `input` field appended."""
@@ -359,6 +337,22 @@ class Record:
                 f"'{self.field(self.format.tools)}' is {shown(value)}: {error}; give a list of tools, each "
                 '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
             ) from error
+
+
+def find_undescribed_tool(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the first tool that a message calls, and that no earlier message names, or None.
+
+    For records without tools. Templates write the calls, so nothing of such a record is lost. But the model learns to
+    call a tool that it was not shown.
+    """
+    earlier_texts = ""
+    for message in messages:
+        for call in message.get("tool_calls", ()) if WEIGHT not in message else ():
+            if (name := call["function"]["name"]) not in earlier_texts:
+                return name
+        if message["role"] != "assistant":
+            earlier_texts += "\n" + (message.get("content") or "")
+    return None
 
 
 def _read_options(value: Any) -> list[str]:

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from megarl.data.formats import FieldNames, RecordFormat
 from megarl.data.kinds import KINDS, AnyKind, KindName, kind_of
+from megarl.data.kinds.preferences import Pairs
+from megarl.data.kinds.problems import Problems
 from megarl.data.reader import equal_labels_text, label_of, make_results, read_records
-from megarl.data.records import Record, TooLongError
+from megarl.data.records import Record, TooLongError, find_undescribed_tool
 from megarl.findings import Finding
 from megarl.types import DataError, TrainingSequence
 
@@ -71,6 +73,10 @@ class Survey:
     num_duplicates: int = 0
     duplicates: list[str] = field(default_factory=list)
     """Records whose trained content equals an earlier record's: `line 7 (as line 3)`."""
+    num_undescribed_calls: int = 0
+    """Number of records with a trained call to a tool that they neither list nor name before."""
+    undescribed_calls: list[str] = field(default_factory=list)
+    """The first of these records, each with its tool: `line 7 (add)`."""
     num_overlaps: dict[str, int] = field(default_factory=dict)
     """Number of records whose prompt another source has too, by that source."""
     overlaps: list[str] = field(default_factory=list)
@@ -134,6 +140,10 @@ def survey(
         if (first_place := first_places.setdefault(example.digest, place)) != place:
             result.num_duplicates += 1
             result.duplicates += [f"{place} (as {first_place})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
+        if example.undescribed_tool is not None:
+            result.num_undescribed_calls += 1
+            if len(result.undescribed_calls) < MAX_LISTED_FAULTS:
+                result.undescribed_calls.append(f"{place} ({example.undescribed_tool})")
         for other_source, places in prompts.items():
             if example.prompt in places:
                 result.num_overlaps[other_source] += 1
@@ -168,6 +178,8 @@ class _Surveyed:
     """Digest of the messages before the assistant's first one."""
     sequences: Sequence[TrainingSequence]
     """Empty without a tokenizer."""
+    undescribed_tool: str | None
+    """Tool of a trained call that the record neither lists nor names before. None: no such call."""
 
 
 class _RecordReader:
@@ -197,12 +209,21 @@ class _RecordReader:
 
     def __call__(self, index: int, record: Record) -> _Surveyed:
         tools = record.tools()
-        parts = [*self._kind.parts(record), *tools]
+        trained_parts = self._kind.parts(record)
+        parts = [*trained_parts, *tools]
         sequences = self._sequences(index, record) if self._has_tokenizer else ()
         # The prompt is read before the record is counted: a faulty record has no length and no duplicates.
         prompt = _digest(_before_answer(self._kind.prompt(record)))
         length = sum(map(len, sequences)) if self._has_tokenizer else len(json.dumps(parts, ensure_ascii=False))
-        return _Surveyed(record, length, _digest(parts), prompt, sequences)
+        undescribed_tool = None if tools else self._find_undescribed_tool(trained_parts)
+        return _Surveyed(record, length, _digest(parts), prompt, sequences, undescribed_tool)
+
+    def _find_undescribed_tool(self, trained_parts: Sequence[Any]) -> str | None:
+        """Return the tool of a trained call that no earlier message names, or None. Prompts are not trained."""
+        if isinstance(self._kind, Problems):
+            return None
+        # Of a pair, the chosen conversation: the rejected one may be rejected for its call.
+        return find_undescribed_tool(trained_parts[0] if isinstance(self._kind, Pairs) else trained_parts)
 
     def _sequences(self, index: int, record: Record) -> Sequence[TrainingSequence]:
         kind: Any = self._kind

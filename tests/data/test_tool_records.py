@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from megarl.console.surveys import print_survey
 from megarl.data.kinds.conversations import Conversations
 from megarl.data.kinds.preferences import Judged, Pairs
 from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples, read_records
+from megarl.data.survey import survey
 from megarl.data.tools.calls import parse
 from megarl.types import DataError
 from tests.data.templates import tokenizer_of
@@ -21,8 +23,7 @@ ARGUMENTS = {"a": 2, "b": 2}
 
 def conversation(call, **more):
     """A record in which the assistant makes one call before it answers."""
-    # The question names the tool, for records without tools.
-    asked = {"role": "user", "content": "What is 2 + 2? Call add."}
+    asked = {"role": "user", "content": "What is 2 + 2?"}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "4", "tool_call_id": "call00000", "name": "add"}
     return {"messages": [asked, calling, result, {"role": "assistant", "content": "4"}], "tools": [TOOL], **more}
@@ -94,12 +95,8 @@ def test_a_call_to_a_tool_that_is_not_listed_is_refused(tmp_path, kind, record):
     with pytest.raises(DataError, match=r"calls.jsonl, line 1: .*\"subtract\", but .* only add; add .* to 'tools'"):
         make(kind(**settings), tools=[TOOL])
     # The tools may be described in a text.
-    described = {"role": "system", "content": "You can subtract(a, b)."}
-    name = "messages" if "messages" in record else "prompt"
-    make(kind(**settings), **{name: [described, *record[name]]})
+    make(kind(**settings))
     if kind is Problems:
-        # A prompt is not learnt, and its environment may know more tools.
-        make(kind(**settings))
         make(kind(environment_tools=lambda: (SUBTRACT,), **settings))
         with pytest.raises(DataError, match="only add"):
             make(kind(environment_tools=lambda: (TOOL,), **settings))
@@ -107,20 +104,27 @@ def test_a_call_to_a_tool_that_is_not_listed_is_refused(tmp_path, kind, record):
 
 
 @pytest.mark.parametrize(
-    ("kind", "record"),
+    ("kind", "record", "tool"),
     [
-        (Conversations, {"messages": [ASKED, UNLISTED, FAILED, ANSWERED]}),
-        (Conversations, {"messages": [ASKED, ANSWERED | {"content": "I subtract."}, ASKED, UNLISTED]}),
-        (Pairs, {"prompt": [ASKED], "chosen": [UNLISTED], "rejected": [ANSWERED]}),
-        (Judged, {"prompt": [ASKED], "response": [UNLISTED], "label": True}),
+        ("conversations", {"messages": [ASKED, UNLISTED, FAILED, ANSWERED]}, "subtract"),
+        ("conversations", {"messages": [ASKED, ANSWERED | {"content": "I subtract."}, ASKED, UNLISTED]}, "subtract"),
+        ("pairs", {"prompt": [ASKED], "chosen": [UNLISTED], "rejected": [ANSWERED]}, "subtract"),
+        ("judged", {"prompt": [ASKED], "response": [UNLISTED], "label": True}, "subtract"),
+        ("conversations", {"messages": [ASKED, UNLISTED | {"weight": 0}, FAILED, ANSWERED]}, None),
+        ("conversations", {"messages": [ASKED | {"content": "Call subtract."}, UNLISTED]}, None),
+        ("conversations", {"messages": [ASKED, UNLISTED], "tools": [SUBTRACT]}, None),
+        ("pairs", {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [UNLISTED]}, None),
+        ("problems", {"prompt": [ASKED, UNLISTED, FAILED], "answer": "4"}, None),
     ],
 )
-def test_a_call_to_a_tool_that_nothing_describes_is_refused(tmp_path, kind, record):
+def test_a_survey_counts_calls_to_tools_that_nothing_describes(tmp_path, capsys, kind, record, tool):
     path = tmp_path / "calls.jsonl"
     path.write_text(json.dumps(record))
-    [read] = read_records(path)
-    with pytest.raises(DataError, match=r"line 1: .*\"subtract\", but the record lists no tools.*{tools: FIELD}"):
-        kind(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=2000).make(0, read)
+    result = survey(str(path), kind=kind)
+    assert result.num_records == 1
+    assert (result.num_undescribed_calls, result.undescribed_calls) == ((1, [f"line 1 ({tool})"]) if tool else (0, []))
+    print_survey(result, unit="characters")
+    assert ("names before: 1 line 1 (subtract); give them in the field tools" in capsys.readouterr().out) == bool(tool)
 
 
 def test_a_call_that_is_not_to_be_learnt_may_be_to_any_tool(tmp_path):
