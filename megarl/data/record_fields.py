@@ -5,6 +5,7 @@ Fields that choose a record's reward function are errors if the recipe has anoth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from megarl.data.formats import RecordFormat, value_at
 from megarl.data.messages import says_nothing
 from megarl.data.tools.records import standard_tools
+from megarl.data.tools.schemas import ToolSchema
 from megarl.files.nearest import nearest
 from megarl.files.strict_json import shown
 
@@ -55,14 +57,21 @@ _REMEDIES = {
         "the reference's log-probs are computed from model.path; remove the field",
     ),
     "functions": _AS_TOOLS,
+    "rejected_tools": "both answers get the tools in the field tools; remove the field",
 }  # fmt: skip
 """Remedies for a value in a field, keyed by the field's name in other programs."""
 _GYM_REQUEST = "responses_create_params"
 """Object of NeMo Gym with a problem's prompt (`input`), tools and sampling settings, as in OpenAI's Responses API."""
+_INNER_REMEDIES = {
+    f"{_GYM_REQUEST}.instructions": f"set data.fields.system={_GYM_REQUEST}.instructions, or remove it",
+    **dict.fromkeys(("objects.ref", "objects.bbox"), _TEXT_ONLY),
+}
+"""Remedies for a value in an inner field of NeMo Gym and ms-swift, by its dotted name."""
 _TOOLS_ELSEWHERE = (
     "tool_defs", "oai_tools", "info.tool_defs", "info.oai_tools", "metadata.tools", f"{_GYM_REQUEST}.tools",
 )  # fmt: skip
 """Fields of a record's tools in prime-rl, verifiers, slime and NeMo Gym."""
+_NAMES_TOOLS = re.compile("tool|function", re.IGNORECASE)
 _SAMPLING_FIELDS = (
     "sampling_params", "sampling_kwargs", "generation_kwargs", "stop_strings",
     *(f"{_GYM_REQUEST}.{name}" for name in ("temperature", "top_p", "max_output_tokens", "reasoning")),
@@ -139,15 +148,10 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
         if name in _SWITCHES and value is not False:
             continue
         return f"'{name}' is {shown(value)}, which is not read; {_REMEDIES[name]}"
-    return _unread_instructions(fields, format) or _unread_tools(fields, format) or _misspelt_field(fields, format)
-
-
-def _unread_instructions(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
-    """Return an error for a system message in NeMo Gym's request, or None."""
-    place = f"{_GYM_REQUEST}.instructions"
-    if says_nothing(value := value_at(fields, place)) or place in format.names:
-        return None
-    return f"'{place}' is {shown(value)}, which is not read; set data.fields.system={place}, or remove it"
+    for name, remedy in _INNER_REMEDIES.items():
+        if name not in format.names and not says_nothing(value := value_at(fields, name)):
+            return f"'{name}' is {shown(value)}, which is not read; {remedy}"
+    return _misspelt_field(fields, format) or _unread_tools(fields, format)
 
 
 def _misspelt_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
@@ -158,7 +162,7 @@ def _misspelt_field(fields: Mapping[str, Any], format: RecordFormat) -> str | No
         if part is None or says_nothing(value) or not says_nothing(fields.get(part)):
             continue
         if part in format.tools:
-            is_part = _has_tools(value)
+            is_part = bool(_read_tools(value))
         else:
             is_part = isinstance(value, list if part in format.history else str)
         if is_part:
@@ -179,19 +183,28 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
         return None
     # Tools next to a prompt in an inner object: `input.messages` and `input.tools` in OpenAI's preference data.
     inner_places = (f"{name.rpartition('.')[0]}.tools" for name in format.prompt if "." in name)
-    for place in (*_TOOLS_ELSEWHERE, *inner_places):
-        value = value_at(fields, place)
-        # Other values under these names are notes, such as the names of tools.
-        if _has_tools(value):
-            return f"'{place}' is {shown(value)}, which is not read; {_AS_TOOLS}, or set data.fields.tools={place}"
-    return None
+    # Other values under these names are notes, such as the names of tools.
+    places = [name for name in (*_TOOLS_ELSEWHERE, *inner_places) if _read_tools(value_at(fields, name))]
+    # Under any other name, schemas show that the tools are not only the names of those that were used.
+    places += [
+        name
+        for name in fields
+        if _NAMES_TOOLS.search(name) and any(tool["function"].get("parameters") for tool in _read_tools(fields[name]))
+    ]
+    if not places:
+        return None
+    return (
+        f"'{places[0]}' is {shown(value_at(fields, places[0]))}, which is not read; {_AS_TOOLS}, or set "
+        f"data.fields.tools={places[0]}"
+    )
 
 
-def _has_tools(value: Any) -> bool:
+def _read_tools(value: Any) -> tuple[ToolSchema, ...]:
+    """Return the tools in a field's value, or nothing for other values."""
     try:
-        return bool(standard_tools(value))
+        return standard_tools(value)
     except ValueError:
-        return False
+        return ()
 
 
 def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: Collection[str] | None) -> str | None:

@@ -80,6 +80,17 @@ def context_fields(recipe: Recipe) -> dict[str, str]:
     return {source.removeprefix(RECORD): "distillation.context" for source in sources}
 
 
+def unread_context_fields(recipe: Recipe) -> dict[str, str]:
+    """Return record fields that are the teacher's prompt in other programs, but not here, each with a remedy."""
+    name = "teacher_prompt"  # of ms-swift
+    if recipe.loop != "distillation" or name in context_fields(recipe):
+        return {}
+    return {
+        name: "give the text that only the teacher sees in another field, name it in distillation.context as "
+        "record.NAME, and remove this one"
+    }
+
+
 def system_prompt(recipe: Recipe) -> str | None:
     """Return the system message for conversations without one, or None.
 

@@ -22,7 +22,15 @@ from megarl.data.records import TooLongError
 from megarl.data.sources.harbor import FIELD, read_task, task_files
 from megarl.data.streamed import Streamed
 from megarl.datasets.environment_tools import tools_of_environment
-from megarl.datasets.fields import context_fields, data_paths, field_names, kind_of_set, max_tokens, system_prompt
+from megarl.datasets.fields import (
+    context_fields,
+    data_paths,
+    field_names,
+    kind_of_set,
+    max_tokens,
+    system_prompt,
+    unread_context_fields,
+)
 from megarl.types import DataError, Problem
 
 if TYPE_CHECKING:
@@ -102,6 +110,7 @@ def read_problems(
         has_answers=bool(recipe.reward.functions),
         source_name=name,
         required_fields=required_fields,
+        refused_fields={} if is_heldout else unread_context_fields(recipe),
         environment=recipe.rollout.environment,
         rewards=_rewards_of(recipe),
         # Cached for all records: creating an environment may be slow.

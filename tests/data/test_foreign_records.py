@@ -119,6 +119,10 @@ TRAINED = {
         {"messages": [Q, X], "tool": "add", "system_id": "a", "story": ["a"], "systems": 3},
         "x<|im_end|>",
     ),
+    "results of tools": (
+        {"messages": [Q, X], "tool_results": [{"name": "add", "result": 4}], "function": "def add(a): ..."},
+        "x<|im_end|>",
+    ),
     "names of tools": ({"messages": [Q, X], "metadata": {"tools": ["add"]}}, "x<|im_end|>"),
     "options in the prompt": (
         {"messages": [{**Q, "content": "Which? (A) One\n(B) two  words"}, X], "choices": ["one", "Two words"]},
@@ -233,6 +237,22 @@ REFUSED = {
     "tools of NeMo Gym": (
         {"prompt": [Q], "answer": "4", "responses_create_params": {"tools": [TOOL]}},
         "'responses_create_params.tools'",
+    ),
+    "tools under another name": (
+        {"messages": [Q, X], "available_tools": [TOOL]},
+        "'available_tools'.*data.fields.tools=available_tools",
+    ),
+    "tools of BFCL": (
+        {"prompt": "q", "answer": "4", "function": [{"name": "add", "parameters": {"type": "object"}}]},
+        "'function'.*field tools",
+    ),
+    "tools of a rejected answer": (
+        {"prompt": "q", "chosen": "good", "rejected": "bad", "tools": [TOOL], "rejected_tools": [TOOL]},
+        "'rejected_tools'.*both answers",
+    ),
+    "boxes in an image": (
+        {"messages": [{**Q, "content": "<bbox>"}, X], "objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}},
+        "'objects.bbox'.*text alone",
     ),
     "rejected images": (
         {"prompt": "q", "chosen": "good", "rejected": "bad", "rejected_images": ["a.png"]},

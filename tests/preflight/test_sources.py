@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_a_source_of_a_mixture_is_checked_as_a_recipe_is(recipe: Callable[..., R
     sources["sums"]["data"]["curriculum"] = {"band": [0.1, 0.9], "by": "level"}
     with pytest.raises(DataError, match=r"no field 'level', named by data\.curriculum\.by"):
         count_records(recipe(**mixture))
+
+
+def test_a_record_s_prompt_for_the_teacher_is_read_or_refused(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    train.write_text(json.dumps({"prompt": "q", "gt_answer": "4", "teacher_prompt": "q Solution: 4"}))
+    taught: dict[str, Any] = {"teacher": "policy", "teacher_prompt": "{prompt} {context}"}
+
+    def count(**changed: Any) -> dict[str, int]:
+        return count_records(recipe(data={"train": str(train)}, **changed))
+
+    with pytest.raises(DataError, match=r"line 1: 'teacher_prompt' is .*distillation\.context"):
+        count(loop="distillation", distillation={**taught, "context": ["record.gt_answer"]})
+    assert count(loop="distillation", distillation={**taught, "context": ["record.teacher_prompt"]}) == {"train": 1}
+    assert count() == {"train": 1}
 
 
 def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(

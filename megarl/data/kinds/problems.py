@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.data.chat import encode_rendered, exceeds, render
 from megarl.data.kinds.base import TokenisedKind
-from megarl.data.messages import without_weights
+from megarl.data.messages import says_nothing, without_weights
 from megarl.data.record_fields import unread_problem_field
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import check_prompt_written
@@ -68,6 +68,8 @@ class Problems(TokenisedKind):
     source_name: str = ""
     required_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields required in each record, each with the recipe field that requires it."""
+    refused_fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields that the run would have to read, but does not, each with the remedy for a value in it."""
     environment_tools: Callable[[], Sequence[ToolSchema]] = tuple
     """Returns the environment's tools. A record with other tools is an error."""
 
@@ -79,6 +81,9 @@ class Problems(TokenisedKind):
     def make(self, index: int, record: Record) -> Problem:
         if (fault := unread_problem_field(record.fields, self.environment, self.rewards)) is not None:
             raise record.error(fault)
+        for name, remedy in self.refused_fields.items():
+            if not says_nothing(value := record.fields.get(name)):
+                raise record.error(f"'{name}' is {shown(value)}, which is not read; {remedy}")
         for name, source in self.required_fields.items():
             if name not in record.fields:
                 raise record.error(
