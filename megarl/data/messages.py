@@ -207,7 +207,7 @@ def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping
     _refuse_unread_keys(message, _KEYS[role], field_path, f"the role {role}")
     if isinstance(message.get("content"), list) and message["content"]:
         message["content"] = _join_text_parts(message["content"], field_path)
-    _check_content(message, field_path)
+    _check_texts(message, field_path)
     _refuse_unread_call_keys(message, field_path)
     _unify_reasoning(message, field_path)
     _unify_weight(message, field_path)
@@ -272,8 +272,11 @@ def _join_text_parts(parts: Sequence[Any], field_path: str) -> str:
     return "".join(texts)
 
 
-def _check_content(message: Mapping[str, Any], field_path: str) -> None:
-    content = message.get("content")
+def _check_texts(message: Mapping[str, Any], field_path: str) -> None:
+    """Raise ValueError for a content or name that is not a text, and for a user's message without text."""
+    name, content = message.get("name"), message.get("content")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{field_path} has name {shown(name)}; give a string")
     if content is None and "tool_calls" in message:
         return
     if not isinstance(content, str):

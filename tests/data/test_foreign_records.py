@@ -218,6 +218,7 @@ REFUSED = {
     "a weight between": ({"messages": [Q, {**X, "weight": 0.5}]}, "weight"),
     "a weight as text": ({"messages": [Q, {**X, "weight": "0"}]}, "weight"),
     "capital roles": ({"messages": [{"role": "User", "content": "q"}, X]}, "User"),
+    "a name as a number": ({"messages": [Q, {**X, "name": 1.5}]}, r"messages\[1\] has name 1.5; give a string"),
     "content as a number": ({"messages": [{"role": "user", "content": 5}, X]}, "content"),
     "stepwise": ({"prompt": "q", "completions": ["a"], "labels": [True]}, "response"),
     "a question and its passage": (
