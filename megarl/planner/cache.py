@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the GiB of a rank's smallest KV cache: it holds one sequence of the longest possible length."""
+    """Return the GiB of a rank's KV cache for one sequence of the longest possible length."""
     block = block_tokens(recipe) or BLOCK_TOKENS["cuda"]
     return float(gib_text(needed_bytes(recipe, shape, block=block, tokens=recipe.context_tokens)))
 

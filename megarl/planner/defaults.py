@@ -190,6 +190,7 @@ class _Savings:
     judge: MemoryJudge
 
     def choose(self) -> Recipe:
+        """Return the recipe with the cheapest sufficient offload and recomputation; if none suffices, with the best."""
         # Recomputation is tried last: it costs a share of the training time, offloading only seconds per step.
         costs = {_RECOMPUTE: 10.0, _OFFLOAD: 1.0}
         moves = [
@@ -251,6 +252,7 @@ class _Savings:
         return next(iter(refusals), None) is None
 
     def _predict(self, recipe: Recipe) -> _Prediction:
+        """Predict memory and concurrent requests of a recipe, with the default KV cache unless the recipe sets it."""
         is_cache_chosen = recipe.has_engine and not sets_cache_size(self.recipe)
         if is_cache_chosen:
             recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, self.judge)})

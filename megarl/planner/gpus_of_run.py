@@ -30,13 +30,13 @@ def gpu_kind(recipe: Recipe) -> str | None:
 
 def gpu_memory(recipe: Recipe) -> GpuMemory | None:
     """Return the memory of the trainer's and the engines' GPUs. None: the trainer's is unknown."""
-    if (gib := gpu_gib(recipe)) is None:
+    if (trainer_gib := gpu_gib(recipe)) is None:
         return None
     engines = recipe.cluster.groups.engines
-    engine = None if engines is None else engines.gpu_memory_gib
-    if isinstance(engine, str):
-        engine = GPU_MEMORY_GIB[engine]
-    return GpuMemory(trainer=gib, engine=gib if engine is None else engine)
+    engine_gib = None if engines is None else engines.gpu_memory_gib
+    if isinstance(engine_gib, str):
+        engine_gib = GPU_MEMORY_GIB[engine_gib]
+    return GpuMemory(trainer=trainer_gib, engine=trainer_gib if engine_gib is None else engine_gib)
 
 
 def ranks_on_cpu(recipe: Recipe) -> bool:

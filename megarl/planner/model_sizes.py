@@ -37,6 +37,7 @@ def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = Tr
 
 
 def _find_tp_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool) -> Iterator[str]:
+    """Yield an error for each tp that does not divide the model. `is_sampled`: engines start."""
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     engine_vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
@@ -53,6 +54,7 @@ def _find_tp_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool) -> I
 
 
 def _find_pipeline_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield errors of pipeline stages that have no layer, or whose dense and expert ranks would differ."""
     trainer = recipe.trainer
     if trainer.pp * trainer.vpp > shape.num_layers:
         yield (
@@ -70,6 +72,7 @@ def _find_pipeline_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _find_expert_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield errors of trainer.ep and trainer.etp that this model does not support."""
     trainer = recipe.trainer
     for field, size, model_size, name in (
         ("trainer.ep", trainer.ep, shape.num_experts, "experts"),
@@ -90,19 +93,19 @@ def find_fp8_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
     if trainer.fp8 == "none":
         return
-    channels = {
+    channels_by_part = {
         "hidden channels": shape.hidden_size,
         "channels of the queries on a rank": shape.num_heads * shape.head_dim // trainer.tp,
     }
     if isinstance(shape.attention, Latent):
-        latent = shape.attention.kv_rank + shape.attention.rotary_channels
-        channels["channels of the latent vector of keys and values"] = latent
+        attention = shape.attention.kv_rank + shape.attention.rotary_channels
+        channels_by_part["channels of the latent vector of keys and values"] = attention
     if shape.num_experts:
-        channels["channels of an expert on a rank"] = shape.moe_intermediate_size // trainer.etp
-        channels["channels of the shared expert on a rank"] = shape.shared_intermediate_size // trainer.tp
+        channels_by_part["channels of an expert on a rank"] = shape.moe_intermediate_size // trainer.etp
+        channels_by_part["channels of the shared expert on a rank"] = shape.shared_intermediate_size // trainer.tp
     if shape.has_dense_layers:
-        channels["channels of the feed-forward layer on a rank"] = shape.intermediate_size // trainer.tp
-    for name, number in channels.items():
+        channels_by_part["channels of the feed-forward layer on a rank"] = shape.intermediate_size // trainer.tp
+    for name, number in channels_by_part.items():
         if number % FP8_BLOCK:
             yield (
                 f"trainer.fp8 = {trainer.fp8}: the model's {number} {name} are not a multiple of {FP8_BLOCK}; leave it "

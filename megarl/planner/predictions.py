@@ -20,7 +20,7 @@ from megarl.types import DataError
 
 
 def models_of(recipe: Recipe, parallel: ParallelConfig) -> Models:
-    """Return the models of a recipe with these parallel sizes. Raises DataError for an invalid config.json."""
+    """Raises DataError for an invalid config.json."""
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     return read_models(recipe, shape, parallel, sizes.parallel_of(recipe.for_teachers))
 

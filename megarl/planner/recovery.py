@@ -78,7 +78,7 @@ def describe_loss(recipe: Recipe) -> str:
         cost = f"the steps since the newest checkpoint (checkpoint.every_steps = {checkpoint.every_steps})"
     if recover != "stop" and checkpoint.replicate:
         # A step's copy may still be in transfer while the steps up to the next copied step are trained.
-        copied = f"at most {2 * checkpoint.replicate} steps (checkpoint.replicate = {checkpoint.replicate})"
+        copied_cost = f"at most {2 * checkpoint.replicate} steps (checkpoint.replicate = {checkpoint.replicate})"
         # If the only node is lost, its copies are lost too.
-        cost = copied if recipe.cluster.nodes > 1 else f"{copied}; the loss of the node costs {cost}"
+        cost = copied_cost if recipe.cluster.nodes > 1 else f"{copied_cost}; the loss of the node costs {cost}"
     return f"{outcomes[recover]}; it costs {cost}"

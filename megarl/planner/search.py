@@ -103,24 +103,25 @@ def list_choices(moves: Sequence[Move], *, is_partial: bool) -> list[Choice]:
 
     `is_partial`: moves may be left out, but not all. Otherwise each move takes one of its alternatives.
     """
-    possible = [move for move in moves if move.condition and move.values]
-    ranks = [[*([-1] if is_partial else []), *range(len(move.values))] for move in possible]
+    possible_moves = [move for move in moves if move.condition and move.values]
+    alternatives_of_moves = [[*([-1] if is_partial else []), *range(len(move.values))] for move in possible_moves]
     choices = [
-        _combine([(move, rank) for move, rank in zip(possible, combination, strict=True) if rank >= 0])
-        for combination in product(*ranks)
+        _combine([(move, rank) for move, rank in zip(possible_moves, combination, strict=True) if rank >= 0])
+        for combination in product(*alternatives_of_moves)
     ]
     choices = [choice for choice in choices if choice.values]
     return sorted(choices, key=lambda choice: len(choice.values)) if is_partial else choices
 
 
-def _combine(alternatives: Sequence[tuple[Move, int]]) -> Choice:
+def _combine(moves_and_ranks: Sequence[tuple[Move, int]]) -> Choice:
+    """Return the choice that takes from each move the alternative of this rank (0: the cheapest)."""
     values: dict[str, Any] = {}
-    for move, rank in alternatives:
+    for move, rank in moves_and_ranks:
         values |= move.values[rank]
     return Choice(
         values=values,
-        cost=sum(move.cost + move.step * rank for move, rank in alternatives),
-        shrinking=tuple(move.field for move, _ in alternatives if move.shrinks),
+        cost=sum(move.cost + move.step * rank for move, rank in moves_and_ranks),
+        shrinking=tuple(move.field for move, _ in moves_and_ranks if move.shrinks),
     )
 
 
@@ -172,10 +173,10 @@ def _judge(
 ) -> Change[ChoiceT, OutcomeT] | None:
     """Return the change that a choice makes. None: one of its values cannot be found, or `judge` refuses it."""
     values = dict(choice.values)
-    placeholders = {field: value for field, value in values.items() if isinstance(value, Fitted)}
-    fixed_values = {field: value for field, value in values.items() if field not in placeholders}
+    fitted_values = {field: value for field, value in values.items() if isinstance(value, Fitted)}
+    fixed_values = {field: value for field, value in values.items() if field not in fitted_values}
     changed = with_field_values(recipe, fixed_values)
-    for field, placeholder in placeholders.items():
+    for field, placeholder in fitted_values.items():
         if (value := placeholder.find(changed)) is None:
             return None
         values[field] = value
@@ -185,7 +186,7 @@ def _judge(
 
 
 def total_cost(recipe: Recipe, change: Change[Choice, Any]) -> float:
-    """Return the cost of a change, including that of shrinking numbers."""
+    """Return a change's cost, plus the cost of shrinking numbers."""
     losses = (1 - change.values[field] / value_at(recipe, field) for field in change.choice.shrinking)
     return change.choice.cost + sum(_SHRINK_COST * loss for loss in losses)
 
@@ -218,6 +219,6 @@ def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
 
 
 def iterate_in_order(choices: Iterable[Mapping[str, Any]]) -> Iterator[Choice]:
-    """Yield these field values as choices. Their cost is their position, so the first accepted choice is the best."""
+    """Yield choices in this order: a choice's cost is its position."""
     for position, values in enumerate(choices):
         yield Choice(values=values, cost=float(position))

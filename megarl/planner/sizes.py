@@ -12,6 +12,8 @@ from megarl.config import Recipe
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import ParallelConfig
 from megarl.config.sections.cluster import NodeGroup
+from megarl.config.sections.sampling import SamplingConfig
+from megarl.config.sections.trainer import TrainerConfig
 from megarl.families.shape import ModelShape
 
 WHOLE_EXPERTS = "enable_expert_parallel"
@@ -21,6 +23,7 @@ _LOWEST_TEMPERATURE = 0.01
 
 
 def parallel_of(recipe: Recipe) -> ParallelConfig:
+    """Return the parallel sizes of a recipe; the ranks and trainer.tp, pp, cp give the data-parallel size."""
     trainer = recipe.trainer
     return ParallelConfig(
         tp=trainer.tp,
@@ -66,31 +69,17 @@ def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) 
 
 def find_rank_faults(recipe: Recipe) -> Iterator[str]:
     """Yield errors if the trainer's parallel sizes do not fit the number of its ranks."""
-    cluster, trainer, num_ranks = recipe.cluster, recipe.trainer, recipe.trainer_ranks
+    trainer, num_ranks = recipe.trainer, recipe.trainer_ranks
     if placement_faults := [*find_placement_faults(recipe)]:
         # Without a valid placement the number of training ranks is unknown: more errors would mislead.
         yield from placement_faults
         return
-    axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
-    model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
-    product_text = cluster.rank_product
-    ranks_text = f"the {num_ranks} ranks ({product_text})"
+    ranks_text = f"the {num_ranks} ranks ({recipe.cluster.rank_product})"
     if recipe.separate_ranks:
-        ranks_text = f"the {num_ranks} training ranks ({product_text} - rollout.ranks {recipe.separate_ranks})"
-    if num_ranks % model_ranks:
-        product_text = " * ".join(axes)
-        sizes_text = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
-        yield (
-            f"{sizes_text}: {product_text} = {model_ranks} does not divide {ranks_text}; "
-            f"make {product_text} {either(divisors(num_ranks))}, or have "
-            f"{_nearest_multiples(num_ranks, multiple=model_ranks)} ranks"
+        ranks_text = (
+            f"the {num_ranks} training ranks ({recipe.cluster.rank_product} - rollout.ranks {recipe.separate_ranks})"
         )
-    elif trainer.dp is not None and trainer.dp != num_ranks // model_ranks:
-        yield (
-            f"trainer.dp = {trainer.dp}: {ranks_text} / {' * '.join(axes)} {model_ranks} make "
-            f"{num_ranks // model_ranks}; "
-            f"set trainer.dp={num_ranks // model_ranks}, leave it out, or have {trainer.dp * model_ranks} ranks"
-        )
+    yield from _find_dense_grid_faults(trainer, num_ranks, ranks_text)
     # Experts have their own grid of ranks (etp * ep * pp), which must divide the same ranks.
     expert_ranks = trainer.etp * trainer.ep * trainer.pp
     if trainer.etp * trainer.ep > 1 and num_ranks % expert_ranks:
@@ -108,6 +97,26 @@ def find_rank_faults(recipe: Recipe) -> Iterator[str]:
         )
     if trainer.sequence_parallel and trainer.tp == 1:
         yield "trainer.sequence_parallel = True: needs trainer.tp > 1, which is 1; leave it out or raise trainer.tp"
+
+
+def _find_dense_grid_faults(trainer: TrainerConfig, num_ranks: int, ranks_text: str) -> Iterator[str]:
+    """Yield an error if tp * pp * cp (times dp) does not fit `num_ranks`. `ranks_text`: these ranks in words."""
+    axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
+    model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
+    product_text = " * ".join(axes)
+    if num_ranks % model_ranks:
+        sizes_text = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
+        yield (
+            f"{sizes_text}: {product_text} = {model_ranks} does not divide {ranks_text}; "
+            f"make {product_text} {either(divisors(num_ranks))}, or have "
+            f"{_nearest_multiples(num_ranks, multiple=model_ranks)} ranks"
+        )
+    elif trainer.dp is not None and trainer.dp != num_ranks // model_ranks:
+        yield (
+            f"trainer.dp = {trainer.dp}: {ranks_text} / {product_text} {model_ranks} make "
+            f"{num_ranks // model_ranks}; "
+            f"set trainer.dp={num_ranks // model_ranks}, leave it out, or have {trainer.dp * model_ranks} ranks"
+        )
 
 
 def find_placement_faults(recipe: Recipe) -> Iterator[str]:
@@ -158,12 +167,13 @@ def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
 
 
 def find_batch_faults(recipe: Recipe, dp: int) -> Iterator[str]:
-    """Yield errors of the batch sizes for `dp` data-parallel ranks: uneven parts, or too few samples for a loss."""
+    """Yield errors of the batch sizes for `dp` data-parallel ranks."""
     yield from _find_uneven_batches(recipe, dp)
     yield from _find_too_few_samples(recipe)
 
 
 def _find_uneven_batches(recipe: Recipe, dp: int) -> Iterator[str]:
+    """Yield errors if sequences do not divide evenly over updates, ranks and microbatches."""
     train, trainer, is_sampled = recipe.train, recipe.trainer, recipe.is_on_policy
     updates_per_step, samples_per_prompt = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
     num_parts, num_sequences = updates_per_step * dp, train.prompts_per_step * samples_per_prompt
@@ -221,8 +231,13 @@ def _find_too_few_samples(recipe: Recipe) -> Iterator[str]:
 
 
 def find_length_faults(recipe: Recipe) -> Iterator[str]:
-    if not recipe.is_on_policy:
-        return
+    """Yield errors if a sequence exceeds a row, or if a sampling temperature is too low to train on."""
+    if recipe.is_on_policy:
+        yield from _find_row_length_faults(recipe)
+        yield from _find_temperature_faults(recipe.rollout.sampling)
+
+
+def _find_row_length_faults(recipe: Recipe) -> Iterator[str]:
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
     # The reward model reads its score at one position after the completion.
     longest_tokens = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
@@ -242,6 +257,9 @@ def find_length_faults(recipe: Recipe) -> Iterator[str]:
             f"{recipe.teacher_tokens} does not fit; raise it to {padded_teacher_tokens}, or lower "
             "distillation.max_teacher_tokens"
         )
+
+
+def _find_temperature_faults(sampling: SamplingConfig) -> Iterator[str]:
     if sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any "

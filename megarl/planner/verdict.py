@@ -60,16 +60,16 @@ def verdict_without_gpus() -> Verdict:
     return Verdict(None, f"no verdict: the memory of the run's GPUs is unknown; {NAME_THE_GPU}", {}, {})
 
 
-def format_refusal(recipe: Recipe, judge: MemoryJudge, over: Sequence[Phase]) -> str:
+def format_refusal(recipe: Recipe, judge: MemoryJudge, overfull_phases: Sequence[Phase]) -> str:
     """Return the error for a run that does not fit: phases above the memory limit, and changes that help."""
-    text = f"{_name_limits(recipe, judge)}: {_name_excess(judge, over)}"
+    text = f"{_name_limits(recipe, judge)}: {_name_excess(judge, overfull_phases)}"
     # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
     if changes := remedies(recipe, judge):
         return f"{text}; what fits: {', or '.join(map(_as_overrides, changes))}"
-    if (wider := find_wider_remedy(recipe, judge)) is not None:
+    if (wider_change := find_wider_remedy(recipe, judge)) is not None:
         return (
             f"{text}; no change of offload, recomputation, KV cache or row length is enough; what does: "
-            f"{_as_overrides(wider)}"
+            f"{_as_overrides(wider_change)}"
         )
     return f"{text}; {_NOTHING}"
 

@@ -39,7 +39,7 @@ class TrainerSizes:
 
     @property
     def values(self) -> dict[str, Any]:
-        """These sizes as recipe fields, without the data-parallel size: it follows from the other sizes."""
+        """The recipe fields. The data-parallel size follows from the other sizes, so it is unset."""
         return {f"trainer.{axis}": size for axis, size in self.by_axis.items()} | {"trainer.dp": None}
 
 
@@ -61,6 +61,7 @@ class Placement:
 
     @property
     def values(self) -> dict[str, Any]:
+        """The recipe fields of this placement."""
         if not self.ranks:
             return {"rollout.placement": "colocated", "rollout.ranks": None, "rollout.max_staleness": None}
         return {

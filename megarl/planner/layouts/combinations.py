@@ -68,7 +68,6 @@ class Combinations:
 
     @cached_property
     def parallel(self) -> ParallelConfig:
-        """The recipe's parallel sizes with this placement."""
         return sizes.parallel_of(self.placed)
 
     @cached_property
@@ -118,7 +117,7 @@ class LayoutChoice:
 
     @property
     def key(self) -> tuple[TrainerSizes, EngineSizes, Placement]:
-        """The sizes of trainer and engines, and the placement. A search returns the best choice of each key."""
+        """Identifies a layout. A search returns only the best choice of each key."""
         return self.option.trainer, self.engine, self.group.placement
 
     @property

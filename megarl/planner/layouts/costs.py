@@ -47,6 +47,7 @@ class LayoutCosts:
 
     @cached_property
     def workload(self) -> Workload:
+        """The sequences and passes of one training step."""
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
         # The first update computes its own old log-probs. A reference model scores all samples.
@@ -86,6 +87,7 @@ class LayoutCosts:
         return self.cost_of(self.shape)
 
     def cost_of(self, shape: ModelShape) -> TrainerCost:
+        """Return the cost model of passes through a model on the trainer's GPUs."""
         work = model_work(shape)
         return TrainerCost(
             work=work,
@@ -139,6 +141,7 @@ class LayoutCosts:
 
     @cached_property
     def rollout_cost(self) -> RolloutCost:
+        """The cost model of sampling on the engines' GPUs."""
         return RolloutCost(
             work=model_work(self.shape),
             gpu=self.engine_speeds,
@@ -190,7 +193,7 @@ class LayoutCosts:
 
     @property
     def other_seconds(self) -> float:
-        """The seconds of a step outside all phases, equal for all layouts."""
+        """Seconds outside all phases, equal for all layouts."""
         return FITTED.on(self.speeds).sample_seconds * self.workload.num_samples
 
     def rollout_seconds(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:

@@ -99,7 +99,7 @@ class LayoutSearch:
         )
 
     def _make_combinations(self, candidates: Candidates, placement: Placement) -> Combinations | None:
-        """Return the combinations of a placement; None: there are none."""
+        """Return the combinations of trainer options, engines and offloads for a placement. None: there are none."""
         values_of_placement = placement_values(self.recipe, placement)
         placed = with_field_values(self.recipe, values_of_placement)
         engines = candidates.list_engines(placed)
@@ -308,6 +308,7 @@ class LayoutSearch:
         )
 
     def _step_seconds(self, choice: LayoutChoice, update_seconds: CauseSeconds, rollout: RolloutSeconds) -> StepSeconds:
+        """Look up the seconds of each phase for this choice. `rollout` depends on the KV cache, so it is passed in."""
         group, option_number = choice.group, choice.option_number
         return StepSeconds(
             rollout=rollout.seconds,

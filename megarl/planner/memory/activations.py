@@ -84,6 +84,7 @@ class Widths:
 
 
 def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
+    """Return a model's channels per token on one tensor-parallel rank."""
     # A rank holds at least one key-value head. If ranks outnumber the heads, heads are copied.
     heads, kv_heads = shape.num_heads // parallel.tp, max(1, shape.num_kv_heads // parallel.tp)
     return Widths(
@@ -262,6 +263,7 @@ def _norm_bytes(parallel: ParallelConfig, settings: PassSettings, width: int, *,
 
 
 def _attention_bytes(shape: ModelShape, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+    """Return the bytes saved by a layer's self-attention: norm, projections, rotary embeddings, core attention."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     if isinstance(shape.attention, Latent):
         return _latent_attention_bytes(shape.attention, width, parallel, settings)
@@ -297,9 +299,9 @@ def _latent_attention_bytes(
     saved_bytes = _norm_bytes(parallel, settings, width.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
         saved_bytes += _norm_bytes(parallel, settings, rank, is_fused=True) + tokens * rank * size
-    raised_channels = width.heads * (attention.plain_channels + attention.value_head_dim)
+    unpacked_channels = width.heads * (attention.plain_channels + attention.value_head_dim)
     # Views keep the projected heads in memory. Queries and keys are copies, joined with rotated channels.
-    saved_bytes += tokens * (width.query + raised_channels + width.heads * attention.value_head_dim) * size
+    saved_bytes += tokens * (width.query + unpacked_channels + width.heads * attention.value_head_dim) * size
     saved_bytes += tokens * (width.query + 2 * settings.lora_rank) * size
     return saved_bytes + _core_attention_bytes(width, parallel, settings)
 
@@ -369,6 +371,7 @@ def _saved_core_bytes(width: Widths, parallel: ParallelConfig, settings: PassSet
 
 
 def _dense_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+    """Return the bytes saved by a dense feed-forward layer and the norm before it."""
     channels = widths(shape, parallel).feed_forward * settings.itemsize
     norm = _norm_bytes(parallel, settings, shape.hidden_size, is_fused=True)
     if "mlp" in settings.recomputed:
@@ -398,6 +401,7 @@ def _count_routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: 
 
 
 def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+    """Return the bytes saved by a layer of experts: norm, router, routed tokens, shared expert."""
     size = settings.itemsize
     rank_tokens = _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
     channel_bytes = shape.moe_intermediate_size // parallel.etp * size

@@ -89,6 +89,7 @@ def list_communicators(
 
 
 def _list_trainer_communicators(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+    """Yield the groups of a trainer rank that split dense layers."""
     yield Communicator("tensor parallelism", parallel.tp)
     yield Communicator("context parallelism", parallel.cp)
     yield Communicator("data and context parallelism", parallel.dp * parallel.cp)
@@ -132,6 +133,7 @@ def _make_matrix_communicator(parallel: ParallelConfig, ranks_per_node: int) -> 
 
 
 def _list_expert_communicators(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+    """Yield the groups of a trainer rank that split experts, or sum the gradients of experts."""
     expert_ranks = parallel.ep * parallel.etp
     yield Communicator(
         "expert parallelism",

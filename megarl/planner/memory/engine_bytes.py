@@ -88,6 +88,7 @@ def _pad_to_blocks(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> int:
+    """Return the bytes of an FP8 weight with its scales: one per block of `QUANTISED_BLOCK` squared, or one per row."""
     # fp8_per_channel has one scale for each row.
     if not in_blocks:
         return prod(shape) + shape[0] * _SCALE_BYTES
@@ -112,7 +113,7 @@ def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize
 
 
 def cache_bytes(limit_bytes: int, *, block_bytes: int) -> int:
-    """Return the bytes of the whole blocks that fit into `limit_bytes` of KV cache."""
+    """Round `limit_bytes` down to whole blocks."""
     return limit_bytes // block_bytes * block_bytes
 
 

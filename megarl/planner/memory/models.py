@@ -42,7 +42,7 @@ def read_models(
     """
 
     def shape_of(folder: str) -> ModelShape:
-        """Return the shape of a model's folder. The policy's is known already."""
+        """Read a model's shape; the policy's is known."""
         return policy if folder == recipe.model.folder else planned_shape(folder, recipe.override_of(folder))
 
     frozen: dict[str, Built] = {}

@@ -34,7 +34,7 @@ class RankHostBytes:
 
 
 def rank_host_bytes(table: MemoryTable) -> RankHostBytes:
-    """Return the host memory per rank, by kind. A colocated engine counts as part of the trainer."""
+    """Return the host memory per rank. A colocated engine counts as part of the trainer."""
     return RankHostBytes(trainer=table.host_bytes(num_trainers=1), engine=table.host_bytes(num_engines=1))
 
 
@@ -60,10 +60,10 @@ def node_terms(recipe: Recipe, table: MemoryTable) -> dict[str, int]:
 
 def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:
     """Return the distinct pairs (trainer ranks, engine ranks) that occur on the nodes of a run."""
-    ranks, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
+    ranks_per_node, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
     if engines is not None:
-        return {NodeRanks(trainers=ranks), NodeRanks(engines=engines.ranks_per_node)}
+        return {NodeRanks(trainers=ranks_per_node), NodeRanks(engines=engines.ranks_per_node)}
     # Ranks are numbered node by node, trainers first, so at most one node has both kinds.
-    before = range(0, recipe.cluster.world_size, ranks)
-    trainers = {min(ranks, max(0, recipe.trainer_ranks - first)) for first in before}
-    return {NodeRanks(trainers=count, engines=ranks - count) for count in trainers}
+    first_ranks = range(0, recipe.cluster.world_size, ranks_per_node)
+    trainer_counts = {min(ranks_per_node, max(0, recipe.trainer_ranks - first_rank)) for first_rank in first_ranks}
+    return {NodeRanks(trainers=count, engines=ranks_per_node - count) for count in trainer_counts}

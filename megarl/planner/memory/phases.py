@@ -63,6 +63,7 @@ class RankPhases:
     memory: RankMemory
 
     def list_phases(self) -> Iterator[Phase]:
+        """Yield the phases of a step on this rank, each with all its uses of memory."""
         part: Literal["", "trainer", "engine"] = ""
         if self.memory.parallel.is_separate:
             part = "trainer" if self.memory.has_trainer else "engine"
@@ -79,6 +80,7 @@ class RankPhases:
         }
 
     def _list_trainer_phases(self) -> dict[str, list[Use]]:
+        """Return the uses of a trainer rank by phase. Keys as in `logprobs reference` or `train critic`."""
         uses_by_phase = {"start": self._list_start_uses()}
         if self.memory.has_engine:
             uses_by_phase["rollout"] = self._list_rollout_uses()
@@ -105,17 +107,19 @@ class RankPhases:
             *self._list_idle_engine(),
             *self._list_idle_models(),
         ]
-        if built := max(self.memory.policy.built, self.memory.critic.built):
-            on_host = max(self.memory.policy.built_on_host, self.memory.critic.built_on_host)
-            uses_while_building.append(Use("optimizer being built", device_bytes=built, host_bytes=on_host))
-        moments = [uses_while_building]
+        if built_bytes := max(self.memory.policy.built, self.memory.critic.built):
+            built_host_bytes = max(self.memory.policy.built_on_host, self.memory.critic.built_on_host)
+            uses_while_building.append(
+                Use("optimizer being built", device_bytes=built_bytes, host_bytes=built_host_bytes)
+            )
+        uses_by_moment = [uses_while_building]
         if self.memory.recipe.has_engine:
-            moments += [
+            uses_by_moment += [
                 self._list_awake_engine(),
                 self._list_reshard_uses(states_at_start),
                 self._list_rollout_uses(states_at_start),
             ]
-        return max(moments, key=lambda uses: sum(use.device_bytes for use in uses))
+        return max(uses_by_moment, key=lambda uses: sum(use.device_bytes for use in uses))
 
     def _list_rollout_uses(self, policy: TrainerStates | None = None) -> list[Use]:
         return [
@@ -126,6 +130,7 @@ class RankPhases:
         ]
 
     def _list_reshard_uses(self, policy: TrainerStates | None = None) -> list[Use]:
+        """Return the uses of a reshard. `policy`: the policy's states if they are not the usual ones (at a start)."""
         states = policy or self.memory.policy
         # A separate rank has either a trainer or an engine, so nothing is offloaded and no engine sleeps.
         is_alone = self.memory.parallel.is_separate
@@ -148,6 +153,7 @@ class RankPhases:
         ]
 
     def _list_scoring_uses(self, name: str) -> list[Use]:
+        """Return the uses while the model `name` computes log-probs or scores, without gradients."""
         built = self._find_model(name)
         settings = self.memory.pass_settings(built)
         if (row_tokens := self.memory.recipe.trainer.max_tokens_per_forward) is not None:
@@ -163,6 +169,7 @@ class RankPhases:
         ]
 
     def _list_training_uses(self, name: str) -> list[Use]:
+        """Return the uses at the peak of an update of the model `name`: a row's passes, or the optimizer's step."""
         built = self._find_model(name)
         settings = self.memory.pass_settings(built)
         stage = built.parallel.coordinates(self.memory.rank).pp
@@ -193,6 +200,7 @@ class RankPhases:
         return [*self._list_uses_of_pass(name), *self._list_idle_engine(), *self._list_fp8_uses(built), *temporary_uses]
 
     def _list_optimizer_uses(self, name: str) -> list[Use]:
+        """Return the temporary uses of an optimizer step. Only Muon has some."""
         recipe = self.memory.recipe
         optimizer = recipe.critic.optimizer if name == "critic" else recipe.optimizer
         if optimizer.name != "muon":
@@ -212,6 +220,7 @@ class RankPhases:
             yield Use("weights in FP8", device_bytes=copies)
 
     def _list_save_uses(self) -> list[Use]:
+        """Return the uses while a checkpoint is staged in host memory."""
         saved = (self.memory.policy + self.memory.critic).saved
         # Checkpoints are staged in whole blocks of page-locked memory.
         if self.memory.platform.is_gpu:
@@ -269,8 +278,8 @@ class RankPhases:
         if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
             return
         policy = self.memory.models.policy
-        sent = trainer_bytes.parameter_bytes(policy.layouts, self.memory.rank, itemsize=self.memory.itemsize)
-        yield Use("weights being sent", device_bytes=sent + self.memory.drafter_weights)
+        policy_bytes = trainer_bytes.parameter_bytes(policy.layouts, self.memory.rank, itemsize=self.memory.itemsize)
+        yield Use("weights being sent", device_bytes=policy_bytes + self.memory.drafter_weights)
         if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
             yield Use("staging", device_bytes=self.memory.staging)
 

@@ -85,6 +85,7 @@ class RankMemory:
 
     @cached_property
     def engine_weights(self) -> int:
+        """The bytes of the engine's weights, adapter slots and drafter on this rank."""
         if not self.has_engine:
             return 0
         weights = engine_bytes.engine_weights(
@@ -127,7 +128,7 @@ class RankMemory:
 
     @property
     def _engine_shape(self) -> ModelShape:
-        """The engines' model. It has the policy's draft layers only if they draft tokens."""
+        """The policy's draft layers count only if engines draft with them."""
         return self.models.policy.shape.with_draft_layers(self.recipe.rollout.drafts_with_model_layers)
 
     @property
@@ -138,10 +139,11 @@ class RankMemory:
     def cache_bytes(self) -> int:
         if not self.has_engine:
             return 0
-        return engine_bytes.cache_bytes(self._cache_asked, block_bytes=self._block_bytes)
+        return engine_bytes.cache_bytes(self._requested_cache_bytes, block_bytes=self._block_bytes)
 
     @cached_property
     def engine_step(self) -> int:
+        """The temporary bytes of an engine step on this rank."""
         if not self.has_engine:
             return 0
         rollout = self.recipe.rollout
@@ -166,6 +168,7 @@ class RankMemory:
         return min(2 * bucket, self.engine_weights + self.policy.parameters)
 
     def cache_capacity(self) -> CacheCapacity:
+        """Return the tokens and requests for which the engine's KV cache has room."""
         blocks = self.cache_bytes // self._block_bytes
         # vLLM 0.30 reserves one block, which holds no request.
         tokens = max(0, blocks - 1) * self._block_tokens
@@ -198,7 +201,7 @@ class RankMemory:
 
     @property
     def max_host_copies(self) -> int:
-        """The maximum number of host copies of tensors: weights, main weights, two moments of each."""
+        """Upper bound of host tensors: weights, main weights, two moments of each."""
         models = filter(None, [self.models.policy, self.models.critic, *self.models.frozen.values()])
         return 4 * sum(len(parameter_shapes(model.layouts, model.parallel.coordinates(self.rank))) for model in models)
 
@@ -212,10 +215,12 @@ class RankMemory:
         if num_ranks == 1:
             return 0
         models = [self.models.policy, self.models.critic, *self.models.frozen.values()]
-        widest = max(built.shape.hidden_size for built in models if built is not None)
+        largest_hidden_size = max(built.shape.hidden_size for built in models if built is not None)
         num_sms = self.recipe.trainer.megatron.get("moe_deepep_num_sms", NUM_SMS)
         num_sms = num_sms if isinstance(num_sms, int) else NUM_SMS
-        return deep_ep_bytes(hidden_size=widest, itemsize=self.itemsize, num_ranks=num_ranks, num_sms=num_sms)
+        return deep_ep_bytes(
+            hidden_size=largest_hidden_size, itemsize=self.itemsize, num_ranks=num_ranks, num_sms=num_sms
+        )
 
     @cached_property
     def communicators(self) -> list[Communicator]:
@@ -247,6 +252,7 @@ class RankMemory:
         return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
 
     def _trainer_states(self, built: Built, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
+        """Return the bytes of a trained model's states on this rank. The policy's include a trained drafter."""
         layouts = built.layouts
         return trainer_bytes.trainer_states(
             layouts,
@@ -274,7 +280,7 @@ class RankMemory:
 
     @property
     def _drafter_shapes(self) -> Collection[tuple[int, ...]]:
-        """The shapes of the trained drafter's tensors on this rank: only the last pipeline stage has it."""
+        """The trained drafter's tensors. Only the last pipeline stage has them."""
         is_last = self.parallel.coordinates(self.rank).pp == self.parallel.pp - 1
         return self.drafter.tensors.values() if self.drafter and is_last else ()
 
@@ -288,16 +294,21 @@ class RankMemory:
             return 0
         shape, parallel = self.models.policy.shape, self.parallel
         settings, stage = self.pass_settings(self.models.policy), parallel.coordinates(self.rank).pp
-        carried = int(carried_bytes(shape, parallel, stage, settings, self.drafter.aux_layers))
+        received_bytes = int(carried_bytes(shape, parallel, stage, settings, self.drafter.aux_layers))
         if stage < parallel.pp - 1:
-            return carried
+            return received_bytes
         # The last stage has a copy of the first stage's embedding.
-        copied = shape.vocab_size * shape.hidden_size * self.itemsize // parallel.tp if parallel.pp > 1 else 0
+        embedding_bytes = shape.vocab_size * shape.hidden_size * self.itemsize // parallel.tp if parallel.pp > 1 else 0
         num_parts = parallel.cp * (parallel.tp if settings.sequence_parallel else 1)
         num_steps = self.recipe.trainer.drafter_steps
-        return carried + copied + drafter_bytes(self.drafter, settings, num_steps=num_steps, num_parts=num_parts)
+        return (
+            received_bytes
+            + embedding_bytes
+            + drafter_bytes(self.drafter, settings, num_steps=num_steps, num_parts=num_parts)
+        )
 
     def pass_settings(self, built: Built) -> PassSettings:
+        """Return the settings of an update's passes through a model."""
         trainer_config = self.recipe.trainer
         is_bf16 = self.itemsize == 2
         megatron = trainer_config.megatron
@@ -328,6 +339,7 @@ class RankMemory:
 
     @property
     def _block_bytes(self) -> int:
+        """The bytes of one block of the KV cache on this rank."""
         itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
         return engine_bytes.cache_block_bytes(
             self._engine_shape,
@@ -338,16 +350,16 @@ class RankMemory:
         )
 
     @property
-    def _cache_asked(self) -> int:
+    def _requested_cache_bytes(self) -> int:
         """The bytes for the KV cache: the recipe's, or what is left of vLLM's share of the GPU."""
-        share = self.recipe.rollout.gpu_memory_utilization
-        if share is None:
+        gpu_share = self.recipe.rollout.gpu_memory_utilization
+        if gpu_share is None:
             return int(self.recipe.rollout.kv_cache_gib * 2**30)
         if self.gpu_gib is None:
             return 0
         # vLLM subtracts the memory of its own communicator. The trainer creates its communicators later.
         library_bytes = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graphs
-        return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - library_bytes)
+        return max(0, int(gpu_share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - library_bytes)
 
     @property
     def cuda_graphs(self) -> int:

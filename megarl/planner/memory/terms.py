@@ -149,7 +149,7 @@ _FROZEN = Term("weights of a model that only scores; on GPUs they wait in host m
 
 
 def term_of(kind: str) -> Term:
-    """Return the term of a use's kind. An unknown kind is the name of a frozen model."""
+    """Return the term of a use. An unknown kind is the name of a frozen model."""
     return TERMS.get(kind, _FROZEN)
 
 

@@ -62,7 +62,7 @@ class TrainerStates:
         return self.parameters + self.gradients + self.optimizer
 
     def offloaded_bytes(self, offload: Collection[str]) -> int:
-        """Return the host bytes for the states of `trainer.offload`. Gradients are not copied."""
+        """Gradients are freed, not copied to the host."""
         return self.parameters * ("parameters" in offload) + self.optimizer * ("optimizer" in offload)
 
     def __add__(self, other: TrainerStates) -> TrainerStates:
@@ -94,25 +94,14 @@ def trainer_states(
     (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`: share of the
     parameters whose optimizer is on the host.
     """
-    frozen_bytes, merged_bytes = 0, 0
-    trained = layouts
-    if adapters is not None:
-        # The base weights are frozen: no gradients, no optimizer states. They may be offloaded.
-        shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
-        adapted_weights = {
-            name.partition("adapter.")[0] + "weight"
-            for name in parameter_shapes(adapters, layouts.parallel.coordinates(rank))
-        }
-        frozen_bytes = sum(map(math.prod, shapes.values())) * itemsize
-        merged_bytes = sum(math.prod(shape) for name, shape in shapes.items() if name in adapted_weights) * itemsize
-        trained = adapters
-    states = TrainerStates(parameters=frozen_bytes, merged=merged_bytes)
+    states = NO_STATES if adapters is None else _frozen_states(layouts, adapters, rank, itemsize)
+    trained_layouts = layouts if adapters is None else adapters
     parallel, coordinates = layouts.parallel, layouts.parallel.coordinates(rank)
     num_moments = 0 if optimizer == "sgd" else 2
     whole_parameters = [
         Parameter(math.prod(shape), is_vector=len(shape) == 1, num_moments=num_moments) for shape in whole
     ]
-    buffers = [*list_gradient_buffers(trained, rank, optimizer)]
+    buffers = [*list_gradient_buffers(trained_layouts, rank, optimizer)]
     if whole_parameters:
         dense_shard = coordinates.dp * parallel.cp + coordinates.cp
         buffers.append(
@@ -129,6 +118,15 @@ def trainer_states(
             host_fraction=host_fraction,
         )
     return states
+
+
+def _frozen_states(layouts: MegatronLayouts, adapters: MegatronLayouts, rank: int, itemsize: int) -> TrainerStates:
+    """Return the bytes of base weights under LoRA: they have no gradients and no optimizer, but may be offloaded."""
+    coordinates = layouts.parallel.coordinates(rank)
+    shapes = parameter_shapes(layouts, coordinates)
+    adapted_weights = {name.partition("adapter.")[0] + "weight" for name in parameter_shapes(adapters, coordinates)}
+    merged_numel = sum(math.prod(shape) for name, shape in shapes.items() if name in adapted_weights)
+    return TrainerStates(parameters=sum(map(math.prod, shapes.values())) * itemsize, merged=merged_numel * itemsize)
 
 
 def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> int:
@@ -180,10 +178,10 @@ def list_gradient_buffers(layouts: MegatronLayouts, rank: int, optimizer: Optimi
     is_shared = layouts.model.tie_word_embeddings and parallel.pp > 1
     # Buffers of modules have no gradient.
     shapes = parameter_shapes(layouts, coordinates, has_buffers=False)
-    num_moments = dict.fromkeys(shapes, 0 if optimizer == "sgd" else 2)
+    moments_by_name = dict.fromkeys(shapes, 0 if optimizer == "sgd" else 2)
     if optimizer == "muon":
         # A matrix has a momentum; all other parameters have Adam's two moments.
-        num_moments |= dict.fromkeys(parameter_shapes(layouts, coordinates, matches=has_matrices), 1)
+        moments_by_name |= dict.fromkeys(parameter_shapes(layouts, coordinates, matches=has_matrices), 1)
     for chunk in range(parallel.vpp):
         prefix = chunk_prefix(chunk, parallel.vpp)
         chunk_shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
@@ -192,13 +190,13 @@ def list_gradient_buffers(layouts: MegatronLayouts, rank: int, optimizer: Optimi
                 math.prod(shape),
                 has_own_bucket=is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")),
                 is_vector=len(shape) == 1,
-                num_moments=num_moments[name],
+                num_moments=moments_by_name[name],
             )
             for name, shape in chunk_shapes.items()
             if ".experts." not in name
         ]
         experts = [
-            Parameter(math.prod(shape), num_moments=num_moments[name])
+            Parameter(math.prod(shape), num_moments=moments_by_name[name])
             for name, shape in chunk_shapes.items()
             if ".experts." in name
         ]
@@ -221,19 +219,11 @@ def _buffer_states(
     host_fraction: float = 0.0,
 ) -> TrainerStates:
     """Return the bytes of one gradient buffer's parameters on a rank. `shard`: the rank's data-parallel shard."""
-    numel = sum(parameter.numel for parameter in parameters)
     # The optimizer updates float32 main weights. Float32 parameters serve as their own.
     has_main = itemsize < FLOAT32
     if not is_distributed:
-        # Parameters, main weights and moments each have their own storage.
-        moments = sum(parameter.numel * parameter.num_moments for parameter in parameters)
-        return TrainerStates(
-            parameters=numel * itemsize,
-            gradients=numel * FLOAT32,
-            main_weights=numel * FLOAT32 * has_main,
-            moments=moments * FLOAT32,
-            saved=(numel * (itemsize + FLOAT32 * has_main) + moments * FLOAT32) // num_shards,
-        )
+        return _unsharded_states(parameters, num_shards, itemsize, has_main=has_main)
+    numel = sum(parameter.numel for parameter in parameters)
     buckets = _make_buckets(parameters, num_shards)
     padded_numel = buckets[-1].stop
     # The elements of each parameter that this rank's optimizer owns, last parameter first; zero or negative: none.
@@ -278,6 +268,21 @@ def _buffer_states(
     )
 
 
+def _unsharded_states(
+    parameters: Sequence[Parameter], num_shards: int, itemsize: int, *, has_main: bool
+) -> TrainerStates:
+    """Return the bytes of a buffer whose optimizer is not distributed. `has_main`: main weights exist in float32."""
+    numel = sum(parameter.numel for parameter in parameters)
+    moments = sum(parameter.numel * parameter.num_moments for parameter in parameters)
+    return TrainerStates(
+        parameters=numel * itemsize,
+        gradients=numel * FLOAT32,
+        main_weights=numel * FLOAT32 * has_main,
+        moments=moments * FLOAT32,
+        saved=(numel * (itemsize + FLOAT32 * has_main) + moments * FLOAT32) // num_shards,
+    )
+
+
 def _estimate_numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
     """Return the numbers of elements of the parameters that Megatron-Core would update on the host.
 
@@ -306,6 +311,7 @@ class _Bucket:
 
 
 def _make_buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
+    """Divide a buffer's elements into buckets, in Megatron-Core's order: last parameter first."""
     multiple = math.lcm(num_shards, _BUCKET_MULTIPLE)
     # Buckets are padded so that they split evenly over the shards. Megatron-Core also requires multiples of 128.
     buckets: list[_Bucket] = []
@@ -343,5 +349,5 @@ def _round_up(number: int, *, multiple: int) -> int:
 
 
 def _pinned_bytes(size: int, is_pinned: bool) -> int:
-    """Return the bytes of a host copy made by Megatron-Core. torch rounds pinned memory up to powers of two."""
+    """torch rounds pinned memory up to powers of two."""
     return 1 << (size - 1).bit_length() if is_pinned and size else size

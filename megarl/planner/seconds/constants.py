@@ -46,18 +46,18 @@ class Constants:
 
     def on(self, gpu: GpuSpeeds) -> Constants:
         """Return the constants with the factors for a kind of GPU applied."""
-        share = self.blackwell_efficiency if gpu.is_blackwell else 1.0
-        slower = self.grace_seconds if gpu.has_grace else 1.0
+        efficiency_factor = self.blackwell_efficiency if gpu.is_blackwell else 1.0
+        seconds_factor = self.grace_seconds if gpu.has_grace else 1.0
         return replace(
             self,
-            gemm_efficiency=share * self.gemm_efficiency,
-            decode_bandwidth=share * self.decode_bandwidth,
-            layer_seconds=slower * self.layer_seconds,
-            expert_layer_seconds=slower * self.expert_layer_seconds,
-            decode_layer_seconds=slower * self.decode_layer_seconds,
-            decode_expert_layer_seconds=slower * self.decode_expert_layer_seconds,
-            engine_step_seconds=slower * self.engine_step_seconds,
-            sample_seconds=slower * self.sample_seconds,
+            gemm_efficiency=efficiency_factor * self.gemm_efficiency,
+            decode_bandwidth=efficiency_factor * self.decode_bandwidth,
+            layer_seconds=seconds_factor * self.layer_seconds,
+            expert_layer_seconds=seconds_factor * self.expert_layer_seconds,
+            decode_layer_seconds=seconds_factor * self.decode_layer_seconds,
+            decode_expert_layer_seconds=seconds_factor * self.decode_expert_layer_seconds,
+            engine_step_seconds=seconds_factor * self.engine_step_seconds,
+            sample_seconds=seconds_factor * self.sample_seconds,
         )
 
 

@@ -56,7 +56,7 @@ class Lengths:
         return float(np.square(self.quantiles).mean() / (2 * self.quantiles.mean()))
 
     def survival(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the share of completions longer than each number of tokens [n]."""
+        """Return the share of completions longer than each item of `tokens` [n]."""
         return 1 - np.searchsorted(self.quantiles, tokens, side="right") / len(self.quantiles)
 
     def longest(self, num_samples: float) -> float:
@@ -64,14 +64,14 @@ class Lengths:
 
         Beyond the last quantile, the logarithms of the lengths are extrapolated, up to the limit.
         """
-        last = self.quantiles[-1]
+        last_length = self.quantiles[-1]
         if num_samples <= len(self.quantiles):
             return float(np.quantile(self.quantiles, 1 - 0.5 / max(num_samples, 1)))
         normal = NormalDist()
-        last_score = normal.inv_cdf(1 - 0.5 / len(self.quantiles))
-        spread = float(np.log(np.maximum(self.quantiles, 1)).std())
-        log_growth = spread * (normal.inv_cdf(1 - 0.5 / num_samples) - last_score)
-        return float(min(self.limit, last * math.exp(log_growth)))
+        last_normal_quantile = normal.inv_cdf(1 - 0.5 / len(self.quantiles))
+        log_deviation = float(np.log(np.maximum(self.quantiles, 1)).std())
+        log_growth = log_deviation * (normal.inv_cdf(1 - 0.5 / num_samples) - last_normal_quantile)
+        return float(min(self.limit, last_length * math.exp(log_growth)))
 
 
 def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:
@@ -81,7 +81,7 @@ def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = 
     mean = min(mean, 0.98 * limit)
     normal = NormalDist()
     quantile_ranks = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
-    lengths_of_median_1 = np.exp(sigma * np.array([normal.inv_cdf(place) for place in quantile_ranks]))
+    lengths_of_median_1 = np.exp(sigma * np.array([normal.inv_cdf(rank) for rank in quantile_ranks]))
     # Find by bisection the median with which the mean after the cut is `mean`.
     low, high = math.log(1e-3), math.log(1e3 * limit)
     for _ in range(60):
@@ -102,7 +102,7 @@ def assumed_prompt_tokens(max_prompt_tokens: int) -> float:
 
 
 def assumed_lengths(*, limit: int, max_prompt_tokens: int) -> Lengths:
-    """Return the lengths assumed if only the limits of prompts and completions are known."""
+    """Lengths if only the limits of prompts and completions are known."""
     return log_normal(mean=_ASSUMED_SHARE * limit, limit=limit, prompt_tokens=assumed_prompt_tokens(max_prompt_tokens))
 
 
@@ -121,12 +121,16 @@ def lengths_of_run(folder: Path, *, limit: int, prompt_tokens: float) -> Lengths
     """
     run = RunRecord.open(folder)
     records = [record for step, path in run.sample_files[-_STEPS_READ:] for record in read_records(path, step)]
-    logged = [row[_PROMPT_METRIC] for _, row in run.rows if math.isfinite(row.get(_PROMPT_METRIC, math.nan))]
-    prompt_tokens = logged[-1] if logged else prompt_tokens
+    logged_prompt_tokens = [
+        row[_PROMPT_METRIC] for _, row in run.rows if math.isfinite(row.get(_PROMPT_METRIC, math.nan))
+    ]
+    prompt_tokens = logged_prompt_tokens[-1] if logged_prompt_tokens else prompt_tokens
     # A record of a validation set has the set's name.
     training_records = [record for record in records if "set" not in record]
-    tokens = [float(record["tokens"]) for record in training_records if isinstance(record.get("tokens"), int | float)]
-    if not tokens:
+    completion_tokens = [
+        float(record["tokens"]) for record in training_records if isinstance(record.get("tokens"), int | float)
+    ]
+    if not completion_tokens:
         raise DataError(f"{folder}: has no samples with lengths in samples/; give a run with samples_every_steps")
-    source = f"{len(tokens):,} samples of {folder}"
-    return recorded_lengths(tokens, limit=limit, prompt_tokens=prompt_tokens, source=source)
+    source = f"{len(completion_tokens):,} samples of {folder}"
+    return recorded_lengths(completion_tokens, limit=limit, prompt_tokens=prompt_tokens, source=source)

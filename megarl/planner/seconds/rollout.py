@@ -170,11 +170,11 @@ class RolloutCost:
         sample of all engines.
         """
         longest = lengths.longest(num_samples)
-        grid = np.linspace(0.0, longest, _POINTS)
-        alive = lengths.survival(grid)
+        token_points = np.linspace(0.0, longest, _POINTS)
+        share_longer = lengths.survival(token_points)
         if not waits:
-            return grid, alive
+            return token_points, share_longer
         # Share of requests with more than this many tokens left: the integral of the survival from this point on.
-        widths = np.diff(grid) * (alive[1:] + alive[:-1]) / 2
-        remaining = np.append(np.cumsum(widths[::-1])[::-1], 0.0)
-        return grid, remaining / max(remaining[0], 1e-9)
+        areas = np.diff(token_points) * (share_longer[1:] + share_longer[:-1]) / 2
+        area_beyond = np.append(np.cumsum(areas[::-1])[::-1], 0.0)
+        return token_points, area_beyond / max(area_beyond[0], 1e-9)

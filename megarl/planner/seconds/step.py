@@ -54,9 +54,9 @@ class StepSeconds:
 
 
 def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
-    """Return a lower bound of a reshard's seconds: its time on the link or in memory, whichever is longer.
+    """Return a lower bound of a reshard's seconds. Weights are read and written once.
 
-    Weights are read and written once. `shard_bytes`: weights of an engine rank. `link`, `memory`: bytes per second.
+    `shard_bytes`: weights of an engine rank. `link`, `memory`: bytes per second.
     """
     return max(shard_bytes / link, 2 * shard_bytes / memory)
 

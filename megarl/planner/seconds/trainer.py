@@ -297,11 +297,10 @@ class TrainerCost:
         return CauseSeconds(compute=rank_tokens * np.maximum(0.0, added_flops) / flops_per_second)
 
     def _gemm_flops_per_second(self, tokens: Numbers) -> Numbers:
-        """Return the FLOPs per second of matrix products over this many tokens on a rank."""
         return self.constants.gemm_efficiency * self.gpu.flops * tokens / (tokens + self.constants.half_tokens)
 
     def _link_bytes_per_second(self, group: NDArray[np.int64]) -> Numbers:
-        """Return the bytes per second that a rank sends within groups of these sizes, over NVLink or the network."""
+        """Return a rank's bandwidth within groups of these sizes: NVLink's or the network's."""
         speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         return self.constants.link_efficiency * speed
 

@@ -52,15 +52,14 @@ class ModelWork:
         return np.sum([*reached], axis=0)
 
     def score_flops(self, lengths: NDArray[np.floating]) -> float:
-        """Return the FLOPs of attention scores per token, averaged over the tokens of sequences of `lengths`
-        [sequences].
-        """
+        """Return the FLOPs of attention scores per token, averaged over sequences of `lengths` [sequences]."""
         tokens = np.asarray(lengths).astype(np.int64)
         return forward_flops(self.shape, tokens) / max(1, int(tokens.sum())) - matrix_flops(self.shape)
 
 
 @cache
 def model_work(shape: ModelShape) -> ModelWork:
+    """Count a model's weights by kind, and its FLOPs per token."""
     expert_weights = embedding_weights = layer_weights = 0
     for name, size in hf_tensors(shape).items():
         numel = prod(size)
