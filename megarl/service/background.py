@@ -14,11 +14,7 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run_to_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await work. If the waiting request is cancelled (its session may end), the work continues to its end.
-
-        Ranks cannot leave a collective. If their work's folder vanished, they would raise an error, which ends the
-        whole service.
-        """
+        """Await work. It continues if the waiting request is cancelled: ranks cannot leave a collective."""
         return await asyncio.shield(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:

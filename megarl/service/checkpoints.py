@@ -90,9 +90,9 @@ class Checkpoints:
                 f"{MAX_CHECKPOINTS} and {self._max_bytes / 2**30:g} GiB. Delete some (RestClient.delete_checkpoint)"
             )
         # Clients' names cannot begin with a dot, so no request reaches an unfinished folder.
-        partial = self._folder / run / kind / f"{_PARTIAL}{secrets.token_hex(4)}"
-        partial.mkdir(parents=True)
-        return partial
+        unfinished_folder = self._folder / run / kind / f"{_PARTIAL}{secrets.token_hex(4)}"
+        unfinished_folder.mkdir(parents=True)
+        return unfinished_folder
 
     def complete(self, partial: Path, name: str, record: dict[str, Any], ttl_seconds: int | None) -> None:
         """Rename a written folder to `name`. It replaces an earlier checkpoint, and expires after `ttl_seconds`.
@@ -115,11 +115,11 @@ class Checkpoints:
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3:
             raise not_found
-        run, kind, name = parts
+        run_name, kind, name = parts
         # Check the client's text before it becomes a path.
-        if not _RUN.match(run) or kind not in KINDS or not _NAME.match(name):
+        if not _RUN.match(run_name) or kind not in KINDS or not _NAME.match(name):
             raise not_found
-        folder = self._folder / run / kind / name
+        folder = self._folder / run_name / kind / name
         record = self._read_record(folder)
         # Foreign, expired and missing checkpoints get the same answer, so that names cannot be probed.
         if record is None or record.get("owner") != owner or self._is_expired(record):

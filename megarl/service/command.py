@@ -99,22 +99,12 @@ def prepare(
     # Remove the loop's models first: the memory is planned for the service alone.
     recipe = with_memory_defaults(_without_training_loop(user_recipe), is_start=True)
     parallel = check(recipe)
-    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
-    lora_targets = set(recipe.lora.targets)
-    served = ServedModel(
-        name=served_name or recipe.model.path,
-        architecture=shape.family,
-        tokenizer=tokenizer or recipe.model.path,
-        rank=recipe.lora.rank,
-        trains_mlp=lora_targets >= _MLP,
-        trains_attention=lora_targets >= _ATTENTION,
-        vocab_size=shape.vocab_size,
-        row_tokens=recipe.trainer.max_tokens_per_microbatch,
-        context_tokens=recipe.context_tokens,
-    )
+    served = _make_served_model(recipe, served_name, tokenizer)
     folder = Path(recipe.runs_folder) / recipe.name
-    unused = [name for name in UNUSED if name in user_recipe.model_fields_set]
-    notices = (f"not used by a service: {', '.join(unused)}. The client's program decides these",) if unused else ()
+    unused_sections = [name for name in UNUSED if name in user_recipe.model_fields_set]
+    notices: tuple[str, ...] = ()
+    if unused_sections:
+        notices = (f"not used by a service: {', '.join(unused_sections)}. The client's program decides these",)
     if not recipe.sends_adapter and (engine_slots or 1) > 1:
         raise ConfigError(
             f"--engine-slots = {engine_slots}: with lora.sync = {recipe.lora.sync} the engines get merged weights, of "
@@ -134,6 +124,23 @@ def prepare(
         num_slots=(engine_slots or ENGINE_SLOTS) if recipe.sends_adapter else 0,
         limits=limits or QueueLimits(),
         notices=(*user_recipe.notices, *notices),
+    )
+
+
+def _make_served_model(recipe: Recipe, served_name: str | None, tokenizer: str | None) -> ServedModel:
+    """Return what clients learn about the base model. Names default to model.path."""
+    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
+    lora_targets = set(recipe.lora.targets)
+    return ServedModel(
+        name=served_name or recipe.model.path,
+        architecture=shape.family,
+        tokenizer=tokenizer or recipe.model.path,
+        rank=recipe.lora.rank,
+        trains_mlp=lora_targets >= _MLP,
+        trains_attention=lora_targets >= _ATTENTION,
+        vocab_size=shape.vocab_size,
+        row_tokens=recipe.trainer.max_tokens_per_microbatch,
+        context_tokens=recipe.context_tokens,
     )
 
 
@@ -182,9 +189,9 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
     Raises StoppedError. Raises RunFolderLockedError if another service uses the folder.
     """
     recipe, display = service.recipe, Display()
-    logs, idle_folder = service.folder / "service" / "logs", service.folder / "service" / "idle"
-    with storage_faults_named(logs):
-        logs.mkdir(parents=True, exist_ok=True)
+    logs_folder, idle_folder = service.folder / "service" / "logs", service.folder / "service" / "idle"
+    with storage_faults_named(logs_folder):
+        logs_folder.mkdir(parents=True, exist_ok=True)
         # Two services in one folder would delete each other's models.
         lock = FolderLock(service.folder / "service", recipe.name)
         # Sessions end with their service: nobody can ask for the models that an earlier service left here.
@@ -196,7 +203,9 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
             stack.callback(lock.release)
             # Runs after the ranks have ended: nobody can ask for these models any more.
             stack.callback(delete_tree, idle_folder, display.warn)
-            ranks = await start_ranks(recipe.cluster, logs, service.parallel.replica_sizes, trainer=service.parallel)
+            ranks = await start_ranks(
+                recipe.cluster, logs_folder, service.parallel.replica_sizes, trainer=service.parallel
+            )
             stack.push_async_callback(ranks.close)
             ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
             await construct_workers(ranks, service)

@@ -50,7 +50,7 @@ def make_batch(datums: Sequence[Datum], loss: str, *, vocab_size: int, max_token
 
 
 def split_values(values: NDArray[np.float32], batch: TokenBatch) -> list[NDArray[np.float32]]:
-    """Return values [tokens of the batch] by datum, without the entry of each sequence's first token."""
+    """Return values [tokens of the batch] by datum, without each sequence's first token."""
     return [part[1:] for part in np.split(values, batch.cu_seqlens[1:-1])]
 
 
@@ -59,6 +59,7 @@ def _prepend_zero(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _check_datum(datum: Datum, field_path: str, loss: str, *, vocab_size: int, max_tokens: int) -> None:
+    """Raise UserError for a datum that the loss or the model cannot take. `field_path` begins messages: `data[3]`."""
     num_tokens = len(datum.token_ids)
     if not num_tokens:
         raise UserError(f"{field_path}.model_input is empty: give at least one token")
@@ -91,6 +92,7 @@ def _check_datum(datum: Datum, field_path: str, loss: str, *, vocab_size: int, m
 
 
 def _check_ratio_mask(datum: Datum, field_path: str) -> None:
+    """Raise UserError unless gspo's mask is 0 or 1, marks a token, and covers all advantages."""
     mask = datum.inputs["sequence_ratio_mask"]
     if not np.isin(mask, (0, 1)).all():
         raise UserError(f"{field_path}.loss_fn_inputs.sequence_ratio_mask has other values than 0 and 1")

@@ -22,8 +22,9 @@ def delete_file(file: Path, report: Report) -> bool:
 
 
 def delete_tree(folder: Path, report: Report) -> None:
+    """Delete a folder. Files that cannot be deleted are reported, and stay."""
+
     def report_fault(_function: Any, path: str, exc_info: Any) -> None:
-        """Report a file that cannot be deleted; `shutil.rmtree` then goes on with the others."""
         _, error, _ = exc_info
         # Another process may delete the same folder.
         if not isinstance(error, FileNotFoundError):

@@ -58,7 +58,7 @@ Work = Callable[[], Awaitable[Reply]]
 
 
 def digest_of(values: Any) -> bytes:
-    """Return a hash of a request's values. A repeated request has the same hash."""
+    """A repeated request has the same hash."""
     return hashlib.sha256(repr(values).encode(errors="surrogatepass")).digest()
 
 
@@ -235,7 +235,7 @@ class Ledger:
 
     def submit_unordered(
         self,
-        key: Hashable,
+        request_key: Hashable,
         owner: str,
         digest: bytes,
         work: Work,
@@ -248,17 +248,17 @@ class Ledger:
 
         `tokens` is the request's number of tokens, which count against the owner's limit. Raises BusyError above it.
         """
-        if (earlier_promise := self._unordered.get(key)) is not None:
+        if (earlier_promise := self._unordered.get(request_key)) is not None:
             if earlier_promise.digest == digest:
                 return earlier_promise
             return self._make_failed_promise(
-                owner, model_id, f"{key}: was used by another request; use a new number", num_sequences
+                owner, model_id, f"{request_key}: was used by another request; use a new number", num_sequences
             )
         if tokens:
             self.admission.check(owner, tokens)
         if not self.admission.has_room(owner, BODY_BYTES.get()):
             raise BusyError(self.admission.no_room_message(owner, BODY_BYTES.get()))
-        promise = self._unordered[key] = self._make_promise(
+        promise = self._unordered[request_key] = self._make_promise(
             owner, digest, model_id, num_sequences, tokens=tokens, num_bytes=BODY_BYTES.get()
         )
         task = asyncio.create_task(self._run(promise, work))
@@ -308,7 +308,7 @@ class Ledger:
                 self._use_up_missing_numbers(model_id, sequence)
 
     def forget_session(self, session_id: str) -> None:
-        """Forget the unordered requests of an ended session. Their keys are tuples that begin with its id."""
+        """Forget the unordered requests of a session. Their keys begin with its id."""
         for key in [key for key in self._unordered if isinstance(key, tuple) and key[0] == session_id]:
             self._promises.pop(self._unordered.pop(key).request_id, None)
 
@@ -328,6 +328,7 @@ class Ledger:
         tokens: int = 0,
         num_bytes: int = 0,
     ) -> Promise:
+        """Record an accepted request. Its tokens and bytes count against its account until it is done."""
         sequence_ids = tuple(secrets.token_hex(12) for _ in range(num_sequences))
         promise = Promise(secrets.token_hex(16), owner, digest, model_id, sequence_ids)
         if tokens or num_bytes:

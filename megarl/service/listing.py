@@ -69,7 +69,8 @@ class Listing:
         return sorted(runs, key=lambda run: str(run["last_request_time"]), reverse=True)
 
     def _describe_run(self, state: RunState, checkpoints: Sequence[Stored]) -> dict[str, Any]:
-        values = {
+        """Return a run as the SDK's TrainingRun. `checkpoints` are the run's, newest first."""
+        fields = {
             "training_run_id": state.run,
             "base_model": checkpoints[0].record["base_model"] if checkpoints else self._served.name,
             "model_owner": state.owner,
@@ -80,18 +81,19 @@ class Listing:
         }
         for name, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
             newest = next((stored for stored in checkpoints if stored.kind == kind), None)
-            values[name] = None if newest is None else _describe_checkpoint(newest)
-        return values
+            fields[name] = None if newest is None else _describe_checkpoint(newest)
+        return fields
 
 
 def _run_of_checkpoints(checkpoints: Sequence[Stored]) -> RunState:
-    """Return the state of a run that is no longer in memory, from its checkpoints, newest first."""
+    """Return a run that is no longer in memory, from its checkpoints, newest first."""
     newest = checkpoints[0]
     return RunState(newest.run, newest.record["owner"], newest.record["time"], newest.record.get("run_metadata"))
 
 
 def _describe_checkpoint(stored: Stored) -> dict[str, Any]:
-    expires = stored.record.get("expires")
+    """Return a checkpoint as the SDK's Checkpoint."""
+    expiry_time = stored.record.get("expires")
     return {
         "checkpoint_id": f"{stored.kind}/{stored.name}",
         "checkpoint_type": _TYPES[stored.kind],
@@ -100,7 +102,7 @@ def _describe_checkpoint(stored: Stored) -> dict[str, Any]:
         "size_bytes": stored.record["size_bytes"],
         "public": False,
         "user_metadata": stored.record.get("user_metadata"),
-        "expires_at": None if expires is None else _calendar_time(expires),
+        "expires_at": None if expiry_time is None else _calendar_time(expiry_time),
     }
 
 

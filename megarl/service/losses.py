@@ -43,19 +43,19 @@ def read_settings(name: str, settings: Mapping[str, float | str]) -> dict[str, f
         )
     loss = LOSSES[name]
     numbers: dict[str, float] = {}
-    for key, value in settings.items():
-        if key not in loss.settings:
+    for setting_name, value in settings.items():
+        if setting_name not in loss.settings:
             setting_names = ", ".join(loss.settings) or "none"
             raise UserError(
-                f"loss_fn_config.{key:.50} = {value!r:.50}: {name} has no such setting; it has {setting_names}"
+                f"loss_fn_config.{setting_name:.50} = {value!r:.50}: {name} has no such setting; it has {setting_names}"
             )
         # The newer map of settings may hold texts, but no loss here takes one.
         if isinstance(value, str) or not math.isfinite(value):
-            raise UserError(f"loss_fn_config.{key} = {value!r:.50}: is not a finite number; give one")
-        numbers[key] = value
-    for key in loss.required:
-        if key not in numbers:
-            raise UserError(f"loss_fn_config.{key} is missing: {name} needs it; give a number")
+            raise UserError(f"loss_fn_config.{setting_name} = {value!r:.50}: is not a finite number; give one")
+        numbers[setting_name] = value
+    for setting_name in loss.required:
+        if setting_name not in numbers:
+            raise UserError(f"loss_fn_config.{setting_name} is missing: {name} needs it; give a number")
     # `objectives._clip_bounds` has the same defaults. A single bound is checked against the other bound's default.
     low, high = numbers.get("clip_low_threshold", 0.8), numbers.get("clip_high_threshold", 1.2)
     if not 0 <= low <= 1 <= high:

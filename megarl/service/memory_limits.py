@@ -41,6 +41,7 @@ class MemoryLimits:
     """
 
     def __init__(self, ranks: Sequence[RankMemory], max_bytes: int | None) -> None:
+        """Add up the memory of the ranks of each host. `max_bytes` None: a share of the memory available there."""
         hosts: dict[str, HostRoom] = {}
         for rank in ranks:
             host = hosts.setdefault(rank.host, HostRoom(rank.host, 0, 0, 0))
@@ -55,7 +56,7 @@ class MemoryLimits:
         self._hosts = list(hosts.values())
 
     def find_full_host(self, *, num_models: int, num_copies: int) -> HostRoom | None:
-        """Return a host without room for this many models and copies of weights; None: all have room."""
+        """Return a host without room for these models and copies of weights, or None."""
         return next((host for host in self._hosts if not host.fits(num_models=num_models, num_copies=num_copies)), None)
 
     def describe(self) -> str:

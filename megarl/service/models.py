@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from megarl.service.ledger import Promise, Reply, digest_of, json_reply
@@ -27,6 +28,7 @@ class Models(RequestHandlers):
     """Models last used before this time were already asked to move to disk."""
 
     def create(self, body: CreateModel, owner: str) -> Promise:
+        """Accept a request for a new model, with the id `SESSION:train:MODEL_SEQ_ID`."""
         session = self._sessions.find(body.session_id, owner)
         model_id = f"{session.session_id}:train:{body.model_seq_id}"
 
@@ -47,53 +49,56 @@ class Models(RequestHandlers):
 
         Raises MalformedError for a request that names no model.
         """
-        model: Model | None = None
-        request_number = 0
         if body.session_id is not None and body.model_seq_id is not None:
             session = self._sessions.find(body.session_id, owner)
             model_id = f"{session.session_id}:train:{body.model_seq_id}"
-        elif body.model_id is not None and body.seq_id is not None:
+            load_new = partial(self._load_checkpoint, body, session, model_id, None)
+            return self._accept_new_model(session, model_id, digest_of(body), load_new, body.user_metadata)
+        if body.model_id is not None and body.seq_id is not None:
             session, model = self._sessions.find_model(body.model_id, owner)
             self._sessions.note_use(session, model)
-            model_id, request_number = model.model_id, body.seq_id
-        else:
-            raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
+            load_existing = partial(self._load_checkpoint, body, session, model.model_id, model)
+            return self._ledger.submit(model.model_id, body.seq_id, digest_of(body), load_existing)
+        raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
 
-        async def load_checkpoint() -> Reply:
-            """Check that the checkpoint fits the service, then load it into model `model_id`."""
-            if body.weights_access_token is not None:
-                raise UserError(
-                    "weights_access_token: is not supported; leave it out, and use the key that saved the checkpoint"
-                )
-            folder, record = self._checkpoints.find(body.path, owner)
-            if body.base_model is not None:
-                check_base(self._trainer.served, body.base_model)
-            if body.optimizer_config is not None:
-                check_optimizer(body.optimizer_config.type)
-            check_record(self._trainer.served, record, body.path)
-            if body.optimizer and record["kind"] != "weights":
-                raise UserError(f"path = {body.path}: has no optimizer state; load it without")
+    async def _load_checkpoint(
+        self, body: LoadWeights, session: Session, model_id: str, existing_model: Model | None
+    ) -> Reply:
+        """Check that a checkpoint fits the service, then load it into model `model_id`.
 
-            async def load_and_tidy() -> None:
-                """Load the checkpoint, and free the model again if its session has ended meanwhile."""
-                with self._checkpoints.reading(folder, record["time"]):
-                    await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
-                if model is not None:
-                    # The load has dropped all gradients of the earlier state.
-                    model.failure = None
-                # `end_session` may have released the model before this load created it again. `_accept_new_model`
-                # handles new models.
-                if model is not None and self._sessions.has_ended(session):
-                    await self._trainer.forget(models=[model_id], versions=[])
+        `existing_model`: the session's model of this id; None: the load creates it.
+        """
+        if body.weights_access_token is not None:
+            raise UserError(
+                "weights_access_token: is not supported; leave it out, and use the key that saved the checkpoint"
+            )
+        folder, record = self._checkpoints.find(body.path, session.owner)
+        if body.base_model is not None:
+            check_base(self._trainer.served, body.base_model)
+        if body.optimizer_config is not None:
+            check_optimizer(body.optimizer_config.type)
+        check_record(self._trainer.served, record, body.path)
+        if body.optimizer and record["kind"] != "weights":
+            raise UserError(f"path = {body.path}: has no optimizer state; load it without")
 
-            await self._background.run_to_end(load_and_tidy())
-            return json_reply(path=body.path, model_id=model_id, type="load_weights")
+        async def load_and_tidy() -> None:
+            """Load the checkpoint, and free the model again if its session has ended meanwhile."""
+            with self._checkpoints.reading(folder, record["time"]):
+                await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
+            # `_accept_new_model` handles new models.
+            if existing_model is None:
+                return
+            # The load has dropped all gradients of the earlier state.
+            existing_model.failure = None
+            # `end_session` may have released the model before this load created it again.
+            if self._sessions.has_ended(session):
+                await self._trainer.forget(models=[model_id], versions=[])
 
-        if model is not None:
-            return self._ledger.submit(model_id, request_number, digest_of(body), load_checkpoint)
-        return self._accept_new_model(session, model_id, digest_of(body), load_checkpoint, body.user_metadata)
+        await self._background.run_to_end(load_and_tidy())
+        return json_reply(path=body.path, model_id=model_id, type="load_weights")
 
     def describe(self, model_id: str, owner: str) -> dict[str, Any]:
+        """Return the answer to get_info."""
         self._sessions.find_model(model_id, owner)
         served = self._trainer.served
         data = {"arch": served.architecture, "model_name": served.name, "tokenizer_id": served.tokenizer}
@@ -107,6 +112,7 @@ class Models(RequestHandlers):
         }
 
     def describe_weights(self, path: str, owner: str) -> dict[str, Any]:
+        """Return the adapter settings of a checkpoint."""
         _, record = self._checkpoints.find(path, owner)
         served = self._trainer.served
         return {
@@ -119,6 +125,7 @@ class Models(RequestHandlers):
         }
 
     def end_session(self, session: Session) -> None:
+        """Refuse further requests of a session, and free its models and published weights soon."""
         self._sessions.remove(session)
         for model_id in session.models:
             self._ledger.close_model(model_id)

@@ -78,8 +78,8 @@ def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tu
         logprobs = torch.where(batch.mask, model_logprobs, model_logprobs.detach())
         losses = torch.where(batch.mask, loss_of_tokens(logprobs, batch), 0.0)
         # Megatron's schedules require a token count. It is not used.
-        count = torch.ones((), dtype=torch.int, device=losses.device)
-        return losses.sum(), count, (torch.stack([model_logprobs, losses]).detach(), batch)
+        token_count = torch.ones((), dtype=torch.int, device=losses.device)
+        return losses.sum(), token_count, (torch.stack([model_logprobs, losses]).detach(), batch)
 
     return objective
 
@@ -87,6 +87,6 @@ def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tu
 def measure(
     output: Tensor, batch: Microbatch, non_loss_data: bool, *, name: str, settings: Mapping[str, float]
 ) -> Measured:
-    """Return log-probs and losses of a micro-batch, [2, tokens], in a pass without gradients."""
+    """Return log-probs and losses [2, tokens], in a pass without gradients."""
     _, _, measured = make_objective(name, settings)(output, batch)
     return measured

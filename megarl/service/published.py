@@ -138,10 +138,10 @@ class PublishedWeights:
         owner_weights = [weights for weights in self._published if weights.owner == owner]
         # The last one is wanted now.
         unused_weights = [weights for weights in owner_weights[:-1] if not weights.num_users]
-        surplus = unused_weights[: max(0, len(owner_weights) - MAX_PUBLISHED)]
-        for weights in surplus:
+        surplus_weights = unused_weights[: max(0, len(owner_weights) - MAX_PUBLISHED)]
+        for weights in surplus_weights:
             weights.is_ended = weights.folder is None
-        await self._forget(surplus)
+        await self._forget(surplus_weights)
 
     async def _forget(self, ended_weights: list[Weights]) -> None:
         versions = [weights.version for weights in ended_weights if weights.version is not None]

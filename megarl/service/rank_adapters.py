@@ -194,10 +194,9 @@ class Adapters:
         return self._policy.unpack_outputs(results)
 
     def move_to_disk(self, names: Sequence[str], folder: Path) -> tuple[list[str], str | None]:
-        """Write models without calls to a folder, and free their host memory until `read_back`.
+        """Write idle models to a folder, and free their host memory until `read_back`.
 
-        A model with gradients since its last step stays in memory. After a disk error the remaining models stay too.
-        Returns the models on disk, and the disk's error.
+        A model with gradients since its last step stays. Returns the models on disk, and the first disk error.
         """
         fault = self._write_idle(names, folder)
         return [name for name in names if name in self._on_disk], fault

@@ -53,10 +53,11 @@ class RankEngines(Engines):
         self._pool.resume()
 
     async def load(self, version: str | None, index: int) -> None:
+        """Reshard a version's weights to all engines. With adapter slots, install them in slot `index`."""
         # In separate engines, requests for other versions stay. Engines that slept have none.
-        paused = asyncio.create_task(self._pool.pause(aborts=False))
+        pausing_task = asyncio.create_task(self._pool.pause(aborts=False))
         await self._ranks.trainers.call("adapters.show", version)
-        await paused
+        await pausing_task
         await self._reshard_calls.run(verify=False, version=next(self._reshard_numbers))
         if self._num_slots:
             await self._ranks.call_engines("install_adapter", version, index)
@@ -135,10 +136,10 @@ class RankTrainer:
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
     ) -> NDArray[np.float32]:
+        """Compute log-probs and losses on the ranks, in the model's turn. Unless `is_forward_only`, add gradients."""
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
         async def run_in_turn() -> NDArray[np.float32]:
-            """Run the pass on the ranks in the model's turn. It costs the account the batch's number of tokens."""
             async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
                 await self._bring_to_memory(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
@@ -166,6 +167,7 @@ class RankTrainer:
         await asyncio.to_thread(complete_manifest, folder, files, {"format": "torch_dist"})
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Load a checkpoint on all ranks. After a rank's fault, the model is gone: StorageError."""
         await asyncio.to_thread(check_intact, folder)
         faults = await self._call_adapters(
             "load",
@@ -191,6 +193,7 @@ class RankTrainer:
             raise StorageError(fault)
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
+        """Free the memory of idle models. Raises OSError if a disk fails."""
         # `_make_room` may have moved some already. An empty turn would put engines on shared ranks to sleep.
         in_memory = [model_id for model_id in models if model_id not in self._on_disk]
         if not in_memory:
@@ -204,6 +207,8 @@ class RankTrainer:
             raise OSError(f"idle models stay in memory: {error}")
 
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
+        """Free models and versions on the ranks. Their waiting calls fail."""
+
         async def remove_records() -> None:
             """Remove models and versions from the driver's records, so that their waiting calls fail."""
             for model_id in models:
@@ -226,6 +231,7 @@ class RankTrainer:
     async def sample(
         self, version: str | None, prompt: NDArray[np.int32], settings: SamplingSettings, seeds: Sequence[int]
     ) -> list[Sample]:
+        """Sample one completion per seed from a version's adapter. Raises UserError if an engine refuses the prompt."""
         self._check_prompt(prompt)
 
         async def generate() -> list[Completion]:
@@ -262,6 +268,7 @@ class RankTrainer:
     async def score(
         self, version: str | None, prompt: NDArray[np.int32], num_top_tokens: int
     ) -> tuple[NDArray[np.float32], TopTokens]:
+        """Compute the log-probs of a prompt's tokens and the most likely tokens, in a trainer's forward pass."""
         self._check_prompt(prompt)
         if len(prompt) > self.served.row_tokens:
             raise UserError(
@@ -279,9 +286,9 @@ class RankTrainer:
             async with self._turns.training(len(prompt), partial(self._check_version, version)):
                 return await self._model.gather("adapters.score", batch, version, num_top_tokens)
 
-        values = await self._run_to_end(score_prompt)
+        score_rows = await self._run_to_end(score_prompt)
         # Rows: the log-probs, then `num_top_tokens` rows of ids, and as many of their log-probs.
-        logprobs, top_ids, top_logprobs = np.split(values, [1, 1 + num_top_tokens])
+        logprobs, top_ids, top_logprobs = np.split(score_rows, [1, 1 + num_top_tokens])
         # Nothing predicts the first token. The SDK reads NaN as a missing log-prob.
         logprobs[:, 0], top_logprobs[:, 0] = np.nan, -np.inf
         return logprobs[0], TopTokens(top_ids.T.astype(np.int32), top_logprobs.T)

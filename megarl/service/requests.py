@@ -68,6 +68,7 @@ class Settings(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, values: Any) -> Any:
+        """Refuse settings unknown to this model: ignoring them would train or sample differently."""
         # `check_optimizer` refuses another optimizer, so its settings need no error of their own.
         if isinstance(values, dict) and cls._known_type in (None, values.get("type", cls._known_type)):
             for name, value in values.items():
@@ -274,25 +275,22 @@ class PathAddress(Body):
     tinker_path: str
 
 
-def read_fields(kind: type[Any], values: dict[str, Any]) -> Any:
+def read_fields(body_class: type[Any], values: dict[str, Any]) -> Any:
     """Return a body of type `kind`. Raises UserError with the first invalid field."""
     try:
-        return kind.model_validate(values)
+        return body_class.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        value = first.get("input")
+        first_error = error.errors()[0]
+        field_path = ".".join(map(str, first_error["loc"]))
+        value = first_error.get("input")
         is_short = isinstance(value, str | int | float | bool) and not (isinstance(value, float) and math.isnan(value))
-        value_text = f" = {value!r:.80}" if is_short and first["type"] != "missing" else ""
+        value_text = f" = {value!r:.80}" if is_short and first_error["type"] != "missing" else ""
         # Pydantic's prefix of texts raised by this module.
-        raise UserError(f"{place}{value_text}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise UserError(f"{field_path}{value_text}: {first_error['msg'].removeprefix('Value error, ')}") from error
 
 
 def find_address(head: bytes) -> tuple[str, int] | None:
-    """Return a request's model id and sequence number (`seq_id`), from the first bytes of its JSON body `head`.
-
-    None: `head` does not contain both.
-    """
+    """Return model id and sequence number (`seq_id`) from the first bytes of a JSON body, or None."""
     model_id, seq_id = _MODEL_ID.search(head), _SEQ_ID.search(head)
     return None if model_id is None or seq_id is None else (model_id[1].decode(), int(seq_id[1]))
 

@@ -43,6 +43,7 @@ class RestRoutes:
         self._listing = Listing(desk.served, desk.checkpoints)
 
     def handlers(self) -> dict[tuple[str, str], Handler]:
+        """Return the handlers by method and path below /api/v1/."""
         return {
             ("GET", "training_runs"): self._list_runs,
             ("GET", "training_runs/{run}"): self._describe_run,
@@ -76,6 +77,7 @@ class RestRoutes:
         return web.Response(status=204)
 
     async def _set_lifetime(self, request: web.Request, owner: str) -> web.StreamResponse:
+        """Set the seconds after which a checkpoint is deleted."""
         body = read_fields(Lifetime, dict(await read_json(request)))
         try:
             self._desk.checkpoints.set_lifetime(_checkpoint_path(request), owner, body.ttl_seconds)

@@ -75,6 +75,7 @@ class _Routes:
         self.server = HttpServer(app, section="service", max_connections=_MAX_CONNECTIONS)
 
     def _list_routes(self) -> list[web.RouteDef]:
+        """Return all routes. Handlers of numbered requests get a body with the model's sequence number (`seq_id`)."""
         post_handlers: dict[str, Handler] = {
             "client/config": self._client_config,
             "create_session": self._create_session,
@@ -243,6 +244,7 @@ class _Routes:
         return web.json_response({"type": "create_session", **values})
 
     async def _heartbeat(self, request: web.Request, owner: str) -> web.StreamResponse:
+        """Record that a session's client is alive. Status 410: the session has ended."""
         body = read_fields(SessionAddress, await _read_json(request))
         try:
             self._desk.sessions.touch(body.session_id, owner)

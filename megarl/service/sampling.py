@@ -75,15 +75,17 @@ class Sampling(RequestHandlers):
             _refuse_unsupported(body, len(prompt))
             async with self._published.use(sampler.weights) as version:
                 samples = await self._trainer.sample(version, prompt, settings, seeds)
-                scores, top = None, None
+                prompt_logprobs, top_tokens = None, None
                 if body.prompt_logprobs or body.topk_prompt_logprobs:
-                    scores, top = await self._trainer.score(version, prompt, body.topk_prompt_logprobs)
-            if scores is not None and top is not None and body.prompt_logprobs_last_n is not None:
+                    prompt_logprobs, top_tokens = await self._trainer.score(version, prompt, body.topk_prompt_logprobs)
+            if prompt_logprobs is not None and top_tokens is not None and body.prompt_logprobs_last_n is not None:
                 # The SDK checks that only the last positions have values.
-                scores[: -body.prompt_logprobs_last_n] = np.nan
-                top.logprobs[: -body.prompt_logprobs_last_n] = -np.inf
+                prompt_logprobs[: -body.prompt_logprobs_last_n] = np.nan
+                top_tokens.logprobs[: -body.prompt_logprobs_last_n] = -np.inf
             reply = wire.sampling_reply(
-                samples, scores if body.prompt_logprobs else None, top if body.topk_prompt_logprobs else None
+                samples,
+                prompt_logprobs if body.prompt_logprobs else None,
+                top_tokens if body.topk_prompt_logprobs else None,
             )
             return Reply(reply, wire.PROTOBUF)
 
@@ -97,6 +99,7 @@ class Sampling(RequestHandlers):
         )
 
     def _make_settings(self, params: SampleSettings, num_prompt_tokens: int, num_top_tokens: int) -> SamplingSettings:
+        """Check and translate the SDK's sampling parameters. Raises UserError."""
         served = self._trainer.served
         num_free_tokens = served.context_tokens - num_prompt_tokens
         if num_free_tokens < 1:
@@ -104,9 +107,9 @@ class Sampling(RequestHandlers):
                 f"prompt has {num_prompt_tokens} tokens: a prompt with its completion has at most "
                 f"{served.context_tokens}; cut it"
             )
-        stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
-        stop_token_ids = tuple(stop for stop in stops if isinstance(stop, int))
+        stop_items = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        stop_texts = tuple(stop for stop in stop_items if isinstance(stop, str))
+        stop_token_ids = tuple(stop for stop in stop_items if isinstance(stop, int))
         if "" in stop_texts:
             raise UserError("sampling_params.stop has an empty text: leave it out, or give [] to stop at nothing")
         if any(not 0 <= token_id < served.vocab_size for token_id in stop_token_ids):
@@ -126,6 +129,7 @@ class Sampling(RequestHandlers):
 
 
 def _read_prompt(body: SampleRequest) -> np.ndarray:
+    """Return a request's prompt tokens. Raises UserError for images and for an empty prompt."""
     token_ids: list[int] = []
     for number, chunk in enumerate(body.prompt.chunks):
         if chunk.type != "encoded_text":

@@ -17,6 +17,7 @@ from megarl.types import StorageError
 
 class Saves(RequestHandlers):
     def save_weights(self, values: dict[str, Any], owner: str) -> Promise:
+        """Accept a request to save a model's weights and optimizer state as a checkpoint."""
         address, model = self._sessions.read_address(values, owner)
 
         async def save() -> Reply:

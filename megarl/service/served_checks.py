@@ -16,15 +16,16 @@ def check_base(served: ServedModel, name: str | None) -> None:
 
 
 def check_adapters(served: ServedModel, lora: LoraSettings | None) -> None:
+    """Raise UserError unless a client's adapters have the service's rank and modules."""
     if lora is None:
         raise UserError("lora_config is missing: this service trains LoRA adapters only")
     if lora.rank != served.rank:
         raise UserError(f"lora_config.rank = {lora.rank}: the adapters of this service have rank {served.rank}")
-    kinds = (
+    module_choices = (
         ("train_mlp", lora.train_mlp, served.trains_mlp),
         ("train_attn", lora.train_attn, served.trains_attention),
     )
-    for name, value, is_trained in kinds:
+    for name, value, is_trained in module_choices:
         if value != is_trained:
             raise UserError(
                 f"lora_config.{name} = {value}: in this service it is {is_trained} (lora.targets of its recipe)"

@@ -36,7 +36,7 @@ class Model:
     """Weights of the sampling sessions that follow the model, from its last save for them."""
 
     def note_skipped(self, reason: str) -> None:
-        """Let the next step fail: a request that did not run may have had a part of its gradients."""
+        """Let the next step fail: the gradients of a skipped request are missing."""
         self.failure = reason
 
 
@@ -91,6 +91,7 @@ class Sessions:
         return [session.session_id for session in reversed(self.owned_by(owner))]
 
     def describe(self, session_id: str, owner: str) -> dict[str, Any]:
+        """Return the answer to GET sessions/ID."""
         session = self.find(session_id, owner)
         return {
             "training_run_ids": list(session.models),

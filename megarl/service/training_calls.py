@@ -68,6 +68,7 @@ class TrainingCalls(RequestHandlers):
         )
 
     def optim_step(self, values: dict[str, Any], owner: str) -> Promise:
+        """Accept an optimizer step."""
         address, model = self._sessions.read_address(values, owner)
 
         async def run_step() -> Reply:

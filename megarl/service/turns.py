@@ -41,14 +41,14 @@ class Engines(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Work that waits for its turn. `begin` takes the resources; `granted` has its result.
+    """Work that waits for its turn. `begin` takes the resources; `outcome` has its result.
 
     `give_back` is called with this result if the work was cancelled meanwhile.
     """
 
     begin: Callable[[], Awaitable[Any]]
     give_back: Callable[[Any], None]
-    granted: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    outcome: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class _Lane:
@@ -68,33 +68,34 @@ class _Lane:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
-            return await work.granted
+            return await work.outcome
         except asyncio.CancelledError:
             # The cancellation may arrive between the turn's start and this task's next step.
-            if work.granted.done() and not work.granted.cancelled() and work.granted.exception() is None:
-                give_back(work.granted.result())
+            if work.outcome.done() and not work.outcome.cancelled() and work.outcome.exception() is None:
+                give_back(work.outcome.result())
             raise
 
     def refund(self, tokens: int) -> None:
-        """Refund unused tokens to the current request's account. `enter` charged them before the work began."""
+        """Return unused tokens, charged by `enter`, to the current request's account."""
         self._queue.refund(TENANT.get(), tokens)
 
     async def _run(self) -> None:
+        """Begin the queue's work one by one: each waits until the work before has its resources."""
         while self._queue:
             work = self._queue.pop()
-            if work.granted.cancelled():
+            if work.outcome.cancelled():
                 continue
             try:
                 result = await work.begin()
             except Exception as error:
-                if not work.granted.cancelled():
-                    work.granted.set_exception(error)
+                if not work.outcome.cancelled():
+                    work.outcome.set_exception(error)
             else:
                 # The session ended while its work waited: return the resources, or they would never be free again.
-                if work.granted.cancelled():
+                if work.outcome.cancelled():
                     work.give_back(result)
                 else:
-                    work.granted.set_result(result)
+                    work.outcome.set_result(result)
 
 
 class Turns:

@@ -38,10 +38,11 @@ def messages() -> ModuleType:
         raise ConfigError(
             "megarl service needs the SDK's messages: install the extra `service` (pip install 'megarl[service]')"
         )
-    installed = version("tinker")
-    if not installed.startswith(f"{SDK_VERSION}."):
+    installed_version = version("tinker")
+    if not installed_version.startswith(f"{SDK_VERSION}."):
         raise ConfigError(
-            f"tinker = {installed}: this service knows the messages of tinker {SDK_VERSION}; install that version"
+            f"tinker = {installed_version}: this service knows the messages of tinker {SDK_VERSION}; install that "
+            "version"
         )
     file = Path(spec.submodule_search_locations[0]) / "proto" / "tinker_public_pb2.py"
     module_spec = importlib.util.spec_from_file_location("megarl_service_messages", file)
@@ -123,14 +124,14 @@ def find_address(head: bytes) -> tuple[str, int] | None:
 
     None: `head` does not contain both.
     """
-    numbers = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
+    fields_by_name = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
     model_id, seq_id = None, None
     # The bytes end inside a field. SDK 0.38 writes model and number before the datums.
     with contextlib.suppress(MalformedError):
         for number, start, end in _find_fields(head, 0, len(head)):
-            if number == numbers["model_id"].number:
+            if number == fields_by_name["model_id"].number:
                 model_id = head[start:end].decode(errors="replace")
-            elif number == numbers["seq_id"].number:
+            elif number == fields_by_name["seq_id"].number:
                 seq_id, _ = _read_varint(head, start, end)
     return None if model_id is None or seq_id is None else (model_id, seq_id)
 
@@ -206,7 +207,7 @@ def read_datums(message: Any) -> list[Datum]:
 
 
 def count_tokens(message: Any) -> int:
-    """Return the number of input tokens of a forward_backward request, without checking its tensors."""
+    """Return the input tokens of a forward_backward request; its tensors are not checked."""
     chunks = (chunk for datum in message.data for chunk in datum.model_input)
     return sum(len(chunk.encoded_text.tokens) for chunk in chunks) // np.dtype(_LITTLE_ENDIAN["int32"]).itemsize
 
