@@ -73,7 +73,7 @@ class ModelCallUnderWay:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether a repeated request can get this call's answer. An aborted call never has one."""
+        """Whether a repeated request can get this call's answer: an aborted call has none."""
         return not self.task.cancelled() and not self.task.cancelling()
 
     @property
@@ -82,6 +82,6 @@ class ModelCallUnderWay:
 
     @property
     def lacks_delivery(self) -> bool:
-        """Whether this call has, or will have, an answer that no client has received yet."""
+        """Whether this call's answer, present or future, has reached no client yet."""
         has_failed = self.task.done() and self.task.exception() is not None
         return not self.is_delivered and not has_failed

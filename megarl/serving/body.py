@@ -27,26 +27,21 @@ _LARGE_BYTES = 64 << 10
 
 
 async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
-    """Return a request's body: its identity, and the JSON object in it.
+    """Return a hash that identifies a request, and the JSON object in its body.
 
-    The identity is a hash of the path and of the object without `stream`. A client repeats a request with the same
-    object, except that some ask for a whole answer after a stream was cut.
-
-    Raises the RequestErrors of `read_bytes`. Raises status 400 for a body that is not a JSON object, is nested too
-    deeply, or cannot be represented in UTF-8.
+    The hash covers path and object without `stream`: some clients repeat a cut stream as a whole answer. Raises
+    RequestError; its status is 400 for an invalid, too deep or unencodable object.
     """
     return await _parse(_identify, await read_bytes(request), request.path)
 
 
 async def read_json(request: web.Request) -> Mapping[str, Any]:
-    """Return the JSON object in a request's body; an empty body gives an empty one. Raises RequestError as
-    `read_body`.
-    """
+    """Return the JSON object in a request's body; an empty body gives {}. Raises RequestError."""
     return await parse_json(await read_bytes(request))
 
 
 async def parse_json(raw: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in `raw`; no bytes give an empty one. Raises RequestError as `read_body`."""
+    """Return the JSON object in `raw`; no bytes give {}. Raises RequestError."""
     return await _parse(parse_body, raw or b"{}")
 
 
@@ -76,6 +71,7 @@ async def read_bytes(request: web.Request) -> bytes:
 
 @asynccontextmanager
 async def _refuse_read_faults() -> AsyncIterator[None]:
+    """Turn a fault while reading a body into a RequestError: too slow, too long, or broken."""
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             yield

@@ -66,8 +66,8 @@ class Codec:
 
         Raises RequestError as `opening`.
         """
-        added = await self._in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
-        return np.concatenate([token_ids, added])
+        added_ids = await self._in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
+        return np.concatenate([token_ids, added_ids])
 
     async def encode_text(self, text: str) -> NDArray[np.int32]:
         """Return the token ids [tokens] of a text prompt. Names of special tokens in it become special tokens."""

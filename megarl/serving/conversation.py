@@ -46,8 +46,8 @@ class Conversation:
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise RequestError("tools: must be a list of JSON schemas", param="tools")
         # An empty list of tools renders the same prompt as no tools.
-        empty = cls((), tuple(tools or ()), (), ())
-        return empty.followed_by(_read_message(message, place) for place, message in enumerate(messages))
+        empty_conversation = cls((), tuple(tools or ()), (), ())
+        return empty_conversation.followed_by(_read_message(message, index) for index, message in enumerate(messages))
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
         """Return this conversation with further messages. These have the form expected by chat templates."""
@@ -78,7 +78,7 @@ class Conversation:
         )
 
     def has_reasoning_of(self, beginning: Conversation) -> bool:
-        """Return whether this conversation repeats the reasoning of `beginning`, its first messages."""
+        """Return whether this conversation repeats the reasoning in `beginning`, its first messages."""
         pairs = zip(self.reasoning, beginning.reasoning, strict=False)
         return all(not text or text == text_of_beginning for text, text_of_beginning in pairs)
 

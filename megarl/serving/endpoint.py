@@ -79,11 +79,11 @@ class Endpoint:
     async def start(self) -> None:
         """Start listening. Raises ConfigError if the address is not available, or if too few files may be open."""
         max_connections = self._config.max_connections
-        if (allowed := allow_open_files(max_connections + _OTHER_FILES)) < max_connections + _OTHER_FILES:
+        if (max_open_files := allow_open_files(max_connections + _OTHER_FILES)) < max_connections + _OTHER_FILES:
             raise ConfigError(
-                f"rollout.endpoint.max_connections = {max_connections}: this process may open {allowed} files "
+                f"rollout.endpoint.max_connections = {max_connections}: this process may open {max_open_files} files "
                 f"only (ulimit -n), and needs {_OTHER_FILES} of them for other purposes; give at most "
-                f"{max(1, allowed - _OTHER_FILES)}, or raise the limit of open files"
+                f"{max(1, max_open_files - _OTHER_FILES)}, or raise the limit of open files"
             )
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
         for prefix in ("", "/s/{secret}"):
@@ -108,7 +108,7 @@ class Endpoint:
         self.base_url = await self._server.start(self._config.host, self._config.port, is_held=self._is_held)
 
     def accept(self) -> None:
-        """Begin to accept connections. Later calls do nothing."""
+        """Begin to accept connections. Repeated calls have no effect."""
         if self._server is not None:
             self._server.accept()
 
@@ -122,13 +122,12 @@ class Endpoint:
         return self._config.host, int(self.base_url.rpartition(":")[2])
 
     def url_of(self, session: Session) -> str:
-        """Return a session's base URL for OpenAI clients."""
         return f"{self.base_url}/s/{session.secret}/v1"
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a request, with errors in the format of the requested API. If metrics are on, count and time it."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         # Stays if the client closes the connection: the handler is then cancelled.
         status = _CLIENT_LEFT
         try:
@@ -137,7 +136,7 @@ class Endpoint:
             return response
         finally:
             if self._metrics is not None:
-                self._metrics.note(request, status, time.monotonic() - began)
+                self._metrics.note(request, status, time.monotonic() - start_time)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Return a request's answer, or the answer for an error of its handler."""
@@ -182,6 +181,7 @@ class Endpoint:
             )
 
     async def _converse(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """Answer a request of a dialect: convert it to a chat, start or join its model call, and send the reply."""
         session, identity, body = await self._read_request(request)
         chat, without_effect = dialect.as_chat(body)
         parameters = self._read_sampling(chat, session)
@@ -222,6 +222,7 @@ class Endpoint:
         )
 
     async def _reward(self, request: web.Request) -> web.Response:
+        """Take the reward that a program posts, and end its session."""
         session = self._sessions.find(request.match_info["secret"])
         if session is None:
             raise _unknown_key()
@@ -287,7 +288,7 @@ class Endpoint:
         return is_token(key, self._config.token)
 
     def _check_token(self, request: web.Request) -> None:
-        """Raise RequestError unless a request has the endpoint's token. An agent's session key is not enough."""
+        """Raise RequestError without the endpoint's token: an agent's session key is not enough."""
         if not self._is_token(key_of(request)):
             raise _unknown_key()
 
@@ -321,8 +322,8 @@ class Endpoint:
                 await self._deliver(request, session, call)
         # One example is enough: later forks of a session mostly have the same cause.
         for text in session.fork_texts[:1]:
-            changed = "an agent changed the history that it sent before, so a new sequence begins"
-            self._notices.tell("fork", f"{changed} (environment/forks): {text}")
+            change_text = "an agent changed the history that it sent before, so a new sequence begins"
+            self._notices.tell("fork", f"{change_text} (environment/forks): {text}")
         return response
 
     async def _stream(

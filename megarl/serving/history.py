@@ -58,7 +58,6 @@ class History:
         self._texts: list[AnsweredText] = []
 
     def add(self, answered: Answered) -> None:
-        """Store a conversation that ends with the model's answer."""
         self._answered.append(answered)
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
 

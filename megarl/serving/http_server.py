@@ -84,9 +84,9 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         try:
             # asyncio finds and binds the addresses. It must not accept, because it accepts without limit.
-            bound = await loop.create_server(self._make_connection, host, port, start_serving=False)
-            self._listeners = [listener.dup() for listener in bound.sockets]
-            bound.close()
+            asyncio_server = await loop.create_server(self._make_connection, host, port, start_serving=False)
+            self._listeners = [listener.dup() for listener in asyncio_server.sockets]
+            asyncio_server.close()
             for listener in self._listeners:
                 listener.setblocking(False)
                 listener.listen(_BACKLOG)
@@ -105,6 +105,7 @@ class HttpServer:
             ]
 
     async def close(self) -> None:
+        """Stop accepting, then end the open connections."""
         for task in self._accept_tasks:
             task.cancel()
         if self._accept_tasks:
@@ -149,23 +150,24 @@ class HttpServer:
             await asyncio.wait({connection.lost}, timeout=_CLOSE_SECONDS)
 
     async def _accept_connections(self, listener: socket.socket) -> None:
+        """Accept connections within the limits of files and connections. A new one replaces the oldest stranger."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listener)
+                client_socket, _ = await loop.sock_accept(listener)
             except OSError as error:
                 self._log.warning("%s: accepts no connections for a while: %s", self._section, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             # The kernel gives the lowest free number, so all lower descriptors are in use.
-            if accepted.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
-                accepted.close()
+            if client_socket.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
+                client_socket.close()
                 self._log.warning("%s: refuses connections: too few open files are left (ulimit -n)", self._section)
                 continue
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
+            client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
             if len(self._open.strangers) + len(self._open.admitted) >= self._max_connections + STRANGERS:
                 next(iter(self._open.strangers)).abort()
-            await loop.connect_accepted_socket(self._make_connection, accepted)
+            await loop.connect_accepted_socket(self._make_connection, client_socket)
 
     def _make_connection(self) -> _Connection:
         assert self._runner.server is not None, "the runner is set up before connections are accepted"
@@ -272,9 +274,9 @@ class _BoundedLog(logging.Filter):
             reason = " ".join(str(error).split())
             text = f"{self._section}: malformed request: {type(error).__name__}: {reason:.200}"
             record.exc_info, record.exc_text = None, None
-        dropped = f" ({self._num_dropped} more were not logged)" if self._num_dropped else ""
+        dropped_text = f" ({self._num_dropped} more were not logged)" if self._num_dropped else ""
         self._num_dropped = 0
-        record.msg, record.args = text + dropped, ()
+        record.msg, record.args = text + dropped_text, ()
         return True
 
 

@@ -14,7 +14,7 @@ def key_of(request: web.Request) -> str:
 
 
 def is_token(key: str, token: str | None) -> bool:
-    """Return whether a request's key is a server's token. With token None every key is accepted."""
+    """Return whether a key is the server's token. Token None accepts every key."""
     # Compare in constant time, so that answers do not reveal the number of correct characters. aiohttp decodes headers
     # with surrogateescape, so a key may be text that UTF-8 cannot encode.
     return token is None or hmac.compare_digest(key.encode(errors="surrogateescape"), token.encode())

@@ -55,10 +55,9 @@ class EngineRank:
     def advance(
         self, work: tuple[tuple[Request, ...], tuple[str, ...]], budget_seconds: float, leave_after: int | None
     ) -> list[Any]:
-        """Let the engine sample, and return the finished completions.
+        """Sample for `budget_seconds`, or until `leave_after` completions, and return the finished completions.
 
-        `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
-        `leave_after` completions.
+        `work` is (new requests, ids of requests to abort).
         """
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 

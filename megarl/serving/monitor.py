@@ -75,6 +75,7 @@ class EndpointMetrics:
         self._seconds.labels(page).observe(seconds)
 
     def health(self) -> dict[str, Any]:
+        """Return the state of the engines: starting, failed or ok."""
         load = self._load()
         if load is None:
             return {"state": "starting"}
@@ -98,6 +99,7 @@ class Monitor:
         self.base_url = ""
 
     async def start(self) -> None:
+        """Start the server of /metrics and /health."""
         port = self._config.port
         assert port is not None, "without a port no monitor is started"
         app = web.Application(middlewares=[self._admit])

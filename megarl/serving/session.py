@@ -140,28 +140,28 @@ class Session:
         answer. `num_started` calls had begun.
         """
         conversations: dict[int, Conversation] = {}
-        for recorded, facts, is_received in calls:
-            call = ModelCall(recorded.prompt_token_ids, recorded.parts[0])
-            number, continued, prompt = facts["number"], facts["continued"], facts["text"]
+        for recorded_call, facts, is_received in calls:
+            call = ModelCall(recorded_call.prompt_token_ids, recorded_call.parts[0])
+            number, continued_number, prompt_text = facts["number"], facts["continued"], facts["text"]
             caller, stops = Caller(*facts["caller"]), tuple(facts["stop"])
             conversation = Conversation((), tuple(facts["tools"]), (), ()).followed_by(facts["messages"])
-            if continued is not None:
-                self._continue(continued)
-                if prompt is None:
-                    conversation = conversations[continued].followed_by(facts["messages"])
+            if continued_number is not None:
+                self._continue(continued_number)
+                if prompt_text is None:
+                    conversation = conversations[continued_number].followed_by(facts["messages"])
             if facts["messages"]:
-                answer = await read_chat(self._codec, number, call, conversation, stops, caller, continued)
+                answer = await read_chat(self._codec, number, call, conversation, stops, caller, continued_number)
                 remember: Callable[[Answer], None] = partial(self._remember_chat, conversation)
                 conversations[number] = conversation.followed_by([answer.message])
             else:
                 answer = await read_text(self._codec, number, call, stops, caller)
-                remember = partial(self._remember_text, call.prompt_token_ids if prompt is None else prompt)
+                remember = partial(self._remember_text, call.prompt_token_ids if prompt_text is None else prompt_text)
             task = asyncio.create_task(_return_answer(answer))
             await task
-            restored = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
-            self._calls[number] = self._by_body[bytes.fromhex(facts["digest"])] = restored
+            call_under_way = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
+            self._calls[number] = self._by_body[bytes.fromhex(facts["digest"])] = call_under_way
             # The client may have read it, even if that was not recorded in time.
-            self.remember(restored)
+            self.remember(call_under_way)
             self._sampler.restore(call)
         # `calls` are ordered by their ends, `answers` by the starts of their calls.
         self._calls = dict(sorted(self._calls.items()))
@@ -249,9 +249,9 @@ class Session:
         # Shielded: the client that posts the reward may disconnect before the engines report.
         await asyncio.shield(self._ending)
 
-    async def _finish(self, cancelled: Sequence[asyncio.Task[Answer]]) -> None:
+    async def _finish(self, cancelled_tasks: Sequence[asyncio.Task[Answer]]) -> None:
         """Wait for the cancelled calls, and count sampled tokens that no client received."""
-        await asyncio.gather(*cancelled, return_exceptions=True)
+        await asyncio.gather(*cancelled_tasks, return_exceptions=True)
         # Engines abort requests with a delay, and only then know their numbers of tokens.
         self.counts["unreported_calls"] = await self._sampler.wait_for_reports()
         num_delivered = sum(answer.num_sampled_tokens for answer in self.answers)
@@ -327,17 +327,18 @@ class Session:
         caller: Caller,
         request_digest: bytes,
     ) -> Answer:
+        """Sample an answer to a conversation. If it continues an earlier answer, reuse that answer's tokens."""
         self._codec.check_tools(conversation.tools)
-        answered = self._history.find(conversation)
-        if answered is not None:
-            self._continue(answered.number)
-        if fork := self._history.find_fork(conversation, answered):
+        earlier_answer = self._history.find(conversation)
+        if earlier_answer is not None:
+            self._continue(earlier_answer.number)
+        if fork := self._history.find_fork(conversation, earlier_answer):
             self.counts["forks"] += 1
             self.counts[f"forks/{fork.reason}"] += 1
             self.fork_texts.append(fork.text)
-        token_ids = await self._make_prompt_tokens(conversation, answered)
-        continued_number = None if answered is None else answered.number
-        num_known_messages = 0 if answered is None else len(answered.conversation.messages)
+        token_ids = await self._make_prompt_tokens(conversation, earlier_answer)
+        continued_number = None if earlier_answer is None else earlier_answer.number
+        num_known_messages = 0 if earlier_answer is None else len(earlier_answer.conversation.messages)
         self._note_request(
             number,
             digest=request_digest,
@@ -346,7 +347,7 @@ class Session:
             sampling=sampling,
             messages=conversation.messages[num_known_messages:],
             # A continuing conversation has the same tools.
-            tools=conversation.tools if answered is None else (),
+            tools=conversation.tools if earlier_answer is None else (),
         )
         call = await self._sampler.sample(self.name, number, token_ids, sampling)
         return await read_chat(self._codec, number, call, conversation, sampling.stop, caller, continued_number)

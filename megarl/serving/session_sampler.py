@@ -101,7 +101,6 @@ class SessionSampler:
         return self._num_unreported + self._num_in_lost_engines
 
     def restore(self, call: ModelCall) -> None:
-        """Count the completion of a call that an earlier driver sampled."""
         self.num_sampled += len(call.completion.token_ids)
         self._times_seen[_prompt_hash(call.prompt_token_ids)] += 1
 

@@ -74,7 +74,7 @@ class Sessions:
         self.cease_to_expect(session.secret)
 
     def expect(self, secrets_of_programs: Sequence[str]) -> None:
-        """Let requests with these keys wait. Their programs outlived a driver, and their sessions open later."""
+        """Let requests with these keys wait until their sessions reopen."""
         self._expected |= {secret: asyncio.Event() for secret in secrets_of_programs}
 
     def is_expected(self, secret: str) -> bool:

@@ -106,6 +106,7 @@ class AttemptContainer:
         return await self._await_end("join", label=label)
 
     async def _await_end(self, verb: str, **fields: Any) -> Executed:
+        """Ask the node to run (`execute`) or join (`join`) a program, and return its end."""
         try:
             answer = await self.node.ask(verb, name=self.name, **fields)
         except asyncio.CancelledError:
@@ -185,7 +186,6 @@ class Containers:
 
     @property
     def num_living(self) -> int:
-        """Number of living containers on all nodes, of all sources."""
         return self._memory.num_containers
 
     @asynccontextmanager
@@ -265,6 +265,7 @@ class Containers:
         return max(candidates, key=lambda node: (node.memory.bytes_per_container, -len(node.names)), default=None)
 
     def _report_wait(self, memory_bytes: int) -> None:
+        """Warn once that containers wait for memory."""
         if not self._is_wait_reported:
             self._is_wait_reported = True
             self._notify(
@@ -321,6 +322,7 @@ class Containers:
     def _make_settings(
         self, name: str, node: Node, image: str | None, task_limits: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Return the JSON settings of a container: the recipe's, with a Harbor task's limits in place of its limits."""
         config = self._config
         limits = Limits(
             processes=config.processes,
@@ -378,6 +380,7 @@ class Containers:
         return Node(agent.node, ask_agent, (agent.addresses[1] if host in ANY_ADDRESS else host, port), memory)
 
     def _report_slow_node(self, node: Node) -> None:
+        """Warn once about a node with a much longer median start than the others."""
         peer_start_seconds = [
             node_seconds for peer in self.nodes if peer is not node for node_seconds in peer.start_seconds
         ]
@@ -388,12 +391,12 @@ class Containers:
         ):
             return
         # Medians, because a single slow start says nothing about a node.
-        node_seconds, usual = statistics.median(node.start_seconds), statistics.median(peer_start_seconds)
-        if node_seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS):
+        node_seconds, usual_seconds = statistics.median(node.start_seconds), statistics.median(peer_start_seconds)
+        if node_seconds > max(_SLOW_FACTOR * usual_seconds, usual_seconds + _SLOW_SECONDS):
             self._slow_nodes.add(node.name)
             self._notify(
-                f"node {node.name} starts containers slowly: {node_seconds:.1f} s, other nodes take {usual:.1f} s "
-                "(environment/container_start_seconds); look at its load and its disk"
+                f"node {node.name} starts containers slowly: {node_seconds:.1f} s, other nodes take "
+                f"{usual_seconds:.1f} s (environment/container_start_seconds); look at its load and its disk"
             )
 
 

@@ -35,7 +35,7 @@ class HarborTask:
 
     @classmethod
     def of(cls, problem: Problem) -> HarborTask | None:
-        """Return the task of a problem, or None if it has none."""
+        """Return the task of a problem, or None."""
         fields = problem.record.get(FIELD)
         return cls(fields) if isinstance(fields, dict) and "folder" in fields else None
 
@@ -44,12 +44,12 @@ class HarborTask:
         return self.fields["workdir"]
 
     def limit_seconds(self, seconds: float) -> float:
-        """Return the agent's time limit: the task's, at most `seconds`. The dry run refuses tasks that need more."""
+        """Return the agent's time limit: the task's, at most `seconds`."""
         return min(seconds, self.fields["agent_seconds"] or seconds)
 
     @property
     def container_limits(self) -> dict[str, float]:
-        """The task's limits, by fields of the container's `Limits`. They replace the recipe's."""
+        """The task's limits by fields of `Limits`. They replace the recipe's."""
         limits = {"cpus": "cpus", "memory_bytes": "memory_bytes", "disk_bytes": "storage_bytes"}
         return {name: self.fields[field] for name, field in limits.items() if self.fields[field] is not None}
 
@@ -64,17 +64,17 @@ class HarborTask:
             await container.put(_LOGS, {})
             # At the timeout the cancelled `AttemptContainer.execute` kills the tests.
             async with asyncio.timeout(self.fields["verifier_seconds"]):
-                ended = await container.execute(["bash", f"{_TESTS}/test.sh"], {}, folder=self.workdir)
-            if ended.outcome or ended.refused:
-                raise VerifierError(f"VerifierError: {ended.outcome or ended.refused}")
-            return await self._read_reward(container, ended.stdout + ended.stderr)
+                tests_end = await container.execute(["bash", f"{_TESTS}/test.sh"], {}, folder=self.workdir)
+            if tests_end.outcome or tests_end.refused:
+                raise VerifierError(f"VerifierError: {tests_end.outcome or tests_end.refused}")
+            return await self._read_reward(container, tests_end.stdout + tests_end.stderr)
         except TimeoutError:
             seconds = self.fields["verifier_seconds"]
             raise VerifierError(f"VerifierError: the tests did not end within {seconds:g} s") from None
         except (ContainerError, OSError, ValueError, RecursionError) as error:
             raise VerifierError(f"VerifierError: {error}") from error
 
-    async def _read_reward(self, container: AttemptContainer, printed: str) -> float:
+    async def _read_reward(self, container: AttemptContainer, output: str) -> float:
         """Return the reward from the verifier's log folder. Raises VerifierError if there is none, or
         ContainerError.
         """
@@ -87,11 +87,11 @@ class HarborTask:
                 reward = reward.get("reward", next(iter(reward.values())) if len(reward) == 1 else None)
         except ContainerError:
             try:
-                text = (await container.get(f"{_LOGS}/reward.txt", _MAX_REWARD_BYTES)).decode()
+                reward_text = (await container.get(f"{_LOGS}/reward.txt", _MAX_REWARD_BYTES)).decode()
             except ContainerError:
-                tail = " ".join(printed.split())[-_TAIL_CHARACTERS:]
+                tail = " ".join(output.split())[-_TAIL_CHARACTERS:]
                 raise VerifierError(f"VerifierError: neither reward.json nor reward.txt in {_LOGS}: {tail}") from None
-            reward = float(text)
+            reward = float(reward_text)
         number = finite_number(reward)
         if number is None:
             raise VerifierError(f"VerifierError: the reward is {reward!r:.80}, not a finite number")

@@ -71,7 +71,6 @@ class RunMemory:
         return sum(len(account.reserved_bytes) for account in self._accounts)
 
     async def wait_for_change(self) -> None:
-        """Wait until memory of a machine may have become free."""
         async with self._changed:
             await self._changed.wait()
 

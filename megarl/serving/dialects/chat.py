@@ -102,6 +102,7 @@ class _Reply:
     created: int
 
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+        """Return a chat completion or text completion as OpenAI's API defines it."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.is_chat:
             choice["message"] = _make_message(answer)
@@ -166,6 +167,7 @@ class _Reply:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _make_logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
+        """Return log-probs of the sampled `tokens` in the form of the chat API or the completions API."""
         values = answer.call.completion.rollout_logprobs.tolist()
         if not self.is_chat:
             return {"tokens": list(tokens), "token_logprobs": values, "top_logprobs": None, "text_offset": None}
@@ -186,6 +188,7 @@ def model(name: str) -> dict[str, Any]:
 
 
 def _make_message(answer: Answer) -> dict[str, Any]:
+    """Return an answer as OpenAI's assistant message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         # OpenAI sends null for an empty text next to tool calls.

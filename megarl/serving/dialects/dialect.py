@@ -19,7 +19,7 @@ class Reply(Protocol):
     """Writer of one answer, as one JSON object or as a stream of server-sent events."""
 
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
-        """Return the complete answer. `tokens` are the texts of the sampled tokens, if log-probs are requested."""
+        """Return the complete answer. `tokens`: texts of the sampled tokens; None: no log-probs are requested."""
         ...
 
     def begin(self) -> bytes:

@@ -49,6 +49,7 @@ class Messages:
     page = "/messages"
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """Convert a request of Anthropic's Messages API to a chat completion. Returns the fields without effect too."""
         _refuse_unsupported(body)
         items = read_objects(body.get("messages"), "messages")
         if not items:
@@ -67,9 +68,9 @@ class Messages:
             chat["tools"] = [
                 _convert_tool(tool, f"tools.{i}") for i, tool in enumerate(read_objects(body["tools"], "tools"))
             ]
-        if (choice := body.get("tool_choice")) is not None:
+        if (tool_choice := body.get("tool_choice")) is not None:
             # `_refuse_unsupported` lets only auto and none pass.
-            chat["tool_choice"] = choice["type"]
+            chat["tool_choice"] = tool_choice["type"]
         return chat, [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
@@ -115,6 +116,7 @@ class _Reply:
         return b""
 
     def _stream(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """Yield an answer as Anthropic's events: each content block begins, gets its text, and stops."""
         usage = _usage(answer)
         message = self._head(answer) | {"content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": message | {"usage": usage | {"output_tokens": 0}}}
@@ -139,19 +141,20 @@ class _Reply:
 
 def _refuse_unsupported(body: Mapping[str, Any]) -> None:
     """Raise RequestError for an unsupported field that would change the samples or the prompt."""
-    output = body.get("output_config")
-    edits = body.get("context_management")
-    choice = body.get("tool_choice")
-    faults: dict[str, bool] = {
+    output_config = body.get("output_config")
+    history_edits = body.get("context_management")
+    tool_choice = body.get("tool_choice")
+    unsupported_by_field: dict[str, bool] = {
         "mcp_servers": bool(body.get("mcp_servers")),
         "container": body.get("container") is not None,
         "output_format": body.get("output_format") is not None,
-        "output_config": output is not None and not (isinstance(output, Mapping) and output.get("format") is None),
+        "output_config": output_config is not None
+        and not (isinstance(output_config, Mapping) and output_config.get("format") is None),
         # The chat template decides about thoughts of earlier turns. Other edits would cut the history.
-        "context_management": edits is not None and not _clears_only_thoughts(edits),
-        "tool_choice": choice is not None and not _is_free(choice),
+        "context_management": history_edits is not None and not _clears_only_thoughts(history_edits),
+        "tool_choice": tool_choice is not None and not _is_free(tool_choice),
     }
-    for name, is_unsupported in faults.items():
+    for name, is_unsupported in unsupported_by_field.items():
         if is_unsupported:
             raise unsupported_field(name, body[name], CHANGES_SAMPLES)
 
@@ -246,6 +249,7 @@ def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:
 
 
 def _convert_call(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a tool_use block to OpenAI's tool call."""
     arguments: Any = block["input"]
     # Unwrap only what `_input` would wrap: a text that is not a JSON object.
     if arguments.keys() == {_INVALID_ARGUMENTS} and _input(arguments[_INVALID_ARGUMENTS]) == arguments:

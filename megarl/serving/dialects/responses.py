@@ -53,6 +53,7 @@ class Responses:
     page = "/responses"
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """Convert a request of OpenAI's Responses API to a chat completion. Returns the fields without effect too."""
         _refuse_unsupported(body)
         items = body.get("input")
         items = (
@@ -66,15 +67,15 @@ class Responses:
             "messages": _fold_systems(instructions, _convert_items(items)),
             "max_completion_tokens": body.get("max_output_tokens"),
         }
-        functions, unused = _convert_tools([] if body.get("tools") is None else body["tools"])
+        functions, ignored_fields = _convert_tools([] if body.get("tools") is None else body["tools"])
         if functions:
             chat["tools"] = functions
         # These fields are hints: this model thinks and calls tools as it was trained to.
         if body.get("reasoning") is not None and body["reasoning"].get("effort") is not None:
-            unused.append("reasoning")
+            ignored_fields.append("reasoning")
         if body.get("parallel_tool_calls") is False:
-            unused.append("parallel_tool_calls")
-        return chat, sorted(set(unused))
+            ignored_fields.append("parallel_tool_calls")
+        return chat, sorted(set(ignored_fields))
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_codex_caller(headers)
@@ -102,6 +103,7 @@ class _Reply:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+        """Return the answer as a whole Response. It is `incomplete` if it reached the length limit."""
         is_cut = answer.finish_reason == "length"
         return self._object(
             "incomplete" if is_cut else "completed", [item for item, _ in self._list_output_items(answer)]
@@ -118,6 +120,7 @@ class _Reply:
         return self._event("response.in_progress", response=self._object("in_progress", []))
 
     def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
+        """Yield the events of each output item, then the whole Response."""
         for index, (item, deltas) in enumerate(self._list_output_items(answer)):
             yield self._event("response.output_item.added", output_index=index, item=_empty_item(item))
             for kind, fields in deltas:
@@ -138,6 +141,7 @@ class _Reply:
         return event({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a Response with the constant fields that clients expect."""
         return {
             "id": f"resp_{self.name}",
             "object": "response",
@@ -169,14 +173,20 @@ class _Reply:
         """Yield an answer's items, each with the events between its beginning and its end."""
         status = "incomplete" if answer.finish_reason == "length" else "completed"
         if answer.reasoning:
-            part = {"type": "summary_text", "text": answer.reasoning}
-            item = {"type": "reasoning", "id": f"rs_{self.name}", "summary": [part]}
-            yield item, _make_part_events("reasoning_summary_part", "reasoning_summary_text", "summary_index", part)
+            content_part = {"type": "summary_text", "text": answer.reasoning}
+            item = {"type": "reasoning", "id": f"rs_{self.name}", "summary": [content_part]}
+            yield (
+                item,
+                _make_part_events("reasoning_summary_part", "reasoning_summary_text", "summary_index", content_part),
+            )
         # Without any item, clients would take an empty answer for a lost connection.
         if answer.text or not (answer.reasoning or answer.calls):
-            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+            content_part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
             item = {"type": "message", "id": f"msg_{self.name}", "role": "assistant", "status": status}
-            yield item | {"content": [part]}, _make_part_events("content_part", "output_text", "content_index", part)
+            yield (
+                item | {"content": [content_part]},
+                _make_part_events("content_part", "output_text", "content_index", content_part),
+            )
         for number, (call_id, name, arguments) in enumerate(answer.calls):
             item = {"type": "function_call", "id": f"fc_{self.name}_{number}", "status": status}
             item |= {"call_id": call_id, "arguments": arguments, **self._function(name)}

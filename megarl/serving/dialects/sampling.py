@@ -45,7 +45,7 @@ CHANGES_SAMPLES = ", as it would change the samples; remove it"
 
 
 def changed_fields(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the fields of a request whose value is not one of the `neutral` values, which change nothing."""
+    """Return the fields with values that are not `neutral`. Neutral values change nothing."""
     return [name for name, values in neutral.items() if body.get(name) is not None and body[name] not in values]
 
 
@@ -62,10 +62,7 @@ def read_objects(value: Any, where: str, *, form: str = "a list of objects") -> 
 
 
 def copy_sampling_fields(body: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields of a request that chat completions read or refuse, except those in `without`.
-
-    Servers and clients pass on fields that an API does not have. Every dialect treats them as a chat completion does.
-    """
+    """Return the fields that chat completions read or refuse. All dialects treat them alike."""
     names = ("model", "stream", "seed", "stop", *_RANGES, *NEUTRAL)
     return {name: body[name] for name in names if name in body and name not in without}
 
@@ -94,13 +91,13 @@ class RequestParameters:
         for name in changed_fields(body, NEUTRAL):
             raise unsupported_field(name, body[name], CHANGES_SAMPLES)
         sampling, overridden = _read_sampling(body, recipe)
-        options = body.get("stream_options")
+        stream_options = body.get("stream_options")
         return cls(
             sampling,
             overridden,
             stops=tuple(stop for stop in sampling.stop if stop not in recipe.stop),
             is_streamed=bool(body.get("stream")),
-            has_usage_chunk=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            has_usage_chunk=isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage")),
             has_logprobs=body.get("logprobs") not in (None, False),
         )
 
@@ -125,13 +122,13 @@ def _read_sampling(body: Mapping[str, Any], recipe: SamplingSettings) -> tuple[S
         # Sessions derive seeds from the attempt, so that a run can be repeated.
         overridden.append("seed")
     # max_tokens is OpenAI's deprecated name; many clients still send it.
-    limit = body.get("max_completion_tokens")
-    if limit is None:
-        limit = body.get("max_tokens")
-    if limit is not None:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise RequestError(f"max_tokens = {limit!r:.40}: give a number above 0", param="max_tokens")
-        sampling = replace(sampling, max_new_tokens=min(limit, recipe.max_new_tokens))
+    max_new_tokens = body.get("max_completion_tokens")
+    if max_new_tokens is None:
+        max_new_tokens = body.get("max_tokens")
+    if max_new_tokens is not None:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise RequestError(f"max_tokens = {max_new_tokens!r:.40}: give a number above 0", param="max_tokens")
+        sampling = replace(sampling, max_new_tokens=min(max_new_tokens, recipe.max_new_tokens))
     if stop := body.get("stop"):
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
