@@ -73,10 +73,11 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
 
 
 def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
+    """Set this process's resource limits: address space, CPU time, files, tasks."""
     # rlimits have whole seconds, and the kernel samples CPU time. So `sandbox` checks the exact time.
-    cpu = math.floor(limits["cpu_seconds"]) + 1
+    soft_cpu_seconds = math.floor(limits["cpu_seconds"]) + 1
     limits_by_resource = {
-        resource.RLIMIT_CPU: cpu + 1,
+        resource.RLIMIT_CPU: soft_cpu_seconds + 1,
         # The limit includes the spawner's own address space, inherited by the fork.
         resource.RLIMIT_AS: confinement.used_bytes + limits["memory_bytes"],
         resource.RLIMIT_FSIZE: _MAX_FILE_BYTES,
@@ -88,26 +89,26 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     }
     if confinement.counts_tasks:
         limits_by_resource[resource.RLIMIT_NPROC] = _MAX_TASKS
-    for resource_name, number in limits_by_resource.items():
+    for resource_name, wanted_limit in limits_by_resource.items():
         # Without rights a process can only lower a hard limit.
-        hard = resource.getrlimit(resource_name)[1]
-        allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        hard_limit = resource.getrlimit(resource_name)[1]
+        new_limit = wanted_limit if hard_limit == resource.RLIM_INFINITY else min(wanted_limit, hard_limit)
         # SIGXCPU (soft limit) comes a second before SIGKILL (hard limit). A program can ignore SIGXCPU only.
-        soft = min(cpu, allowed) if resource_name == resource.RLIMIT_CPU else allowed
-        resource.setrlimit(resource_name, (soft, allowed))
+        soft_limit = min(soft_cpu_seconds, new_limit) if resource_name == resource.RLIMIT_CPU else new_limit
+        resource.setrlimit(resource_name, (soft_limit, new_limit))
 
 
 def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
     """Run the Python program `source` as `python FILE` would, then end this process with the program's exit code."""
-    code = 1
+    exit_code = 1
     try:
         _reset_interpreter(search_path)
-        code = _run(source)
+        exit_code = _run(source)
     except BaseException:
         # The program may have broken everything, even sys.stderr, so report nothing.
         pass
     finally:
-        os._exit(code)
+        os._exit(exit_code)
 
 
 def _reset_interpreter(search_path: Sequence[str]) -> None:
@@ -129,20 +130,21 @@ def _reset_interpreter(search_path: Sequence[str]) -> None:
 
 
 def _run(source: bytes) -> int:
+    """Run a program as the module `__main__`, and return its exit code."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    code = 0
+    exit_code = 0
     try:
         text = source.decode()
         # The program is not in a file: put its lines into the cache that tracebacks read.
         linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
         exec(compile(text, _FILE, "exec", dont_inherit=True), main.__dict__)
-    except SystemExit as ended:
-        code = _exit_code(ended.code)
+    except SystemExit as system_exit:
+        exit_code = _exit_code(system_exit.code)
     except BaseException as error:
         _print_error(error)
-        code = 1
+        exit_code = 1
     try:
         # Exit in Python's order: wait for threads, run atexit functions, flush.
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
@@ -151,8 +153,8 @@ def _run(source: bytes) -> int:
         sys.stderr.flush()
     except BaseException as error:
         _print_error(error)
-        code = code or 1
-    return code
+        exit_code = exit_code or 1
+    return exit_code
 
 
 def _exit_code(code: object) -> int:

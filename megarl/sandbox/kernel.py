@@ -105,8 +105,8 @@ def mount_mapped(source: str, target: str, users: int) -> None:
     try:
         # struct mount_attr: flags to set, flags to clear, propagation, user namespace.
         attributes = b"".join(number.to_bytes(8, "little") for number in (_MOUNT_ATTR_IDMAP, 0, 0, users))
-        packed = ctypes.create_string_buffer(attributes, 32)
-        syscall("mount_setattr", tree, b"", _AT_EMPTY_PATH, packed, 32)
+        attribute_buffer = ctypes.create_string_buffer(attributes, 32)
+        syscall("mount_setattr", tree, b"", _AT_EMPTY_PATH, attribute_buffer, 32)
         syscall("move_mount", tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
     finally:
         os.close(tree)
@@ -118,9 +118,9 @@ def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
     `recursive` includes the mounts below it, and needs Linux 5.12.
     """
     attributes = sum(attribute for flag, attribute in _MOUNT_ATTR.items() if flags & flag)
-    packed = ctypes.create_string_buffer(attributes.to_bytes(8, "little") + bytes(24), 32)
+    attribute_buffer = ctypes.create_string_buffer(attributes.to_bytes(8, "little") + bytes(24), 32)
     try:
-        syscall("mount_setattr", _AT_FDCWD, target.encode(), _AT_RECURSIVE if recursive else 0, packed, 32)
+        syscall("mount_setattr", _AT_FDCWD, target.encode(), _AT_RECURSIVE if recursive else 0, attribute_buffer, 32)
     except KernelError as error:
         if error.errno != errno.ENOSYS:  # Linux before 5.12 has no mount_setattr.
             raise

@@ -22,7 +22,7 @@ _PATH_BENEATH = 1
 
 
 def version() -> int:
-    """Return the kernel's version of Landlock. Raises KernelError if Landlock is missing or switched off."""
+    """Return the kernel's version of Landlock. Raises KernelError without Landlock."""
     return syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
 
 
@@ -40,12 +40,12 @@ def restrict(
     """
     abi_version = version()
     # The kernel rejects rights it does not know, so request only those of its version.
-    files = _ALL_OF_FIRST | (_REFER if abi_version >= 2 else 0) | (_TRUNCATE if abi_version >= 3 else 0)
-    handled = files | (_IOCTL_DEV if abi_version >= 5 else 0)
-    attributes = struct.pack("<QQQ", handled, _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS)
+    file_rights = _ALL_OF_FIRST | (_REFER if abi_version >= 2 else 0) | (_TRUNCATE if abi_version >= 3 else 0)
+    handled_rights = file_rights | (_IOCTL_DEV if abi_version >= 5 else 0)
+    attributes = struct.pack("<QQQ", handled_rights, _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS)
     # Size by version: file rights (8 bytes), network since version 4 (16), scopes since version 6 (24).
-    size = 24 if abi_version >= 6 else 16 if abi_version >= 4 else 8
-    rules = syscall("landlock_create_ruleset", attributes, size, 0)
+    attribute_bytes = 24 if abi_version >= 6 else 16 if abi_version >= 4 else 8
+    rules = syscall("landlock_create_ruleset", attributes, attribute_bytes, 0)
     try:
         for path in readable:
             _allow(rules, path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
@@ -54,13 +54,14 @@ def restrict(
         for file in usable:
             _allow(rules, file, _READ_FILE | _WRITE_FILE)
         for folder in writable:
-            _allow(rules, folder, files & ~_NEVER)
+            _allow(rules, folder, file_rights & ~_NEVER)
         syscall("landlock_restrict_self", rules, 0)
     finally:
         os.close(rules)
 
 
 def _allow(rules: int, path: str, access: int) -> None:
+    """Add a rule to a Landlock ruleset: `access` rights for a path and everything below it."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:

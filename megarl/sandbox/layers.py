@@ -41,15 +41,17 @@ class Layers:
         return self.faults.get(layer) or "not tried"
 
     def require(self, required: Collection[str]) -> None:
+        """Raise ConfigError with remedies if one of these layers is missing."""
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
             reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
             other_layers = ", ".join(layer for layer in required if layer not in missing)
             # Never offer to run programs as root, whatever the recipe requires.
-            less = f"or with less, at your own risk: sandbox.require=[{other_layers}]; "
+            weaker_choice = f"or with less, at your own risk: sandbox.require=[{other_layers}]; "
             raise ConfigError(
                 f"sandbox.require: this machine lacks isolation layers for running programs: {', '.join(missing)} "
                 f"({reasons}); "
-                f"{'' if 'unprivileged' in missing else less}or run programs on another machine, with sandbox.url"
+                f"{'' if 'unprivileged' in missing else weaker_choice}or run programs on another machine, with "
+                "sandbox.url"
             )
 
     def require_minimum(self) -> None:

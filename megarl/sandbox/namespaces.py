@@ -100,10 +100,7 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
 
 
 def start_run() -> int:
-    """Fork the first process of a sandbox run; return 0 in it.
-
-    It sees no other process, and other processes do not see its mounts.
-    """
+    """Fork the first process of a sandbox run, and return 0 in it. It sees no other process."""
     return clone(_RUN_NAMESPACES)
 
 
@@ -117,6 +114,7 @@ def mount_private_tmp(size_bytes: int) -> None:
 
 
 def write_process_file(proc: int, name: str, text: str) -> None:
+    """Write a file of /proc, such as `self/uid_map`. `proc`: descriptor of /proc."""
     file = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
     try:
         os.write(file, text.encode())
@@ -127,6 +125,7 @@ def write_process_file(proc: int, name: str, text: str) -> None:
 
 
 def _build_root(trees: Sequence[str]) -> None:
+    """Mount a new root folder with `trees`, devices and /tmp, and make it this process's read-only root."""
     # Private propagation: no mount below is seen outside this namespace.
     mount("", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID, "size=1m,mode=755")
@@ -169,9 +168,9 @@ def _make_mount_point(path: str) -> str:
     """Return the mount point of a folder in the new root. A folder below /tmp also gets a link."""
     if not path.startswith(f"{_TMP}/"):
         return _BUILT_AT + path
-    below = path.removeprefix(f"{_TMP}/")
+    path_below_tmp = path.removeprefix(f"{_TMP}/")
     # Link the top folder in /tmp, not the tree itself, because libraries find each other through `..`.
-    name = below.partition("/")[0]
-    if not os.path.lexists(f"{_BUILT_AT}{_TMP}/{name}"):
-        os.symlink(f"{_OUTSIDE_TMP}/{name}", f"{_BUILT_AT}{_TMP}/{name}")
-    return f"{_BUILT_AT}{_OUTSIDE_TMP}/{below}"
+    top_folder = path_below_tmp.partition("/")[0]
+    if not os.path.lexists(f"{_BUILT_AT}{_TMP}/{top_folder}"):
+        os.symlink(f"{_OUTSIDE_TMP}/{top_folder}", f"{_BUILT_AT}{_TMP}/{top_folder}")
+    return f"{_BUILT_AT}{_OUTSIDE_TMP}/{path_below_tmp}"

@@ -172,6 +172,7 @@ class Sandbox:
             process.kill()
 
     def _ensure_started(self) -> None:
+        """Start the spawner unless it runs, check its layers, and run a trial program."""
         if self._process is not None and self._process.exit_code() is None:
             return
         self._close()
@@ -195,7 +196,8 @@ class Sandbox:
             raise
 
     def _start(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Start a spawner process. Returns its active layers, and the reasons for missing ones by name."""
+        own_end, spawner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         packages, listable = _find_packages(self._settings.packages)
         interpreter, trees, search_path = _find_python()
         start = {
@@ -206,23 +208,34 @@ class Sandbox:
             "search_path": [*search_path, *listable],
         }
         root = str(PACKAGE.parent)
-        with theirs:
+        with spawner_end:
             self._process = LaunchedProgram(
                 # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
-                [interpreter, "-P", "-S", "-s", "-B", "-c", _SPAWNER, root, str(theirs.fileno()), json.dumps(start)],
+                [
+                    interpreter,
+                    "-P",
+                    "-S",
+                    "-s",
+                    "-B",
+                    "-c",
+                    _SPAWNER,
+                    root,
+                    str(spawner_end.fileno()),
+                    json.dumps(start),
+                ],
                 folder="/",
                 environment=_ENVIRONMENT,
                 # Discard stdout. Read only stderr, because it has the reason if the start fails.
                 stdout=DEVNULL,
                 stderr=PIPE,
-                descriptors=[theirs.fileno()],
+                descriptors=[spawner_end.fileno()],
             )
-        self._connection = ours
-        ours.settimeout(_START_SECONDS)
+        self._connection = own_end
+        own_end.settimeout(_START_SECONDS)
         text = b""
         with contextlib.suppress(OSError):
-            text = ours.recv(_MAX_MESSAGE_BYTES)
-        ours.settimeout(None)
+            text = own_end.recv(_MAX_MESSAGE_BYTES)
+        own_end.settimeout(None)
         if not text:
             self._process.kill()
             with self._process.stderr as errors:
@@ -236,14 +249,14 @@ class Sandbox:
     def _run_trial(self) -> None:
         """Run the trial program. Raises SandboxError if its output or user is not as expected."""
         try:
-            ran = self._run(_TRIAL, "", cpu_seconds=10.0, output_bytes=_PART_BYTES)
+            trial = self._run(_TRIAL, "", cpu_seconds=10.0, output_bytes=_PART_BYTES)
         except SandboxError as error:
             reason = str(error)
         else:
-            user, _, total = ran.stdout.strip().partition(" ")
-            if ran.outcome == "ok" and total == "45" and user != "0":
+            user, _, total = trial.stdout.strip().partition(" ")
+            if trial.outcome == "ok" and total == "45" and user != "0":
                 return
-            reason = f"{ran.outcome}: {ran.stderr.strip()[-500:]}"
+            reason = f"{trial.outcome}: {trial.stderr.strip()[-500:]}"
         raise SandboxError(
             f"a trial program does not run in the sandbox ({reason}); without namespaces, every user of the machine "
             f"must be able to read Python at {_find_python()[0]} and its library: use a Python outside private folders "
@@ -251,6 +264,7 @@ class Sandbox:
         )
 
     def _run(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> Ran:
+        """Send the spawner a program and its limits, and collect its output until it ends."""
         assert self._connection is not None
         limits = {"cpu_seconds": cpu_seconds, "memory_bytes": self._settings.memory_mib << 20}
         sent_files: list[int] = []
@@ -386,6 +400,7 @@ class _Run:
         return bool(part)
 
     def result(self, cpu_limit: float, wall_seconds: float) -> Ran:
+        """Return the program's outcome from its exit status, CPU time and exceeded limits."""
         status = bytes(self._content[self._status])
         if status != READY:
             raise SandboxError(status.decode(errors="replace") or "a run ended before its program began")
@@ -430,10 +445,10 @@ def _find_python() -> tuple[str, list[str], list[str]]:
     interpreter = getattr(sys, "_base_executable", None) or sys.executable
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
     search_path = [str(library), str(library / "lib-dynload")]
-    system = [
+    system_folders = [
         folder for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib") if os.path.isdir(folder)
     ]
-    return interpreter, [*system, str(Path(sys.base_prefix) / "lib")], search_path
+    return interpreter, [*system_folders, str(Path(sys.base_prefix) / "lib")], search_path
 
 
 def _find_packages(names: Sequence[str]) -> tuple[list[str], list[str]]:

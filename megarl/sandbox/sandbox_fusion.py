@@ -43,9 +43,7 @@ class AnySandbox(Protocol):
 
 
 def open_sandbox(settings: SandboxSettings) -> AnySandbox:
-    """Return the sandbox of a recipe's settings: on a server if `url` is set, else on this machine. The caller closes
-    it.
-    """
+    """Return a sandbox on the server of `url`, else on this machine. The caller closes it."""
     return Sandbox(settings) if settings.url is None else RemoteSandbox(settings)
 
 
@@ -61,21 +59,21 @@ class RemoteSandbox:
         assert settings.url is not None
         self._settings = settings
         self._sleep = sleep
-        parts = urlsplit(settings.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        url_parts = urlsplit(settings.url)
+        if url_parts.scheme not in ("http", "https") or not url_parts.hostname:
             address = settings.url.rpartition("@")[2]
             raise ConfigError(
                 f"sandbox.url = {address!r}: is not a valid address; give one such as http://127.0.0.1:8080"
             )
-        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host = parts.netloc.rpartition("@")[2]
+        self._connect = http.client.HTTPSConnection if url_parts.scheme == "https" else http.client.HTTPConnection
+        self._host = url_parts.netloc.rpartition("@")[2]
         self._headers = {"Content-Type": "application/json"}
-        if parts.username is not None:
-            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            self._headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
+        if url_parts.username is not None:
+            user_and_password = f"{unquote(url_parts.username)}:{unquote(url_parts.password or '')}"
+            self._headers["Authorization"] = f"Basic {base64.b64encode(user_and_password.encode()).decode()}"
         # The address for messages, without user and password.
-        self._url = f"{parts.scheme}://{self._host}{parts.path}"
-        self._path = parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
+        self._url = f"{url_parts.scheme}://{self._host}{url_parts.path}"
+        self._path = url_parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
 
     @property
     def settings(self) -> SandboxSettings:
@@ -92,6 +90,7 @@ class RemoteSandbox:
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
     ) -> Ran:
+        """Run a program on the server. Transient faults are retried with growing waits."""
         seconds = self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds
         # SandboxFusion compiles before running. Both get the run's limit.
         request = {
@@ -103,12 +102,12 @@ class RemoteSandbox:
             "memory_limit_MB": self._settings.memory_mib,
         }
         body = json.dumps(request).encode()
-        wait, fault = _FIRST_WAIT_SECONDS, ""
+        wait_seconds, fault = _FIRST_WAIT_SECONDS, ""
         started = time.monotonic()
         for retries in range(MAX_TRIES):
             if retries:
-                self._sleep(wait)
-                wait *= 2
+                self._sleep(wait_seconds)
+                wait_seconds *= 2
             try:
                 answer = self._post(body, seconds + _PATIENCE_SECONDS)
                 max_bytes = max(self._settings.output_kib << 10, output_bytes or 0)
@@ -121,6 +120,7 @@ class RemoteSandbox:
         """Do nothing: no connection stays open."""
 
     def _post(self, body: bytes, seconds: float) -> Mapping[str, Any]:
+        """Send a request and return the server's answer. Raises _BusyError if a retry may help, else SandboxError."""
         connection = self._connect(self._host, timeout=seconds)
         try:
             connection.request("POST", self._path, body, self._headers)
@@ -147,6 +147,7 @@ class _BusyError(Exception):
 
 
 def _read_result(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> Ran:
+    """Return the result in SandboxFusion's answer. Raises _BusyError if it has none."""
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
         raise _BusyError("the sandbox server's answer has neither run_result nor compile_result")
@@ -158,14 +159,14 @@ def _read_result(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float,
         outcome = "timeout"
     elif len(stdout.encode("utf-8", "replace")) > max_bytes:
         outcome = "output"
-    seconds = result.get("execution_time")
-    seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
+    cpu_seconds = result.get("execution_time")
+    cpu_seconds = float(cpu_seconds) if isinstance(cpu_seconds, int | float) else 0.0
     return Ran(
         outcome,
         stdout[:max_bytes],
         stderr,
         exit_code,
-        cpu_seconds=seconds,
+        cpu_seconds=cpu_seconds,
         wall_seconds=wall_seconds,
         retries=retries,
         is_by_clock=outcome == "timeout",

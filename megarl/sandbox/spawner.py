@@ -63,7 +63,7 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     for name in _PREIMPORTED:
         importlib.import_module(name)
     # Open it now, because the new root has no /proc.
-    memory = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     faults: dict[str, str] = {}
     layers = {"limits"}
     is_root = os.geteuid() == 0
@@ -92,8 +92,8 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
                 faults[layer] = fault
     _import_packages(start["packages"], start["listable"])
     # Measure after all imports: each run starts with this address space.
-    used_bytes = int(os.read(memory, 200).split()[0]) * resource.getpagesize()
-    os.close(memory)
+    used_bytes = int(os.read(statm, 200).split()[0]) * resource.getpagesize()
+    os.close(statm)
     trees, listable, search_path = (tuple(start[name]) for name in ("trees", "listable", "search_path"))
     counts_tasks = "namespaces" in layers and _kernel() >= _COUNTS_BY_NAMESPACE
     return Confinement(frozenset(layers), trees, listable, search_path, used_bytes, counts_tasks), faults
@@ -141,8 +141,8 @@ def _try_in_child(probe: Callable[[], None]) -> str | None:
     os.close(write_end)
     with os.fdopen(read_end, "rb") as file:
         fault = file.read().decode()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return fault or (None if code == 0 else f"a process that tried it ended with {code}")
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return fault or (None if exit_code == 0 else f"a process that tried it ended with {exit_code}")
 
 
 def _run_and_report(
@@ -206,6 +206,7 @@ def _run_first_process(confinement: Confinement, limits: Any, descriptors: list[
 
 
 def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
+    """Confine this process, and run a program in it. `descriptors`: source, stdin, stdout, stderr, status."""
     program, stdin, stdout, stderr, status = descriptors
     try:
         with os.fdopen(program, "rb") as file:

@@ -99,7 +99,7 @@ def hold(
     user, group = os.geteuid(), os.getegid()
     # Only root may mount. Other users become root of a new user namespace, and apptainer accepts this root.
     flags = CLONE_NEWNS | (CLONE_NEWUSER if user else 0) | (NETWORK_NAMESPACE if is_alone else 0)
-    ours, theirs = socket.socketpair()
+    own_end, child_end = socket.socketpair()
 
     def start_place() -> ApptainerPlace:
         """In the new namespaces: map users, mount the layer's folder, send the listening socket, start a container."""
@@ -112,17 +112,17 @@ def hold(
         # A socket stays in the network where it was opened, whichever process accepts on it.
         if is_alone:
             with open_loopback() as listener:
-                socket.send_fds(theirs, [b"listening"], [listener.fileno()])
-        theirs.close()
+                socket.send_fds(child_end, [b"listening"], [listener.fileno()])
+        child_end.close()
         return ApptainerPlace(settings)
 
     def run_first_process() -> None:
-        ours.close()
+        own_end.close()
         serve(start_place)
 
-    first = fork_child(run_first_process, lambda: clone(flags))
+    first_process = fork_child(run_first_process, lambda: clone(flags))
     os.close(proc)
     # If this end stayed open, `recv_fds` would never return for a child without a listener.
-    theirs.close()
-    _, listeners, _, _ = socket.recv_fds(ours, 16, 1)
-    return first, socket.socket(fileno=listeners[0]) if listeners else None
+    child_end.close()
+    _, listeners, _, _ = socket.recv_fds(own_end, 16, 1)
+    return first_process, socket.socket(fileno=listeners[0]) if listeners else None

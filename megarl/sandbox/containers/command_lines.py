@@ -80,8 +80,8 @@ class CommandLinePlace:
         self._environment = dict(os.environ)
         self._remove_leftovers()
         # If a program inherited the writing end, the container would outlive the keeper.
-        reading, self._writing = os.pipe2(os.O_CLOEXEC)
-        with os.fdopen(reading, "rb") as stdin:
+        read_end, self._writing = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(read_end, "rb") as stdin:
             self._main = LaunchedProgram(
                 [program, *run_arguments(settings, os.getppid())], stdin=stdin, stdout=DEVNULL, stderr=PIPE
             )
@@ -92,7 +92,7 @@ class CommandLinePlace:
 
     def listen(self) -> socket.socket:
         """Return a socket listening on the loopback of the container. Raises OSError."""
-        ours, theirs = socket.socketpair()
+        own_end, child_end = socket.socketpair()
 
         def enter_and_listen() -> None:
             """In a child process: enter the container's network, and send the socket, or the error's text."""
@@ -102,12 +102,12 @@ class CommandLinePlace:
                     _enter(self.pid, "user")
                 _enter(self.pid, "net")
                 with open_loopback() as listener:
-                    socket.send_fds(theirs, [b"listening"], [listener.fileno()])
+                    socket.send_fds(child_end, [b"listening"], [listener.fileno()])
             except OSError as error:
-                theirs.send((error.strerror or str(error)).encode())
+                child_end.send((error.strerror or str(error)).encode())
 
         child = fork_child(enter_and_listen)
-        text, listeners, _, _ = socket.recv_fds(ours, 1000, 1)
+        text, listeners, _, _ = socket.recv_fds(own_end, 1000, 1)
         os.waitpid(child, 0)
         if not listeners:
             raise PermissionError(f"the container's network cannot be entered ({text.decode()})")
@@ -127,6 +127,7 @@ class CommandLinePlace:
         return None
 
     def kill_all(self) -> None:
+        """Kill the programs in the container, but neither its first process nor its monitors."""
         # Kill the clients of `exec` first. A client waiting for a reader of its output can block docker's daemon, and
         # so the next `exec`. The monitors must live: they hold the container's input open, and it ends with its input.
         for pid in descendants(os.getpid()):
@@ -172,8 +173,8 @@ class CommandLinePlace:
             return
         # Only `inspect` has a template common to podman and docker. It fails if a container was removed meanwhile.
         template = f'{{{{.Id}}}} {{{{index .Config.Labels "{_owner_label()}"}}}}'
-        listed = run_command([self._program, "inspect", "--format", template, *containers], seconds=SHORT_SECONDS)
-        for line in listed.stdout.splitlines():
+        listing = run_command([self._program, "inspect", "--format", template, *containers], seconds=SHORT_SECONDS)
+        for line in listing.stdout.splitlines():
             container, _, owner = line.partition(" ")
             # A killed owner may stay as a zombie (Z) for a while.
             if owner.isdigit() and (stat_fields(int(owner)) or ["Z"])[0] == "Z":
@@ -191,8 +192,8 @@ class CommandLinePlace:
 def _owner_label() -> str:
     """Return the name of the label with the process id of a container's owner."""
     # A daemon also serves other users and namespaces. There, an owner's id is hidden, or means another process.
-    place = f"{boot_id()} {pid_namespace()} {os.geteuid()}"
-    return f"megarl-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+    owner_scope = f"{boot_id()} {pid_namespace()} {os.geteuid()}"
+    return f"megarl-{hashlib.sha256(owner_scope.encode()).hexdigest()[:16]}"
 
 
 def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:

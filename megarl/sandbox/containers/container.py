@@ -110,7 +110,8 @@ class Container:
         self._reading_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        began = time.monotonic()
+        """Start the container's keeper process, and wait until the container runs. Raises ContainerError."""
+        start_time = time.monotonic()
         try:
             if self.settings.outlives_host:
                 self._launched, connection = launch_outliving(self.settings.name, *_keeper_command(self.settings))
@@ -125,10 +126,10 @@ class Container:
         try:
             await self._read_greeting(connection)
         except (EOFError, OSError, FrameError) as error:
-            ended = None if self._process is None else await self._process.stop()
-            reason = "its keeper ended" if ended is None else ended.stderr_tail() or ended
+            keeper_end = None if self._process is None else await self._process.stop()
+            reason = "its keeper ended" if keeper_end is None else keeper_end.stderr_tail() or keeper_end
             raise ContainerError(f"ContainerError: it does not start: {reason}") from error
-        self.seconds_to_start = time.monotonic() - began
+        self.seconds_to_start = time.monotonic() - start_time
 
     async def adopt(self) -> None:
         """Take over the container that an earlier host started under this name. Raises ContainerError if it has
@@ -141,6 +142,7 @@ class Container:
             raise ContainerError("ContainerLost: the container has ended") from error
 
     async def _read_greeting(self, connection: socket.socket) -> None:
+        """Read the keeper's first message: the container's facts, or why it does not start."""
         reader, self._writer = await asyncio.open_connection(sock=connection)
         greeting = await _read_frame(reader)
         if "refused" in greeting:
@@ -171,13 +173,13 @@ class Container:
         )
 
     async def join(self, label: str) -> Executed:
-        """Wait for the end of a program started by an earlier host. Raises ContainerError if there is none.
-
-        Any other running program is killed. Cancelling the call kills all programs.
+        """Wait for a program started by an earlier host; any other program is killed. Raises ContainerError if it is
+        absent.
         """
         return await self._await_end("join", label=label)
 
     async def _await_end(self, do: str, **fields: Any) -> Executed:
+        """Request a program's run or `join`, and return its end. A cancelled call ends the program."""
         try:
             answer = await self._request(do, **fields)
         except asyncio.CancelledError:
@@ -211,6 +213,7 @@ class Container:
             self._supervisor = None
 
     async def stop(self) -> None:
+        """End the container, and wait for its end."""
         if self.settings.outlives_host:
             await self._stop_outliving()
         if self._process is not None:
@@ -245,6 +248,7 @@ class Container:
         remove_socket(self.settings.name)
 
     async def _request(self, do: str, **fields: Any) -> dict[str, Any]:
+        """Send a request to the keeper and return its answer. Raises ContainerError."""
         assert self._reading_task is not None, "requests come after the start"
         # Without the reading task, a new request would never be answered.
         if self._reading_task.done():
@@ -287,7 +291,7 @@ async def _read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def start_keeper(settings: ContainerSettings) -> SupervisedProcess:
-    """Start a container's keeper process. Its first message says whether the container runs. Raises OSError."""
+    """Start a container's keeper process. Its first message says whether the container runs."""
     command, environment = _keeper_command(settings)
     return SupervisedProcess(command, environment=environment, has_connection=True)
 

@@ -85,6 +85,7 @@ class ContainerHost:
         return await self._await_end(name, self._find(name).join(label))
 
     async def _await_end(self, name: str, program_end: Coroutine[Any, Any, Executed]) -> dict[str, Any]:
+        """Return a program's end as JSON values. A cancelled request, or the request `cancel`, ends the program."""
         program_task = asyncio.create_task(program_end)
         self._running[name] = program_task
         try:
@@ -112,6 +113,7 @@ class ContainerHost:
         return {"content": await self._find(name).get(path, max_bytes)}
 
     async def _stop(self, name: str) -> dict[str, Any]:
+        """End a container, or its start."""
         # An agent on another node does not notice that the driver cancelled its start.
         if (starting := self._starting.get(name)) is not None:
             starting.cancel()

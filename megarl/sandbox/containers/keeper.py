@@ -60,18 +60,20 @@ def main() -> NoReturn:
 def _keep_machine_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
+    """Run programs as processes of this machine, without isolation."""
     url, address = _url(settings["address"]), tuple(settings["address"])
     if listener is not None:
         # Without a driver, the relay lets connections wait.
-        entrance = socket.create_server(("127.0.0.1", 0), backlog=256)
-        Relay(entrance, address, settings["lease_seconds"])
-        url = _url(entrance.getsockname())
+        relay_listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        Relay(relay_listener, address, settings["lease_seconds"])
+        url = _url(relay_listener.getsockname())
     _serve(settings, connection, listener, MachinePlace(), url, os.getppid())
 
 
 def _keep_command_line_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
+    """Keep a container of podman or docker."""
     place = CommandLinePlace(settings)
     try:
         url = _url(settings["address"])
@@ -86,6 +88,7 @@ def _keep_command_line_container(
 def _keep_apptainer_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
+    """Keep a container of apptainer in new namespaces, and relay its connections until its first process ends."""
     is_alone, supervisor = settings["network"] == "endpoint", os.getppid()
     url = f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"])
 
@@ -104,16 +107,11 @@ def _keep_apptainer_container(
         _serve(settings, connection, listener, place, url, supervisor)
 
     disk_bytes = settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES
-    first, entrance = apptainer.hold(settings, serve, is_alone=is_alone, disk_bytes=disk_bytes)
-    # The host notices the container's end only if no other process has this end of the connection open.
-    connection.close()
-    if listener is not None:
-        listener.close()
-    relay = Relay(entrance, tuple(settings["address"]), _patience(settings)) if entrance is not None else None
-    # Only wait: the relay works in threads.
-    select.select([os.pidfd_open(first)], [], [])
-    del relay
-    os._exit(0)
+    first_process, relay_listener = apptainer.hold(settings, serve, is_alone=is_alone, disk_bytes=disk_bytes)
+    _close_connections(connection, listener)
+    if relay_listener is not None:
+        Relay(relay_listener, tuple(settings["address"]), _patience(settings))
+    _wait_for_end(first_process)
 
 
 def _serve(
@@ -137,7 +135,7 @@ def _keep_namespace_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
     """Create a container's namespaces, and relay its connections until its first process ends."""
-    parent, is_root = os.getppid(), os.geteuid() == 0
+    supervisor, is_root = os.getppid(), os.geteuid() == 0
     root = RootFolder(
         image=settings["image"],
         folders=tuple(settings["folders"]),
@@ -147,23 +145,16 @@ def _keep_namespace_container(
     # Open /proc first: user maps can be written only in the machine's /proc, and the new root has none.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     if is_root:
-        # Build with root's rights, because perhaps only root can read the folders. The container's programs lose them.
-        # Choose the user first, because the mounts' owners are mapped to this user.
-        user = unprivileged_user(proc)
-        users = root_as(user, proc)
-        unshare(CLONE_NEWNS)
-        root.build(users)
-        os.close(users)
-        become_user(user)
+        _build_and_drop_root(root, proc)
         # The kernel forgets the death signal when the user changes, so set it again.
-        die_with(parent)
+        die_with(supervisor)
     user, group = os.geteuid(), os.getegid()
     is_alone = settings["network"] == "endpoint"
-    ours, theirs = socket.socketpair()
+    own_end, child_end = socket.socketpair()
 
     def run_first_process() -> None:
         """In the new namespaces: complete the container's root, give up all rights, then answer requests."""
-        ours.close()
+        own_end.close()
         try:
             map_users(proc, user=user, group=group)
             os.close(proc)
@@ -174,9 +165,9 @@ def _keep_namespace_container(
                 _use_cpus(math.ceil(cpus))
             # A socket stays in the network where it was opened, whichever process accepts on it.
             if is_alone:
-                with open_loopback() as entrance:
-                    socket.send_fds(theirs, [b"listening"], [entrance.fileno()])
-            theirs.close()
+                with open_loopback() as relay_listener:
+                    socket.send_fds(child_end, [b"listening"], [relay_listener.fileno()])
+            child_end.close()
             drop_rights()
         except OSError as error:
             send(connection, {"refused": error.strerror or str(error)})
@@ -187,25 +178,19 @@ def _keep_namespace_container(
             listener,
             NamespacePlace(),
             f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"]),
-            parent,
+            supervisor,
         )
 
-    first = fork_child(run_first_process, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
+    first_process = fork_child(run_first_process, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
     os.close(proc)
     # If this end stayed open, `recv_fds` would never return for a child without a listener.
-    theirs.close()
-    # The host notices the container's end only if no other process has this end of the connection open.
-    connection.close()
-    if listener is not None:
-        listener.close()
+    child_end.close()
+    _close_connections(connection, listener)
     # No listener: the container uses the machine's network, or did not start.
-    _, listeners, _, _ = socket.recv_fds(ours, 16, 1)
-    address = tuple(settings["address"])
-    relay = Relay(socket.socket(fileno=listeners[0]), address, _patience(settings)) if listeners else None
-    # Only wait: the relay works in threads.
-    select.select([os.pidfd_open(first)], [], [])
-    del relay
-    os._exit(0)
+    _, listeners, _, _ = socket.recv_fds(own_end, 16, 1)
+    if listeners:
+        Relay(socket.socket(fileno=listeners[0]), tuple(settings["address"]), _patience(settings))
+    _wait_for_end(first_process)
 
 
 _KEEPERS_BY_KIND = {
@@ -216,6 +201,31 @@ _KEEPERS_BY_KIND = {
     "apptainer": _keep_apptainer_container,
 }
 """Functions that keep a container running, by the value of `rollout.agent.sandbox`."""
+
+
+def _build_and_drop_root(root: RootFolder, proc: int) -> None:
+    """Build a container's root folder, then become a user without rights. `proc`: descriptor of /proc."""
+    # Build with root's rights, because perhaps only root can read the folders. The container's programs lose them.
+    # Choose the user first, because the mounts' owners are mapped to this user.
+    user = unprivileged_user(proc)
+    users = root_as(user, proc)
+    unshare(CLONE_NEWNS)
+    root.build(users)
+    os.close(users)
+    become_user(user)
+
+
+def _wait_for_end(first_process: int) -> NoReturn:
+    """Wait until a container's first process ends, then end the keeper. A relay works in threads meanwhile."""
+    select.select([os.pidfd_open(first_process)], [], [])
+    os._exit(0)
+
+
+def _close_connections(connection: socket.socket, listener: socket.socket | None) -> None:
+    """Close this process's copies: the host notices the container's end only if no other process has one."""
+    connection.close()
+    if listener is not None:
+        listener.close()
 
 
 def unprivileged_user(proc: int) -> int:

@@ -55,7 +55,7 @@ def launch_outliving(
         # Connect before the start. If the host were killed in between, the keeper would wait for a host for ever.
         connection = connect_to(name)
         try:
-            launched = LaunchedProgram(
+            supervisor = LaunchedProgram(
                 [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, str(PACKAGE.parent), json.dumps(settings)],
                 environment=environment,
                 stdout=DEVNULL,
@@ -65,7 +65,7 @@ def launch_outliving(
         except BaseException:
             connection.close()
             raise
-        return launched, connection
+        return supervisor, connection
 
 
 def connect_to(name: str) -> socket.socket:
@@ -85,7 +85,7 @@ def remove_socket(name: str) -> None:
 
 
 def socket_folder() -> Path:
-    """Return the path of the folder with this user's container sockets. It may not exist."""
+    """The folder with this user's container sockets. It may not exist."""
     return Path(_FOLDER.format(user=os.geteuid()))
 
 

@@ -67,6 +67,7 @@ class NamespacePlace:
         return space.f_bavail * space.f_frsize
 
     def kill_all(self) -> None:
+        """Kill all processes of this process-id namespace except its first, this one."""
         # A program may fork while it is killed, so repeat until no child is left.
         while True:
             # kill(-1) reaches every process of the namespace except this one.
@@ -81,11 +82,11 @@ class NamespacePlace:
         _clear(folder)
         os.makedirs(folder)
         for path, (mode, content) in files.items():
-            place = os.path.join(folder, path)
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            with open(place, "xb") as file:
+            file_path = os.path.join(folder, path)
+            os.makedirs(os.path.dirname(file_path), exist_ok=True)
+            with open(file_path, "xb") as file:
                 file.write(content)
-            os.chmod(place, mode & 0o777)
+            os.chmod(file_path, mode & 0o777)
 
     def get(self, path: str, max_bytes: int) -> bytes:
         # A program may have replaced the file by a pipe or a device. Opening it must not wait for a writer.

@@ -27,6 +27,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
+        """Accept clients for ever, each with a thread of its own."""
         while True:
             # The kernel's queue holds further clients.
             self._places.acquire()
@@ -37,6 +38,7 @@ class Relay:
             threading.Thread(target=self._connect, args=(client,), daemon=True).start()
 
     def _connect(self, client: socket.socket) -> None:
+        """Copy bytes between a client and the endpoint until the endpoint closes."""
         try:
             with client, suppress(OSError), self._reach_endpoint() as server:
                 sending = threading.Thread(target=_copy, args=(client, server), daemon=True)

@@ -132,6 +132,7 @@ class RequestLoop:
             self._place.kill_all()
 
     def _execute_and_answer(self, request: Mapping[str, Any]) -> None:
+        """Carry out a request, and send its answer. An OSError becomes the answer's `error`."""
         self._answered_id = request["id"]
         try:
             match request["do"]:
@@ -217,8 +218,10 @@ class RequestLoop:
             # First kill all writers of the pipes: a background child would keep them open.
             self._place.kill_all()
         program.drain()
-        printed = {name: tail.text() for name, tail in zip(("stdout", "stderr"), program.tails.values(), strict=True)}
-        return {"exit_code": program.exit_code, "outcome": outcome, "refused": program.refused, **printed}
+        printed_texts = {
+            name: tail.text() for name, tail in zip(("stdout", "stderr"), program.tails.values(), strict=True)
+        }
+        return {"exit_code": program.exit_code, "outcome": outcome, "refused": program.refused, **printed_texts}
 
     def _watch(self, program: _Program) -> str:
         """Wait for the end of a program. Returns the exceeded limit, as `KIND: text`; empty: none."""
@@ -247,8 +250,11 @@ class RequestLoop:
         num_tasks = sum(int(fields[17]) for fields in stats)
         if limits.processes is not None and num_tasks > limits.processes:
             return f"ProcessLimit: the program has {num_tasks} processes and threads; {limits.processes} are allowed"
-        if limits.memory_bytes is not None and (used := _memory_bytes(ids, limits.memory_bytes)) > limits.memory_bytes:
-            return f"MemoryLimit: the program uses {used >> 20} MiB; {limits.memory_bytes >> 20} are allowed"
+        if (
+            limits.memory_bytes is not None
+            and (used_bytes := _memory_bytes(ids, limits.memory_bytes)) > limits.memory_bytes
+        ):
+            return f"MemoryLimit: the program uses {used_bytes >> 20} MiB; {limits.memory_bytes >> 20} are allowed"
         # The size of the mounted tmpfs enforces this limit. Here a full one is only reported.
         if limits.disk_bytes is not None and self._place.free_disk_bytes() == 0:
             return f"DiskLimit: the program's files fill {limits.disk_bytes >> 20} MiB"
@@ -261,6 +267,7 @@ class _Program:
     def __init__(
         self, command: list[str], environment: dict[str, str], folder: str | None, stdin: bytes, max_tasks: int | None
     ) -> None:
+        """Start a program in a child process. Pipes carry its outputs, and the reason if it cannot start."""
         self.exit_code: int | None = None
         self.refused = ""
         self.num_printed = 0
@@ -345,8 +352,8 @@ def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
             continue
         pages += int(resident) - int(shared)
     # Do not count pages shared with files: the kernel can drop them at any time.
-    used = pages * resource.getpagesize()
-    return used if used <= limit_bytes else sum(map(_proportional_bytes, ids))
+    anonymous_bytes = pages * resource.getpagesize()
+    return anonymous_bytes if anonymous_bytes <= limit_bytes else sum(map(_proportional_bytes, ids))
 
 
 def _proportional_bytes(pid: int) -> int:

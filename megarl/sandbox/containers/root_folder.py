@@ -94,6 +94,7 @@ class RootFolder:
 
 
 def _mount_image(image: str, users: int | None) -> str:
+    """Mount an image with a writable layer in memory, and return the path. `users`: as in `RootFolder.build`."""
     for name in ("image", "root", "new", "work"):
         os.mkdir(f"{_BUILT_AT}/{name}")
         # `mkdir` applies the umask to its mode, so set the mode again.
