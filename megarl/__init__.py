@@ -14,6 +14,7 @@ __all__ = ["ConfigError", "MegarlError", "Run", "__version__", "evaluate", "load
 
 
 def __getattr__(name: str) -> Any:
+    """Import the version and the Python API at their first use."""
     # Imported at first use: `megarl --help` and the ranks need nothing of it.
     if name == "__version__":
         from importlib.metadata import version

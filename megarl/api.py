@@ -50,7 +50,7 @@ class Run:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """Fields of the run's recipe, by dotted name."""
+        """Fields of the run's recipe by dotted name."""
         return dict(self._read().config)
 
     @property
@@ -62,12 +62,12 @@ class Run:
 
     @property
     def parent(self) -> str | None:
-        """Run and step from which this run was forked, as text; None: it is not a fork."""
+        """Run and step that this run was forked from, as text, or None."""
         return self._read().parent or None
 
     @property
     def model(self) -> Path | None:
-        """Folder of the exported Hugging Face model; None: there is no export yet."""
+        """Folder of the exported Hugging Face model, or None."""
         folder = self.path / "hf"
         return folder if folder.is_dir() else None
 
@@ -108,8 +108,7 @@ def train(
     """Run `megarl train` in a separate process, show its output here, and return the finished run.
 
     The training continues if this process is killed. `resume` continues the run from its newest checkpoint; `restart`
-    moves an earlier run aside. Raises ConfigError if the recipe cannot run, else the subclass of MegarlError with the
-    exit code of the failed command.
+    moves an earlier run aside. Raises ConfigError, else the subclass of MegarlError with the command's exit code.
     """
     options = ["--resume=must"] if resume == "must" else ["--resume"] * resume
     with _recipe_file(recipe) as file:
@@ -241,22 +240,23 @@ def _run_megarl(*arguments: str | Path) -> None:
 
 
 def _run_program(*arguments: str | Path, captures_output: bool) -> tuple[int, str, str]:
-    """Run a megarl command. Returns its exit code, its standard output if captured, and its error output."""
+    """Run a megarl command. Returns exit code, standard output if captured, error output."""
     return follow_command([sys.executable, "-m", "megarl", *map(str, arguments)], captures_output=captures_output)
 
 
 def _make_error(code: int, error_output: str) -> MegarlError:
-    kinds = [MegarlError]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    kind = next((kind for kind in kinds if kind.exit_code == code), MegarlError)
-    plain = printable(error_output)
+    """Return the exception class of an exit code, with the message that the command printed last."""
+    error_classes = [MegarlError]
+    for error_class in error_classes:
+        error_classes += error_class.__subclasses__()
+    error_class = next((error_class for error_class in error_classes if error_class.exit_code == code), MegarlError)
+    plain_output = printable(error_output)
     # The command's message is its last output. It follows `error: ` at the beginning of a line.
-    messages = re.split(r"^error: ", plain, flags=re.MULTILINE)[1:]
+    messages = re.split(r"^error: ", plain_output, flags=re.MULTILINE)[1:]
     if messages:
-        return kind(messages[-1].strip())
-    last = "\n".join(plain.splitlines()[-_SHOWN_LINES:])
-    return kind(f"megarl ended with exit code {code}; its last lines:\n{last}")
+        return error_class(messages[-1].strip())
+    last_lines = "\n".join(plain_output.splitlines()[-_SHOWN_LINES:])
+    return error_class(f"megarl ended with exit code {code}; its last lines:\n{last_lines}")
 
 
 def _make_table(records: Sequence[Mapping[str, Any]]) -> pa.Table:

@@ -20,30 +20,25 @@ _injector: Any = None
 
 
 def reach(point: str, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
-    """Inject the fault set by a test for this point, if any. `tensors` returns the tensors that the fault may
-    change.
-    """
+    """Inject a test's fault at this point, if any. It may change the `tensors`."""
     # This condition is the only cost in a run without faults.
     if _injector is not None:
         _injector.reach(point, tensors)
 
 
 def begin_step(number: int) -> None:
-    """Set the number of the training step in progress in this process."""
+    """Set the number of this process's training step."""
     if _injector is not None:
         _injector.step = number
 
 
 def text() -> str:
-    """Return the faults to inject: the value of the environment variable `VARIABLE`, empty if it is not set."""
+    """Return the faults to inject, from the environment variable `VARIABLE`."""
     return os.environ.get(VARIABLE, "")
 
 
 def arm(text: str, process: str) -> None:
-    """Set the faults to inject in this process. `process` is `driver`, or the rank's number in the run.
-
-    Raises ConfigError for an invalid `text`.
-    """
+    """Set this process's faults. `process` is `driver`, or the rank's number. Raises ConfigError."""
     global _injector
     _injector = importlib.import_module(_INJECTION).Injector(text, process)
 

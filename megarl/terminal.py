@@ -31,7 +31,7 @@ _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
 
 
 def printable(text: str) -> str:
-    """Return the text without escape sequences and control characters. Line ends and tabs remain."""
+    """Remove escape sequences and control characters, except line ends and tabs."""
     return _CONTROL.sub("", _SEQUENCE.sub("", text.replace("\r\n", "\n")))
 
 
@@ -69,7 +69,7 @@ class Terminal(Console):
             self.on_broken_pipe()
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave the cursor visible. A killed process could not show it again."""
+        """Keep the cursor visible: a killed process could not show it again."""
         return False
 
     def on_broken_pipe(self) -> None:
@@ -95,7 +95,7 @@ class FirstOfEachKind:
 
 
 def guard_logging() -> None:
-    """Print log records of loggers without a handler on the terminal, without escape sequences."""
+    """Print log records of loggers without a handler, without escape sequences."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_printable_record)
 

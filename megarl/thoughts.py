@@ -23,6 +23,6 @@ def ends_in_thoughts(text: str, *, begins_in_thoughts: bool = False) -> bool:
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after its last closed thoughts, or from its last channel on; the whole text if it has neither."""
+    """Return the text after its last closed thoughts, or from its last channel on; else all of it."""
     ends = [text.rfind(closing) + len(closing) for _, closing in MARKS if closing in text]
     return text[max(*ends, text.rfind(_CHANNEL), 0) :]

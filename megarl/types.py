@@ -175,7 +175,7 @@ class Archive:
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def put(self, record: Segment | Completion, names: tuple[str, ...], prefix: str) -> None:
-        """Store a record's fields `names` (arrays) and its sampling sets. Fields with value None are left out."""
+        """Store a record's fields `names` (arrays, not None) and its sampling sets."""
         arrays = {name: getattr(record, name) for name in names}
         if (sets := record.retained_sets) is not None:
             # The key keeps its older name: checkpoints of earlier versions have it.
@@ -246,7 +246,7 @@ class Completion:
     """The most likely tokens at each new token's position, under the sampling distribution; None: not requested."""
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return the completion as JSON values. Its arrays go to the archive, under names beginning with `prefix`."""
+        """Return JSON values; arrays go to the archive under names beginning with `prefix`."""
         archive.put(self, _COMPLETION_ARRAYS, prefix)
         return {"request_id": self.request_id, "finish_reason": self.finish_reason, "error": self.error}
 
@@ -276,7 +276,7 @@ declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, 
 
 
 def strongest(judgings: Iterable[Judging]) -> Judging:
-    """Return how several reward functions judge together. One function with verdicts is enough for `declared`."""
+    """Return how several reward functions judge together: the strongest of their kinds."""
     kinds = set(judgings)
     return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
@@ -421,13 +421,14 @@ class Trajectory:
 
     @property
     def num_observed(self) -> int:
-        """Number of tokens between completions: texts of the environment and its tools, in the chat template.
+        """Tokens between completions: texts of the environment and its tools, in the chat template.
 
-        Tokens before a segment's first sampled token do not count: after a rewritten history they repeat earlier
-        tokens.
+        Prefixes of segments do not count: after a rewritten history they repeat earlier tokens.
         """
-        places = [segment.loss_mask.nonzero()[0] for segment in self.segments]
-        return sum(int(sampled[-1] - sampled[0]) + 1 - len(sampled) for sampled in places if len(sampled))
+        sampled_positions = [segment.loss_mask.nonzero()[0] for segment in self.segments]
+        return sum(
+            int(positions[-1] - positions[0]) + 1 - len(positions) for positions in sampled_positions if len(positions)
+        )
 
     @property
     def num_turns(self) -> int:
@@ -435,7 +436,7 @@ class Trajectory:
 
     @property
     def turn_tokens(self) -> list[int]:
-        """Token counts of all non-empty completions."""
+        """Token counts of non-empty completions."""
         turns = [segment.turns[segment.loss_mask].tolist() for segment in self.segments]
         return list(Counter(turn for segment_turns in turns for turn in segment_turns).values())
 
@@ -479,15 +480,18 @@ class Trajectory:
     def from_json(
         cls, values: Mapping[str, Any], archive: Archive, prefix: str, find_problem: FindProblem
     ) -> Trajectory:
-        places = [f"{prefix}{place}." for place in range(values["segments"])]
+        """Restore a trajectory from JSON values, and from arrays with names that begin with `prefix`."""
+        segment_prefixes = [f"{prefix}{segment_prefix}." for segment_prefix in range(values["segments"])]
         times, reward = archive.times[prefix], values["reward"]
         return cls(
             **{name: values[name] for name in _TRAJECTORY_VALUES},
             problem=find_problem(values["source"], values["problem"]),
-            segments=tuple(Segment(**archive.fields(_SEGMENT_ARRAYS, place)) for place in places),
+            segments=tuple(
+                Segment(**archive.fields(_SEGMENT_ARRAYS, segment_prefix)) for segment_prefix in segment_prefixes
+            ),
             reward=reward and Reward(**reward),
             texts=tuple(values["texts"]),
-            messages=tuple(tuple(new) for new in values["messages"]),
+            messages=tuple(tuple(new_messages) for new_messages in values["messages"]),
             callers=tuple(Caller(*caller) for caller in values.get("callers", ())),
             turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
             # Records of earlier versions lack these fields, and `callers`.

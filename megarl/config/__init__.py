@@ -133,9 +133,9 @@ class Recipe(Section):
         """Validate the mixture's sources, then set `algorithm.overlong_buffer` if only the preset has a value for
         it.
         """
-        filled = with_first_train(raw_values)
-        recipe = validate(filled)
-        if filled is not raw_values:
+        values_with_train = with_first_train(raw_values)
+        recipe = validate(values_with_train)
+        if values_with_train is not raw_values:
             # A source set data.train, not the user. If it counted as set, all sources would be reported to override it.
             recipe.data.model_fields_set.discard("train")
         check_sources(recipe)
@@ -147,24 +147,22 @@ class Recipe(Section):
         The preset gives a fraction of `rollout.sampling.max_new_tokens`.
         """
         algorithm = self.algorithm
-        parts = OVERLONG_PARTS.get(algorithm.preset or "")
-        if parts is None or "overlong_buffer" in algorithm.model_fields_set:
+        divisor = OVERLONG_PARTS.get(algorithm.preset or "")
+        if divisor is None or "overlong_buffer" in algorithm.model_fields_set:
             return self
-        resolved = algorithm.model_copy(
-            update={"overlong_buffer": max(1, self.rollout.sampling.max_new_tokens // parts)}
+        new_algorithm = algorithm.model_copy(
+            update={"overlong_buffer": max(1, self.rollout.sampling.max_new_tokens // divisor)}
         )
         # The user did not set it, so a source with another max_new_tokens computes its own value.
-        resolved.model_fields_set.discard("overlong_buffer")
-        return self.model_copy(update={"algorithm": resolved})
+        new_algorithm.model_fields_set.discard("overlong_buffer")
+        return self.model_copy(update={"algorithm": new_algorithm})
 
     @property
     def references(self) -> Mapping[Place, str]:
         return self._references
 
     def with_references(self, references: Mapping[Place, str]) -> Self:
-        """Return a copy of the recipe that writes values from the environment as references like
-        `${oc.env:HF_TOKEN}`.
-        """
+        """Return a copy that writes values from the environment as references like `${oc.env:HF_TOKEN}`."""
         copy = self.model_copy()
         copy._references = dict(references)
         return copy
@@ -179,12 +177,12 @@ class Recipe(Section):
         return copy
 
     def override_of(self, folder: str) -> Mapping[str, Any]:
-        """Return `model.override_config` for the policy's folder, else an empty mapping."""
+        """`model.override_config` changes the policy's folder only."""
         return self.model.override_config if folder == self.model.folder else {}
 
     @property
     def drafter(self) -> str | None:
-        """Folder or Hub name of the engines' EAGLE-3 drafter, a small model that drafts tokens; None: no drafter."""
+        """Folder or Hub name of the engines' EAGLE-3 drafter, or None."""
         config = self.rollout.vllm.get("speculative_config")
         if not self.has_engine or not isinstance(config, Mapping) or config.get("method") != "eagle3":
             return None
@@ -196,10 +194,7 @@ class Recipe(Section):
 
     @property
     def sends_adapter(self) -> bool:
-        """Whether a reshard sends only a LoRA adapter, because the engines keep the base weights.
-
-        False until a start has replaced `lora.sync: auto`.
-        """
+        """Whether a reshard sends only a LoRA adapter. False until a start has replaced `lora.sync: auto`."""
         return self.has_engine and self.lora.rank > 0 and self.lora.sync == "adapter"
 
     @property
@@ -242,7 +237,7 @@ class Recipe(Section):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Folders of teachers, by their names on the ranks: teacher0, teacher1 and so on."""
+        """Folders of teachers by their names on the ranks: teacher0, teacher1, ..."""
         folders = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
         return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(folders))}
 
@@ -276,10 +271,10 @@ class Recipe(Section):
         """Copy of the recipe with the teachers' parallel sizes in place of the trainer's."""
         if not (sizes := self.distillation.sizes):
             return self
-        changed = sizes | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
+        teacher_values = sizes | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
         if sizes["tp"] == 1:
-            changed["sequence_parallel"] = None
-        trainer = self.trainer.model_copy(update=changed)
+            teacher_values["sequence_parallel"] = None
+        trainer = self.trainer.model_copy(update=teacher_values)
         return self.model_copy(update={"trainer": trainer})
 
     @property
@@ -288,14 +283,12 @@ class Recipe(Section):
 
     @property
     def logprob_gap_limit(self) -> float | None:
-        """Maximum mean distance of trainer and engine log-probs, in nats; None: no limit. Above it, updates are
-        skipped.
-        """
+        """Mean distance of trainer and engine log-probs, in nats, above which updates are skipped; None: no limit."""
         return 0.0 if self.exact_blocks else self.train.max_logprob_gap
 
     @property
     def exact_blocks(self) -> int:
-        """Number of equal blocks in which a matrix product over several ranks is summed; 0: trainer.exact is off.
+        """Number of equal blocks in which a matrix product over ranks is summed; 0: trainer.exact is off.
 
         It is the maximum of trainer.tp, trainer.etp and rollout.tp.
         """
@@ -305,7 +298,7 @@ class Recipe(Section):
 
     @property
     def has_advantages(self) -> bool:
-        """Whether the loss multiplies sampled tokens by advantages. False: it compares whole distributions."""
+        """Whether the loss multiplies tokens by advantages, and does not compare whole distributions."""
         return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")
 
     @property
@@ -320,7 +313,7 @@ class Recipe(Section):
 
     @property
     def sequences_per_example(self) -> int:
-        """Sequences of one training example: 2 for a pair of chosen and rejected answer, else 1."""
+        """2 for a pair of chosen and rejected answer."""
         return 2 if self.loop == "reward_model" or (self.loop == "preference" and self.preference.loss != "kto") else 1
 
     @property
@@ -329,10 +322,7 @@ class Recipe(Section):
 
     @property
     def separate_ranks(self) -> int:
-        """Number of ranks used for sampling only; 0: `rollout.placement` is colocated.
-
-        It is `rollout.ranks`, or the number of ranks on the nodes of `cluster.groups.engines`.
-        """
+        """Number of ranks that only sample (`rollout.ranks`, or those of `cluster.groups.engines`); 0: colocated."""
         if not self.has_engine or self.rollout.placement != "separate":
             return 0
         engines = self.cluster.groups.engines
@@ -353,21 +343,14 @@ class Recipe(Section):
         return self.evaluation.at_start or not self.train.steps
 
     def evaluates_at(self, step: int) -> bool:
-        """Return whether the step ends with an evaluation: every `evaluation.every_steps` steps, and the last step."""
         interval = self.evaluation.every_steps
         return bool(self.validation_sets) and (step == self.train.steps or (interval > 0 and step % interval == 0))
 
     def overlaps_at(self, step: int) -> bool:
-        """Return whether the step's new weights are sent while the next step runs.
-
-        True with `weights.overlap`, if a training step follows without an evaluation in between.
-        """
+        """Return whether the step's new weights are sent while the next step trains."""
         return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
-        """Return whether the step sends new weights to the engines: every `rollout.sync_every` steps, and before
-        evaluations.
-        """
         return step % self.rollout.sync_every == 0 or self.evaluates_at(step)
 
     @property
@@ -376,18 +359,18 @@ class Recipe(Section):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest possible sampled sequence: prompt, completions and tool replies."""
+        """Tokens of the longest sampled sequence: prompt, completions and tool replies."""
         return max(source.recipe._context_tokens for source in self.sources)
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens of the longest possible training sequence."""
+        """Tokens of the longest training sequence."""
         recipes = [source.recipe for source in self.sources]
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
 
     @property
     def teacher_tokens(self) -> int:
-        """Maximum tokens of a sequence with the teacher's own prompt; 0: teachers read the policy's prompt."""
+        """Maximum tokens of a sequence with the teacher's own prompt; 0: it reads the policy's prompt."""
         recipes = [source.recipe for source in self.sources] if self.loop == "distillation" else []
         longest = self.distillation.max_teacher_tokens or 2 * self.trained_tokens
         return longest if any(recipe.distillation.teacher_prompt is not None for recipe in recipes) else 0
@@ -400,14 +383,14 @@ class Recipe(Section):
     def _longest_trajectory(self) -> int:
         """Maximum number of tokens that the policy samples in one attempt, over all turns."""
         rollout = self.rollout
-        longest = rollout.turns_of_attempt * rollout.sampling.max_new_tokens
+        max_sampled_tokens = rollout.turns_of_attempt * rollout.sampling.max_new_tokens
         if rollout.turns_of_attempt == 1:
-            return longest
+            return max_sampled_tokens
         if rollout.history == "append" and rollout.environment != "command":
             # All turns are in one sequence, so they share the context. Rendered histories and the calls of a program
             # are separate sequences, each with its own context.
-            longest = min(longest, self.data.max_prompt_tokens + rollout.sampling.max_new_tokens)
-        return min(longest, rollout.budget.sampled_tokens or longest)
+            max_sampled_tokens = min(max_sampled_tokens, self.data.max_prompt_tokens + rollout.sampling.max_new_tokens)
+        return min(max_sampled_tokens, rollout.budget.sampled_tokens or max_sampled_tokens)
 
     @property
     def _context_tokens(self) -> int:
@@ -416,10 +399,7 @@ class Recipe(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """Sampling parameters of evaluations. Unset fields come from `rollout.sampling`.
-
-        The repetition penalty is not part of them.
-        """
+        """Sampling of evaluations: unset fields are those of `rollout.sampling`, except the repetition penalty."""
         changes = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
         changes["temperature_schedule"] = "constant"
         if self.evaluation.samples_per_prompt == 1:

@@ -26,27 +26,24 @@ def one_of(field: str, *values: str, example: str = "") -> Condition:
 
 
 def non_empty(field: str, example: str = "") -> Condition:
-    """Return the condition that a recipe field is given."""
     return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)), f"{field}={example}")
 
 
 def left_out(field: str) -> Condition:
-    """Return the condition that a recipe field is absent or empty."""
     return Condition((field,), f"leave out {field} ({field}=default)", lambda recipe: not value_at(recipe, field))
 
 
 def instead_of(field: str) -> Condition:
-    """Return the condition that `field`, the other way to write the same setting, is absent or empty."""
+    """`field` is the other way to write the same setting."""
     return replace(left_out(field), is_alternative=True)
 
 
 def above_zero(field: str, example: str) -> Condition:
-    """Return the condition that a recipe field is above 0."""
     return Condition((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0, f"{field}={example}")
 
 
 def takes(field: str, keyword: str) -> Condition:
-    """Return the condition that the formula selected by a recipe field has this keyword argument.
+    """Return the condition that a field's formula has this keyword argument.
 
     A user's formula counts as having every keyword; `preflight.keyword_arguments` checks it later.
     """
@@ -59,7 +56,7 @@ def takes(field: str, keyword: str) -> Condition:
 
 
 def _runs_programs(recipe: Recipe) -> bool:
-    """Return whether a reward function or the environment may run programs of the policy. User-defined ones may."""
+    """Return whether rewards or the environment may run the policy's programs. User-defined ones may."""
     names = [function.name for function in recipe.reward.functions]
     return any(name == "code" or ":" in name for name in names) or (
         recipe.rollout.environment == "python" or ":" in recipe.rollout.environment
@@ -250,13 +247,12 @@ CORRECTION = non_empty("algorithm.importance_sampling")
 
 
 def takes_margin(_: str) -> Condition:
-    """Return the condition that the run trains a reward model, or has a preference loss with a margin."""
     loss = takes("preference.loss", "margin")
     return replace(loss, holds=lambda recipe: recipe.loop == "reward_model" or loss.holds(recipe))
 
 
 def adam(section: str) -> Condition:
-    """Return the condition that an optimizer section selects Adam, which Muon uses too for some parameters."""
+    """Muon uses Adam too, for some parameters."""
     return one_of(f"{section}.name", "adam", "muon")
 
 

@@ -21,7 +21,7 @@ grows.
 
 
 def lacks_correction(recipe: Recipe) -> bool:
-    """Return whether the recipe trains on stale tokens without a correction, and does not declare this as intended."""
+    """Return whether the recipe trains on stale tokens without a correction and does not declare this."""
     if unmet(recipe, "rollout.max_staleness") is not None:
         return False
     # An explicit importance_sampling = none is intended, so it gives a warning, not an error.
@@ -42,6 +42,6 @@ def nothing_corrects(recipe: Recipe) -> bool:
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Return the keyword arguments of the policy loss. A user's loss counts as having `clip_low`."""
+    """A user's loss counts as having `clip_low`."""
     name = recipe.algorithm.policy_loss
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])

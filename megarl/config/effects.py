@@ -42,7 +42,7 @@ def conditions(field: str) -> tuple[Condition, ...]:
 
 
 def _list_condition_layers(place: str) -> Iterator[list[Condition]]:
-    """Yield the conditions at each section around a field, outermost first, then at the field.
+    """Yield the conditions of the sections around a field, outermost first, then the field's own.
 
     Later ones replace earlier ones on the same fields.
     """
@@ -74,10 +74,7 @@ def unmet_in(recipe: Recipe, field: str) -> Condition | None:
 
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
-    """Return whether a field is a keyword argument that a user's formula lacks.
-
-    A formula that is not imported yet counts as lacking it.
-    """
+    """Return whether a field is a keyword argument that a user's formula lacks, or is not imported yet."""
     own_formulas = [
         (path, item.name or field.rpartition(".")[2])
         for item in annotated_with(field, KeywordOf)

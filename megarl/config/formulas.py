@@ -57,14 +57,17 @@ class Formula:
         return core_schema.no_info_after_validator_function(self._check_name, handler(source))
 
     def _check_name(self, name: str | None) -> str | None:
+        """Validate a formula's name: one of this field, or the user's import path."""
         from pydantic_core import PydanticCustomError
 
         functions = _read_functions(self)
         if name is None or name in functions or (self.takes_own and is_import_path(name)):
             return name
-        own_hint = "; your own as package.module:function or path/to/file.py:function" if self.takes_own else ""
-        choices = either([repr(function) for function in functions])
-        raise PydanticCustomError("formula", "must be {choices}{own}", {"choices": choices, "own": own_hint})
+        import_path_hint = "; your own as package.module:function or path/to/file.py:function" if self.takes_own else ""
+        choices_text = either([repr(function) for function in functions])
+        raise PydanticCustomError(
+            "formula", "must be {choices}{own}", {"choices": choices_text, "own": import_path_hint}
+        )
 
 
 # The tables are dict literals of names by convention, so parsing finds them without running the module.
@@ -89,13 +92,13 @@ def formula_fields() -> dict[str, Formula]:
 
 
 def formulas(field: str) -> dict[str, Keywords]:
-    """Return the formulas accepted by a recipe field, by name, each with its keyword arguments."""
+    """Return a recipe field's formulas by name, with their keyword arguments."""
     return _read_functions(formula_fields()[field])
 
 
 @cache
 def keyword_fields(field: str) -> dict[str, str]:
-    """Return the recipe fields that are keyword arguments of the formulas of `field`, by keyword."""
+    """Return the recipe fields of the formulas' keyword arguments, by keyword."""
     return {
         item.name or place.rpartition(".")[2]: place
         for place in all_fields()
@@ -105,26 +108,23 @@ def keyword_fields(field: str) -> dict[str, str]:
 
 
 def kwargs_field(field: str) -> str | None:
-    """Return the recipe field with all other keyword arguments of a formula, like algorithm.policy_loss_kwargs; None:
-    absent.
-    """
+    """Return the field with a formula's other arguments, like algorithm.policy_loss_kwargs, or None."""
     name = f"{field}_kwargs"
     return name if name in all_fields() else None
 
 
 def taking(field: str, keyword: str) -> list[str]:
-    """Return the names of the formulas of a recipe field that have this keyword argument."""
+    """Return the names of a field's formulas that have this keyword argument."""
     return [name for name, keywords in formulas(field).items() if keyword in keywords]
 
 
 def either(choices: Sequence[object]) -> str:
-    """Return one or more names joined for a sentence: `a, b or c`."""
+    """Join names for a sentence: `a, b or c`."""
     *leading, last = map(str, choices)
     return f"{', '.join(leading)} or {last}" if leading else last
 
 
 def _target_name(node: ast.Assign) -> str | None:
-    """Return the name to which a statement assigns a value."""
     [target] = node.targets
     return target.id if isinstance(target, ast.Name) else None
 

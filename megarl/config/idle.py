@@ -40,7 +40,7 @@ class Origin:
     is_of_run: bool
 
     def by_override(self, field: str) -> bool:
-        """Return whether a command-line override sets the field, a value inside it, or a section around it."""
+        """Return whether an override sets the field, a value inside it, or a section around it."""
         return any(f"{field}.".startswith(f"{key}.") or f"{key}.".startswith(f"{field}.") for key in self.overridden)
 
 
@@ -55,19 +55,21 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
     notices: list[str] = []
     faults: list[str] = []
     while superseded := _find_superseded(recipe, merged.references, origin):
-        dropped = {field for field in superseded if take_value(merged.values, field.split("."))}
+        dropped_fields = {field for field in superseded if take_value(merged.values, field.split("."))}
         # The file has none of these fields: another pass would find the same ones.
-        if not dropped:
+        if not dropped_fields:
             break
-        reasons = dict.fromkeys(reason for field, (_, reason) in superseded.items() if field in dropped)
+        reasons = dict.fromkeys(reason for field, (_, reason) in superseded.items() if field in dropped_fields)
         for reason in reasons:
             assignments = ", ".join(
                 text
                 for field, (text, field_reason) in superseded.items()
-                if field_reason == reason and field in dropped
+                if field_reason == reason and field in dropped_fields
             )
             notices.append(f"{origin.path}: {assignments}: dropped, {reason}")
-        for place in [place for place in merged.references if any(_is_within(place, field) for field in dropped)]:
+        for place in [
+            place for place in merged.references if any(_is_within(place, field) for field in dropped_fields)
+        ]:
             del merged.references[place]
         recipe, missing, unread = validate_values(merged.values, merged.references)
         faults += missing
@@ -101,7 +103,6 @@ def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
 
 
 def _is_within(place: Place, field: str) -> bool:
-    """Return whether a place is the field itself, or inside it."""
     return f"{'.'.join(map(str, place))}.".startswith(f"{field}.")
 
 
@@ -154,14 +155,14 @@ def list_idle_field_errors(recipe: Recipe, references: Mapping[Place, str], orig
 
 
 def _assignment_text(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
-    """Return `field = value` for an error line. Secrets are hidden; `${...}` references stay unresolved."""
+    """Return `field = value` for an error. Secrets are hidden; `${...}` stays unresolved."""
     field_place: Any = tuple(place.split("."))
     value = reference_around(field_place, references) or printable(value_at(recipe, field), field_place, references)
     return f"{place} = {shorten_value(value)}"
 
 
 def fields_set_by_user(section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of fields set by the file or an override. Values of a preset do not count."""
+    """Yield the dotted names of fields set by file or override, not by a preset."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
             if section_of(field) is not None:
@@ -191,7 +192,7 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _drop_unread(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
-    """Yield the idle fields with a readable value and readable deciding fields. The others already have an error."""
+    """Yield the idle fields with readable values and deciding fields. The others already have an error."""
     for idle in fields:
         if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):
             yield idle

@@ -40,12 +40,12 @@ REMEDY = "set judges_answer: true on the function of reward.functions scoring wh
 
 
 def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
-    """Return how each reward function of the recipe judges answers, by the function's name."""
+    """Return how each reward function judges, by its name."""
     return {function.name: _find_judging(function, is_only=len(functions) == 1) for function in functions}
 
 
 def judges_answers(recipe: Recipe) -> Judging:
-    """Return how the attempts of a source are judged, as far as its recipe shows."""
+    """Return how a source's attempts are judged, as far as its recipe shows."""
     if recipe.rollout.environment in JUDGING_ENVIRONMENTS:
         return "declared"
     if recipe.rollout.environment not in SCORED_BY_FUNCTIONS:
@@ -58,19 +58,18 @@ def accuracy_needs(recipe: Recipe) -> list[str]:
     if not recipe.trains_rewards:
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []
     algorithm = recipe.algorithm
-    needs = []
+    needing_fields = []
     if algorithm.advantage == "pass_at_k":
-        needs.append("algorithm.advantage = pass_at_k")
+        needing_fields.append("algorithm.advantage = pass_at_k")
     if accuracy_range := algorithm.dynamic_sampling:
         if algorithm.dynamic_sampling_metric == "accuracy":
-            needs.append("algorithm.dynamic_sampling_metric = accuracy")
+            needing_fields.append("algorithm.dynamic_sampling_metric = accuracy")
         elif algorithm.dynamic_sampling_metric is None and accuracy_range[1] < 1:
-            needs.append(f"algorithm.dynamic_sampling = {list(accuracy_range)}")
-    return needs + _curriculum_need(recipe)
+            needing_fields.append(f"algorithm.dynamic_sampling = {list(accuracy_range)}")
+    return needing_fields + _curriculum_need(recipe)
 
 
 def _curriculum_need(recipe: Recipe) -> list[str]:
-    """Return the curriculum's field if it needs verdicts: a band of solve rates."""
     band = recipe.data.curriculum.band
     return [] if band is None else [f"data.curriculum.band = {list(band)}"]
 

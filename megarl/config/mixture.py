@@ -53,7 +53,6 @@ class SourceConfig(Section):
 
     @model_serializer
     def _short(self) -> dict[str, Any]:
-        """Return the weight and the sections that the source sets, for a written recipe."""
         sections = {name: getattr(self, name) for name in OWN if getattr(self, name)}
         return {"weight": self.weight, **sections}
 
@@ -72,7 +71,7 @@ class SourceRecipe:
     overridden: frozenset[str] = frozenset()
 
     def place(self, field: str) -> str:
-        """Return the dotted name of a source's field in the user's recipe: mixture.NAME.data.train."""
+        """Return a field's dotted name in the user's recipe, like mixture.NAME.data.train."""
         is_overridden = any(f"{field}.".startswith(f"{name}.") for name in self.overridden)
         return f"mixture.{self.name}.{field}" if is_overridden else field
 
@@ -150,7 +149,7 @@ def _make_source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe
 
 
 def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
-    """Return a copy of a section with some values changed, also in nested sections. Raises ValidationError."""
+    """Raises ValidationError."""
     return type(section).model_validate(_merge_values(section, changes))
 
 

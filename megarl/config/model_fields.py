@@ -4,5 +4,5 @@ _FIELDS = {"reference": "model.path", "critic": "critic", "reward_model": "rewar
 
 
 def field_of_model(name: str) -> str:
-    """Return the recipe field of a model that is not the policy. Unlisted names are teachers, such as teacher0."""
+    """Unlisted names are teachers, such as teacher0."""
     return _FIELDS.get(name, "distillation.teacher")

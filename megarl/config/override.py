@@ -68,10 +68,10 @@ def apply_override(config: Mapping[str, Any], override: Mapping[str, Any]) -> di
     rotary_settings = rope_parameters(config)
     for name in ("rope_scaling", "rope_parameters"):
         if name in override:
-            unscaled = {
+            unscaled_settings = {
                 field: rotary_settings[field] for field in ("rope_theta", *_NOT_SCALING) if field in rotary_settings
             }
-            rotary_settings = {**unscaled, **_scaling(override[name])}
+            rotary_settings = {**unscaled_settings, **_scaling(override[name])}
     if "rope_theta" in override:
         rotary_settings["rope_theta"] = override["rope_theta"]
     # Write the settings back in the form of the file.
@@ -99,10 +99,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 def engine_overrides(
     config: Mapping[str, Any], override: Mapping[str, Any], rope: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the overrides as vLLM's `hf_overrides`.
+    """Return the overrides as vLLM's `hf_overrides`. `rope`: settings that config.json may lack.
 
-    vLLM replaces a field as a whole, so rotary settings must be complete. `rope` has settings that config.json may
-    lack.
+    vLLM replaces a field as a whole, so rotary settings must be complete.
     """
     plain_overrides = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain_overrides) == len(override):

@@ -66,28 +66,28 @@ class ParallelConfig:
     def __str__(self) -> str:
         """Return the sizes in words: `4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
         axes = ("tp", "pp", "dp", "cp") if self.cp > 1 else ("tp", "pp", "dp")
-        trainer = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+        trainer_text = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
         for axis in ("vpp", "ep", "etp"):
             if getattr(self, axis) > 1:
-                trainer += f", {axis} {getattr(self, axis)}"
+                trainer_text += f", {axis} {getattr(self, axis)}"
         if self.order != RANK_ORDERS[0]:
-            trainer += f" in order {self.order}"
+            trainer_text += f" in order {self.order}"
         if self.rank_permutation != (1, 1):
-            a, b = self.rank_permutation
-            trainer += f", ranks permuted {a} by {b}"
-        engines = f"tp {self.rollout_tp}"
+            num_rows, num_columns = self.rank_permutation
+            trainer_text += f", ranks permuted {num_rows} by {num_columns}"
+        engines_text = f"tp {self.rollout_tp}"
         if self.rollout_ep:
-            engines += " with expert parallelism"
-        engines = f"vLLM {engines} * {len(self.leaders())} replicas"
+            engines_text += " with expert parallelism"
+        engines_text = f"vLLM {engines_text} * {len(self.leaders())} replicas"
         if self.is_separate:
-            return f"{self.world_size} ranks: trainer {trainer}; {self.rollout_ranks} ranks: {engines}"
-        return f"{self.world_size} ranks: trainer {trainer}, {engines}"
+            return f"{self.world_size} ranks: trainer {trainer_text}; {self.rollout_ranks} ranks: {engines_text}"
+        return f"{self.world_size} ranks: trainer {trainer_text}, {engines_text}"
 
     def layers_by_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Return the number of layers in each of the pp * vpp model chunks, in layer order. They differ by at most one.
+        """Return the layers in each of the pp * vpp model chunks, in layer order.
 
-        The first chunk also has the embedding and the last one the head. These two are the last to get an additional
-        layer.
+        They differ by at most one. The first chunk has the embedding and the last one the head, so these two get an
+        additional layer last.
         """
         num_chunks = self.pp * self.vpp
         least_layers, num_larger = divmod(num_layers, num_chunks)
@@ -122,16 +122,16 @@ class ParallelConfig:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return a rank's position on each axis of the trainer's grid, and of the experts' grid."""
-        dense = self._place(self._dense, self.part(rank))
-        expert = self._place(self._expert, self.part(rank))
+        dense_coordinates = self._place(self._dense, self.part(rank))
+        expert_coordinates = self._place(self._expert, self.part(rank))
         return Coordinates(
-            tp=dense["tp"],
-            dp=dense["dp"],
-            pp=dense["pp"],
-            cp=dense["cp"],
-            etp=expert["tp"],
-            ep=expert["ep"],
-            edp=expert["dp"],
+            tp=dense_coordinates["tp"],
+            dp=dense_coordinates["dp"],
+            pp=dense_coordinates["pp"],
+            cp=dense_coordinates["cp"],
+            etp=expert_coordinates["tp"],
+            ep=expert_coordinates["ep"],
+            edp=expert_coordinates["dp"],
         )
 
     def rank(self, tp: int, dp: int, pp: int, cp: int = 0) -> int:
@@ -157,7 +157,7 @@ class ParallelConfig:
         return tuple(sorted(range(self.world_size), key=self.part))
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """Return the tp * pp * cp ranks of a data-parallel replica, the rank with tp 0, cp 0 and pp 0 first."""
+        """Return the tp * pp * cp ranks of a data-parallel replica; the first has tp 0, cp 0, pp 0."""
         # After a permutation, tp 0 may have a higher rank number than its peers, so put the first rank in front.
         first_rank = self.rank(tp=0, dp=dp, pp=0)
         coordinates = product(range(self.tp), range(self.pp), range(self.cp))
@@ -172,7 +172,7 @@ class ParallelConfig:
     # Zigzag context parallelism balances causal attention: each rank has one early and one late chunk.
     @property
     def sequence_multiple(self) -> int:
-        """Padded sequences are multiples of this number of tokens: two chunks per context-parallel rank."""
+        """Padded sequences are multiples of these tokens: two chunks per context-parallel rank."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
@@ -191,7 +191,7 @@ class ParallelConfig:
         return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": edp, "pp": self.pp}
 
     def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
-        """Return a position's index on each axis. The axes are the digits of a mixed-radix number."""
+        """Return a position's index on each axis: the digits of a mixed-radix number."""
         assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
         indices = {}
         for axis in self.order.split("-"):

@@ -36,7 +36,7 @@ class Draft:
     """Dotted names of fields with a missing or unreadable value."""
 
     def error(self, further: Sequence[str] = ()) -> ConfigError:
-        """Return one ConfigError: the errors of the recipe, the `further` errors of other checks, then the notices."""
+        """Return one error: the recipe's problems, the `further` ones, then the notices."""
         notices = [f"\n  notice: {notice}" for notice in self.recipe.notices]
         return ConfigError(error_page(self.path, [*self.problems, *further]) + "".join(notices))
 
@@ -58,7 +58,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
 
 def load_of_run(run: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the config.yaml of a run folder, perhaps of an earlier version, and apply overrides. Raises ConfigError."""
+    """Read the config.yaml of a run, perhaps of an earlier version."""
     return load(run / "config.yaml", overrides, is_of_run=True)
 
 
@@ -73,14 +73,16 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
     path = Path(path)
     merged = merge(path, overrides)
-    removed = drop_removed_fields(merged, path, is_of_run=is_of_run)
+    removal_notices = drop_removed_fields(merged, path, is_of_run=is_of_run)
     problems = [*merged.problems, *literal_secrets(merged.values, merged.references)]
-    replaced = drop_replaced_answers(merged, path)
+    replacement_notices = drop_replaced_answers(merged, path)
     recipe, faults, unread = validate_values(merged.values, merged.references)
     origin = Origin(path, bool(overrides), merged.overridden, unread | merged.unread, is_of_run)
-    recipe, notices, missing = drop_superseded(recipe, merged, origin)
-    problems += [*faults, *missing, *list_idle_field_errors(recipe, merged.references, origin)]
-    recipe_with_notices = recipe.with_references(merged.references).with_notices([*removed, *replaced, *notices])
+    recipe, idle_notices, missing_faults = drop_superseded(recipe, merged, origin)
+    problems += [*faults, *missing_faults, *list_idle_field_errors(recipe, merged.references, origin)]
+    recipe_with_notices = recipe.with_references(merged.references).with_notices(
+        [*removal_notices, *replacement_notices, *idle_notices]
+    )
     return Draft(path, recipe_with_notices, tuple(problems), frozenset(origin.unread))
 
 

@@ -47,7 +47,7 @@ def _as_section(kind: Any) -> type[Section] | None:
 
 
 def recipe_field(place: str) -> str:
-    """Return the recipe field of a field inside a source: `data.train` for `mixture.NAME.data.train`."""
+    """Return `data.train` for `mixture.NAME.data.train`."""
     parts = place.split(".")
     return ".".join(parts[2:]) if parts[0] == "mixture" and len(parts) > 3 else place
 
@@ -80,14 +80,14 @@ def _find_section(field: FieldInfo, origins: tuple[Any, ...]) -> type[Section] |
 
 
 def field_at(place: str) -> FieldInfo | None:
-    """Return the recipe field at a dotted name; None: there is none, for example for a key inside `rollout.vllm`."""
+    """Return the recipe field at a dotted name, or None, as for a key inside `rollout.vllm`."""
     parent, _, name = recipe_field(place).rpartition(".")
     section = section_at(parent)
     return None if section is None else section.model_fields.get(name)
 
 
 def annotated_with(place: str, kind: type[Item]) -> list[Item]:
-    """Return the annotations of one class (from `config.annotations`) at the field with this dotted name."""
+    """Return a field's annotations of one class (`config.annotations`)."""
     field = all_fields().get(place)
     return [] if field is None else [item for item in field.metadata if isinstance(item, kind)]
 
@@ -100,7 +100,7 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 
 def description(field: FieldInfo) -> str:
-    """Return a field's description as one line, with the notes of its annotations."""
+    """Return a field's description with its notes, as one line."""
     notes = (str(item) for item in field.metadata if isinstance(item, DescriptionNote))
     return " ".join([*(field.description or "").split(), *notes])
 
@@ -116,5 +116,5 @@ def default_removes(place: str) -> bool:
 
 
 def removal(place: str) -> str:
-    """Return the command-line override that removes a value: `FIELD=default` or `~FIELD`."""
+    """Return the override that removes a value: `FIELD=default` or `~FIELD`."""
     return f"{place}=default" if default_removes(place) else f"~{place}"

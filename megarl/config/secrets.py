@@ -94,10 +94,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_place(place: Place) -> bool:
-    """Return whether a field, or a section around it, has the name of a secret.
-
-    The section `data` is exempt: users choose the names of data sets.
-    """
+    """Return whether a field or a section around it is named like a secret. Names below `data` are the user's."""
     return place[:1] != ("data",) and any(isinstance(part, str) and is_secret_name(part) for part in place)
 
 
@@ -161,7 +158,7 @@ def dotted_name(place: Place) -> str:
 
 
 def shown_key(name: str) -> str:
-    """Return a mapping's key for printing: hidden if the key itself is a secret."""
+    """Return a mapping's key for printing: it may be a secret itself."""
     return HIDDEN if _FORMS.search(name) else name
 
 
@@ -178,20 +175,19 @@ def _name_at(place: Place) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Return whether a value under a secret's name is harmless: a placeholder, or a count like `max_tokens: "64"`."""
+    """Return whether a value under a secret's name is a placeholder, or a count like `max_tokens: "64"`."""
     if _split_words(name) == "pass" and _PASS_COUNT.fullmatch(value):
         return True
     return bool(_PLACEHOLDER.fullmatch(value)) or (_split_words(name).endswith("tokens") and value.isdecimal())
 
 
 def _is_clear_secret(name: str, value: str) -> bool:
-    """Return whether a value assigned to this name is a secret in clear text."""
     # A variable of the shell is no secret.
     return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
 
 
 def _is_secret_option(option: str, value: str) -> bool:
-    """Return whether a command's item is an option for a secret, followed by its value in clear text."""
+    """Return whether a command's item is an option for a secret, with its value in clear text."""
     if _USER_OPTION.fullmatch(f"{option} {value}"):
         return True
     name = option.lstrip("-")

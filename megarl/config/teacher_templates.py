@@ -14,7 +14,7 @@ _NAMES = ("prompt", "context")
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with each {NAME} replaced by its value. Placeholders inside values stay."""
+    """Replace each {NAME} by its value. Placeholders inside values stay."""
     return _PLACEHOLDER.sub(lambda match: values[match.group(1)], template)
 
 

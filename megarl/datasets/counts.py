@@ -123,7 +123,7 @@ def _count_and_hash(
     """
 
     def make_and_hash(index: int, record: Record) -> None:
-        """Make the record's example, only to check it. A dropped record raises an error here, so it is not hashed."""
+        """Make the example, so that a record to be dropped raises an error and is not hashed."""
         make(index, record)
         # The text is not hashed: a changed text shifts no record numbers.
         digest.update(index.to_bytes(8, "little"))
@@ -132,7 +132,7 @@ def _count_and_hash(
 
 
 def _count_name(field: str) -> str:
-    """Return the name under which a recipe field's records are counted: `train`, or a validation set's own name."""
+    """Return the name of a field's count: `train`, or a validation set's own name."""
     kind, _, name = field.removeprefix("data.").partition(".")
     return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
 

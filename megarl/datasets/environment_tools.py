@@ -12,9 +12,7 @@ from megarl.types import ConfigError, MegarlError
 
 
 def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
-    """Return the function that creates environments of the recipe. Raises ConfigError for unknown names and
-    settings.
-    """
+    """Return the function that creates the recipe's environments. Raises ConfigError."""
     rollout = recipe.rollout
     settings = with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
     make = environment_maker(rollout.environment, settings)
@@ -38,10 +36,7 @@ def environment_errors(recipe: Recipe) -> Iterator[None]:
 
 
 def tools_of_environment(recipe: Recipe) -> Sequence[ToolSchema]:
-    """Return the tools offered by the recipe's environment; empty for agent programs, whose tools are unknown.
-
-    Raises ConfigError if the environment cannot be created.
-    """
+    """Return the environment's tools; empty for agent programs. Raises ConfigError."""
     if recipe.rollout.environment == "command":
         return ()
     make = environment_factory(recipe)

@@ -33,10 +33,7 @@ def data_sets(recipe: Recipe) -> dict[str, DataSet]:
 
 
 def kind_of_set(recipe: Recipe, field: str) -> KindName:
-    """Return the kind of training examples in a recipe field's data set.
-
-    Kinds: problems, conversations, pairs of answers, single judged answers (kto).
-    """
+    """Return a data set's kind of examples: problems, conversations, pairs of answers, judged answers (kto)."""
     if recipe.loop in ("preference", "reward_model"):
         return "judged" if recipe.loop == "preference" and recipe.preference.loss == "kto" else "pairs"
     is_trained_text = field == "data.train" and recipe.loop == "sft"
@@ -45,14 +42,14 @@ def kind_of_set(recipe: Recipe, field: str) -> KindName:
 
 
 def takes_problems(recipe: Recipe, field: str) -> bool:
-    """Return whether the data set of a recipe field has problems, to which the policy samples answers."""
+    """Return whether a field's records are problems, to which the policy samples answers."""
     return kind_of_set(recipe, field) == "problems"
 
 
 def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> FieldNames:
     """Return the names of a data set's record fields: its own, else those under `data`.
 
-    `field` is the recipe field to name in error messages. Default: the first recipe field with this data set.
+    `field`: the recipe field for errors; by default the first one with this data set.
     """
     has_own = isinstance(data_set, DataSetConfig) and data_set.has_own_names
     settings = data_set if has_own else recipe.data
@@ -73,7 +70,7 @@ def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool)
 
 
 def context_fields(recipe: Recipe) -> dict[str, str]:
-    """Return the record fields used in the teacher's prompts, each with the recipe field that names it."""
+    """Return the record fields in the teacher's prompts, each with the recipe field that names it."""
     if recipe.loop != "distillation" or recipe.distillation.teacher_prompt is None:
         return {}
     sources = [source for source in recipe.distillation.context if source.startswith(RECORD)]

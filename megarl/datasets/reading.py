@@ -45,7 +45,7 @@ Dropped = Counter[str]
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """Return the function that stores training examples: in memory, or with `data.streaming` in files in `folder`."""
+    """Return the function that stores examples: in memory, or with `data.streaming` in `folder`."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
@@ -120,7 +120,7 @@ def read_problems(
 
 
 def _rewards_of(recipe: Recipe) -> tuple[str, ...] | None:
-    """Return the names of a recipe's rewards. Servers are named by their kind. None: nothing is rewarded."""
+    """Return the names of a recipe's rewards (servers: their kind), or None if nothing is rewarded."""
     names = [
         rewards.server_kind(function.name) or rewards.kind_of(function.name) for function in recipe.reward.functions
     ]
@@ -166,7 +166,7 @@ def read_preferences(
 
 
 def harbor_tasks(recipe: Recipe) -> list[Mapping[str, Any]]:
-    """Return the agent tasks in the recipe's data folders. Invalid tasks are skipped: the data survey reports them."""
+    """Return the valid agent tasks in the recipe's data folders. The data survey reports the others."""
     tasks: list[Mapping[str, Any]] = []
     for path in data_paths(recipe).values():
         if Path(path).is_dir():

@@ -46,13 +46,14 @@ def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
 
 
 def _find_source_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
+    """Yield faults of one source's rewards: of records that they cannot judge, and of a trial with the first record."""
     # Imported only if needed: the HTTP client takes longer to import than all other checks together.
     from megarl.rewards.scoring.http_rewards import make_server_client
 
-    served: list[ServedReward[Any]] = []
+    server_rewards: list[ServedReward[Any]] = []
     for function in worker_settings(recipe.reward, recipe.sandbox).served:
         try:
-            served.append(make_server_client(function))
+            server_rewards.append(make_server_client(function))
         except ConfigError as error:
             yield str(error)
     if not recipe.reward.functions:
@@ -60,7 +61,7 @@ def _find_source_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     data_set = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
     if num_made(path_of(data_set)) is not None:
         return  # An environment makes the data, so there is no record to test with.
-    record_faults = list(_find_record_faults(recipe, _make_checks(recipe, served)))
+    record_faults = list(_find_record_faults(recipe, _make_checks(recipe, server_rewards)))
     yield from record_faults
     # A faulty record would make the trial below fail for a reason already reported.
     if record_faults:
@@ -72,7 +73,7 @@ def _find_source_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     settings = worker_settings(recipe.reward, recipe.sandbox)
     for function in settings.functions:
         yield from _try_function(recipe, function, settings, sample)
-    for server in served if is_start else ():
+    for server in server_rewards if is_start else ():
         yield from _try_server(server, sample)
 
 
@@ -125,8 +126,9 @@ def _make_checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, C
 def _make_check(
     function: RewardFunctionConfig, record_check: Callable[..., Any] | None, server: ServedReward[Any] | None
 ) -> Check:
+    """Return the check of a record for one reward function. It raises ValueError."""
+
     def check_record(record: Record) -> None:
-        """Check the fields in `needs`, then run the reward's own check, then the server's."""
         for name in function.needs:
             if value_at(record.fields, name) is None:
                 raise ValueError(
@@ -144,7 +146,7 @@ def _make_check(
 async def _check_and_score(
     recipe: Recipe, function: RewardFunctionConfig, pool: RewardPool, sample: Sample
 ) -> tuple[list[str], Scored | None]:
-    """Return errors if a record lacks a field that the function has as parameter, else the sample's score."""
+    """Return errors if a record lacks a field that the function needs, else the sample's score."""
     fields = await pool.record_fields()
     # Without fields, skip reading the records again.
     record_faults = list(_find_record_faults(recipe, {function.name: _make_field_check(fields)})) if fields else []

@@ -35,13 +35,14 @@ def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, 
 
 
 def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, heldout: Sequence[str]) -> Survey:
-    """Survey a data set as training data of the recipe, and compare its prompts with the `heldout` sets."""
+    """Survey a data set as training data, and compare its prompts with the `heldout` sets."""
     return _survey(recipe, "data.train", path, tokenizer, heldout)
 
 
 def _survey(
     recipe: Recipe, field: str, data_set: DataSet, tokenizer: Tokenizer | None, compared_sets: Sequence[DataSet]
 ) -> Survey:
+    """Survey the records of a recipe field, and compare their prompts with `compared_sets`."""
     kind = kind_of_set(recipe, field)
     return survey(
         path_of(data_set),

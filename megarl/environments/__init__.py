@@ -145,9 +145,9 @@ class Agent(Protocol):
 
 
 def is_agent(name: str) -> bool:
-    """Return whether an environment named in a recipe is an agent: an external program, or a class with `run`.
+    """Return whether an environment is an agent: a program, or a class with `run`.
 
-    Raises ConfigError if the environment cannot be imported.
+    Raises ConfigError if it cannot be imported.
     """
     return name == "command" or inspect.iscoroutinefunction(getattr(_CHOICES.load(name), "run", None))
 
@@ -211,11 +211,9 @@ def num_processes(name: str, configured: int | None) -> int:
 
 
 def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an environment's settings. If the constructor takes `sandbox` and none is set, add the recipe's
-    section.
-    """
-    takes = "sandbox" in inspect.signature(find_environment(name)).parameters
-    return {"sandbox": dict(sandbox), **settings} if takes else settings
+    """Return an environment's settings, with the recipe's sandbox if the constructor takes one and none is set."""
+    takes_sandbox = "sandbox" in inspect.signature(find_environment(name)).parameters
+    return {"sandbox": dict(sandbox), **settings} if takes_sandbox else settings
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:

@@ -75,11 +75,11 @@ def arithmetic_tree(expression: str) -> ast.expr:
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed")
     # Models also write the Unicode signs of multiplication and division, and ^ for powers.
-    written = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
+    normalised_text = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns about text like `1or 2`.
-            return ast.parse(written, mode="eval").body
+            return ast.parse(normalised_text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolError("this is not a valid arithmetic expression") from None
 
@@ -90,6 +90,7 @@ def as_text(value: Number) -> str:
 
 
 def _evaluate_node(node: ast.expr, depth: int) -> Number:
+    """Return the value of a syntax tree's node at this depth. Raises ToolError for anything but arithmetic."""
     if depth > MAX_DEPTH:
         raise ToolError("the expression is nested too deeply")
     # `type`, not `isinstance`: True and False are instances of int.
@@ -117,6 +118,7 @@ def _evaluate_node(node: ast.expr, depth: int) -> Number:
 
 
 def _apply_operator(node: ast.BinOp, left: Number, right: Number) -> Any:
+    """Apply a binary operator. Raises ToolError, before computing, for a power that would be too large."""
     if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
         # Check before computing: 9**9**9 has hundreds of millions of digits.
         if right > 0 and (left.bit_length() - 1) * right > MAX_BITS:

@@ -46,6 +46,7 @@ class Countdown:
         self.max_guesses = max_guesses
 
     async def reset(self, problem: Problem, seed: int) -> Start:
+        """Take numbers and target from the record, or draw them, and pose the question."""
         record = problem.record
         if "numbers" in record and "target" in record:
             self.numbers, self.target = [int(number) for number in record["numbers"]], int(record["target"])
@@ -114,6 +115,7 @@ def exact_value(expression: str) -> Fraction:
 
 
 def _evaluate_node(node: ast.expr, depth: int) -> Fraction:
+    """Return the exact value of a syntax tree's node. Raises ToolError for anything but + - * / of whole numbers."""
     if depth > MAX_DEPTH:
         raise ToolError("the expression is nested too deeply")
     if isinstance(node, ast.Constant) and type(node.value) is int:

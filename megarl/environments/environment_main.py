@@ -36,6 +36,7 @@ class _Player:
         self._environment: Environment | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a request. After an answer with `is_last` the process must be replaced."""
         try:
             return {"value": self._call_environment(request), "is_last": self._is_unfit()}
         except EnvironmentUnavailableError as error:
@@ -45,11 +46,12 @@ class _Player:
             return {"error": f"{type(error).__name__}: {_text(error)}", "is_last": isinstance(error, MemoryError)}
 
     def _call_environment(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Call the environment's method in `do`: reset, step or close. Return its value as JSON values."""
         if request["do"] == "reset":
             self._environment = self._make()
             fields = request["problem"]
-            tuples = {name: tuple(fields[name]) for name in ("messages", "prompt_token_ids", "tools")}
-            problem = Problem(**{**fields, **tuples})
+            tuple_fields = {name: tuple(fields[name]) for name in ("messages", "prompt_token_ids", "tools")}
+            problem = Problem(**{**fields, **tuple_fields})
             return _start(checked_start(self._call(self._environment.reset, problem, request["seed"])))
         if request["do"] == "step":
             assert self._environment is not None

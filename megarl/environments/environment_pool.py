@@ -54,9 +54,9 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[Seat]:
-        """Reserve a process for one attempt. Waits until one is free and has imported the environment.
+        """Wait for a process that has imported the environment, and reserve it for one attempt.
 
-        Raises ConfigError if the environment cannot be imported there, and PeerLostError if the process does not start.
+        Raises ConfigError if the import fails, and PeerLostError if the process does not start.
         """
         async with self._processes.place() as place:
             await place.ready()
@@ -74,7 +74,7 @@ class Seat:
 
     @property
     def num_killed(self) -> int:
-        """Number of environment processes that ended or were killed by megarl during this attempt."""
+        """Environment processes that ended or were killed during this attempt."""
         return self._place.num_killed
 
     def environment(self) -> SeatedEnvironment:
@@ -105,6 +105,7 @@ class SeatedEnvironment:
             await self._request({"do": "close"})
 
     async def _request(self, message: dict[str, Any]) -> Any:
+        """Send a request to the environment's process and return its value. Kills a process that is unfit for more."""
         answer = await self._place.request(message)
         if answer.get("is_last"):
             self._place.kill()

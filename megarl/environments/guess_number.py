@@ -33,6 +33,7 @@ class GuessNumber:
         return Start((*problem.messages[:-1], {"role": "user", "content": question}), state=self._state(0))
 
     async def step(self, turn: Turn) -> Step:
+        """Judge the last number of a turn, and hint whether the secret is higher or lower."""
         # For any completion these limits keep the search fast, and `int` within Python's limit of digits.
         numbers = re.findall(r"\d+", turn.text[-2000:])
         guess = int(numbers[-1]) if numbers and len(numbers[-1]) < 20 else None

@@ -52,6 +52,7 @@ class Harbor:
         heldout: float = 0.2,
         python: str | None = None,
     ) -> None:
+        """Check the arguments, and prepare the process that makes trials. `trials`: folder for Harbor's records."""
         if not 0 < heldout < 1:
             raise ValueError("heldout must be between 0 and 1")
         if overridden := sorted({*(trial or {})} & {*_ARGUMENT_FIELDS}):
@@ -100,5 +101,5 @@ class Harbor:
 
 
 def _choice(name: str, field: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the config of an agent or environment. `name` is one of Harbor's, or an import path `module:Class`."""
+    """Return the config of an agent or environment, by Harbor's name or as `module:Class`."""
     return {"import_path" if ":" in name else field: name, "kwargs": dict(kwargs or {})}

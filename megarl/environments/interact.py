@@ -57,17 +57,20 @@ class Interact:
         return Start(problem.messages, self.tools)
 
     async def step(self, turn: Turn) -> Step:
+        """Append the completion, and call the user's function for the next messages. An empty list ends the attempt."""
         self._messages.append({"role": "assistant", "content": turn.completion})
         if turn.is_last:
             return Step(done=True)
         problem = self._problem
         values = {"messages": self._messages, "answer": problem.answer, "record": dict(problem.record)}
-        filled = copy.deepcopy({name: values[name] for name in self._filled})  # The function may change its arguments.
-        new = await start_call(self._function, filled | self._settings)
-        if not isinstance(new, Sequence) or isinstance(new, str):
-            raise TypeError(f"{self._function.__name__} gave {new!r:.80}, not a list of messages")
-        self._messages += new
-        return Step(tuple(new), done=not new)
+        arguments = copy.deepcopy(
+            {name: values[name] for name in self._filled}
+        )  # The function may change its arguments.
+        new_messages = await start_call(self._function, arguments | self._settings)
+        if not isinstance(new_messages, Sequence) or isinstance(new_messages, str):
+            raise TypeError(f"{self._function.__name__} gave {new_messages!r:.80}, not a list of messages")
+        self._messages += new_messages
+        return Step(tuple(new_messages), done=not new_messages)
 
     async def close(self) -> None:
         pass

@@ -44,15 +44,20 @@ class Mastermind:
         return Start((*problem.messages[:-1], {"role": "user", "content": question}))
 
     async def step(self, turn: Turn) -> Step:
+        """Judge the last word of a turn: letters in place, and letters elsewhere."""
         words = re.findall(rf"\b[{self.letters}]{{{self.length}}}\b", turn.text)
         guess = words[-1] if words else ""
-        right, elsewhere = count_marks(guess, self.secret)
+        num_in_place, num_elsewhere = count_marks(guess, self.secret)
         if guess == self.secret:
             return Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
         if turn.number + 1 >= self.max_guesses:
-            reward = self.partial_reward * right / self.length
+            reward = self.partial_reward * num_in_place / self.length
             return Step(reward=reward, done=True, answer_correct=False, metrics={"guesses": 1.0})
-        hint = f"{right} in place, {elsewhere} elsewhere." if guess else f"Give a word of {self.length} letters."
+        hint = (
+            f"{num_in_place} in place, {num_elsewhere} elsewhere."
+            if guess
+            else f"Give a word of {self.length} letters."
+        )
         return Step(({"role": "user", "content": hint},), metrics={"guesses": 1.0})
 
     async def close(self) -> None:
@@ -60,6 +65,6 @@ class Mastermind:
 
 
 def count_marks(guess: str, secret: str) -> tuple[int, int]:
-    """Return (letters of a guess in place, further letters that occur elsewhere in the secret word)."""
-    right = sum(letter == secret_letter for letter, secret_letter in zip(guess, secret, strict=False))
-    return right, (Counter(guess) & Counter(secret)).total() - right
+    """Return (letters in place, further letters elsewhere in the secret word)."""
+    num_in_place = sum(letter == secret_letter for letter, secret_letter in zip(guess, secret, strict=False))
+    return num_in_place, (Counter(guess) & Counter(secret)).total() - num_in_place

@@ -83,6 +83,7 @@ class OpenEnv:
         self._has_place = False
 
     async def reset(self, problem: Problem, seed: int) -> Start:
+        """Wait for a free session of the server, reset it, and return its first observation as the question."""
         self._server = get_shared(self._key, lambda: _Server(*self._key))
         await self._server.places.acquire()
         self._has_place = True
@@ -184,6 +185,7 @@ class OpenEnv:
         return data
 
     def _read_observation(self, answer: Mapping[str, Any]) -> str:
+        """Return an observation as text: the configured field, its only text, or all fields as JSON."""
         observation = answer["observation"]
         if self._observation is not None:
             if self._observation not in observation:
@@ -212,6 +214,7 @@ def _read_result(value: Any) -> str:
 
 
 def _read_reward(answer: Mapping[str, Any]) -> float | None:
+    """Return an answer's reward, or None. Raises ServerError unless it is a finite number."""
     reward = answer.get("reward")
     if reward is None:
         return None

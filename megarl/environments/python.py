@@ -46,10 +46,7 @@ class Python(ToolEnvironment):
         return await super().reset(problem, seed)
 
     def _start_sandbox(self) -> AnySandbox:
-        """Return the running sandbox.
-
-        Raises EnvironmentUnavailableError if the sandbox does not start, because the policy is not at fault.
-        """
+        """Return the running sandbox. Raises EnvironmentUnavailableError: the policy is not at fault."""
         try:
             return _start_shared_sandbox(json.dumps(asdict(self._settings)))
         except (SandboxError, ConfigError) as error:
@@ -75,7 +72,7 @@ class Python(ToolEnvironment):
         raise ToolError("\n".join(filter(None, (reason, ran.stdout.rstrip(), ran.stderr.rstrip()))))
 
     def _time_of(self, ran: Ran) -> str:
-        """Return the exceeded time limit as text for the policy: seconds of CPU time or wall-clock time."""
+        """Return the exceeded limit in words: seconds of CPU time or wall-clock time."""
         if not ran.is_by_clock:
             return f"{self._settings.timeout_seconds:g} seconds of CPU time"
         return f"{self._settings.timeout_seconds if self._settings.url else ran.wall_seconds:.2g} seconds by the clock"
@@ -83,7 +80,7 @@ class Python(ToolEnvironment):
 
 @lru_cache(maxsize=4)
 def _start_shared_sandbox(settings: str) -> AnySandbox:
-    """Return this process's running sandbox with these settings. All attempts share it until the process ends."""
+    """Return this process's running sandbox with these settings, shared by all attempts."""
     # `settings` is JSON, a hashable key for the cache. JSON turned tuples into lists.
     fields = json.loads(settings)
     tuple_fields = {name: tuple(fields[name]) for name in ("require", "packages")}

@@ -50,6 +50,7 @@ class Search(ToolEnvironment):
 
 class Index:
     def __init__(self, texts: Sequence[str]) -> None:
+        """Index the words of `texts` for BM25, with the source's formulas."""
         self.texts = tuple(texts)
         vocabulary: dict[str, int] = {}
         documents = [[vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)] for text in texts]
@@ -60,7 +61,7 @@ class Index:
         self._bm25.index((documents, vocabulary), create_empty_token=False, show_progress=False)
 
     def scores(self, query: str) -> NDArray[np.float32]:
-        """Return each document's BM25 score for a query, [documents]; 0 without a term of the query."""
+        """Return each document's BM25 score [documents]; 0 without a term of the query."""
         words = list(dict.fromkeys(terms(query)))
         # bm25s 0.3 raises IndexError for an empty list; it skips unknown words.
         return self._bm25.get_scores(words) if words else np.zeros(len(self.texts), np.float32)
@@ -85,6 +86,7 @@ def terms(text: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _build_index(path: str) -> Index:
+    """Read and index a corpus, JSON lines with `text`. Raises DataError."""
     try:
         lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:
@@ -96,6 +98,7 @@ def _build_index(path: str) -> Index:
 
 
 def _text(path: str, number: int, line: bytes) -> str:
+    """Return the text of a document, with its title in front. Raises DataError for an invalid line."""
     try:
         fields = parse(line, MEDIUM)
     except ValueError as error:

@@ -20,7 +20,7 @@ _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = Wea
 
 
 def get_shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
-    """Return the object stored under `key` for this event loop. The first call creates it with `make()`."""
+    """Return this event loop's object for `key`, made at the first call."""
     objects = _SHARED.setdefault(asyncio.get_running_loop(), {})
     if key not in objects:
         objects[key] = make()

@@ -184,6 +184,7 @@ class ToolEnvironment:
         return Start(problem.messages, self.tools)
 
     async def step(self, turn: Turn) -> Step:
+        """Run a turn's tool calls, and return their results as messages. A turn without calls ends the attempt."""
         metrics = {
             f"tools/{name}/{measure}": 0.0 for name in self._functions for measure in ("calls", "errors", "seconds")
         }
@@ -252,7 +253,7 @@ def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Aw
     result: asyncio.Future[Any] = loop.create_future()
 
     def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        """Set the future's result or error, in the event loop. A cancelled future has no use for it."""
+        """Set the result or error in the event loop, unless the future is cancelled."""
         if not result.done():
             set_outcome(outcome)
 

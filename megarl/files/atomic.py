@@ -44,7 +44,7 @@ def storage_faults_named(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text atomically: after a power failure it has the old or the new text. Raises OSError."""
+    """Replace a file's text atomically, even if power fails. Raises OSError."""
     replace_bytes(path, text.encode("utf-8"))
 
 

@@ -75,7 +75,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Return whether `pid` is a number of this machine, boot and container."""
+        """Whether `pid` is a number of this machine, boot and container."""
         return (self.boot_id, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
@@ -85,7 +85,7 @@ class Owner:
 
     @property
     def is_suspended(self) -> bool:
-        """Return whether SIGSTOP or Ctrl-Z has suspended the process. Valid only if `is_here`."""
+        """Whether SIGSTOP or Ctrl-Z has suspended the process. Valid only if `is_here`."""
         fields = stat_fields(self.pid)
         return bool(fields) and fields[STATE] == "T" and int(fields[START_TICKS]) == self.started
 
@@ -137,7 +137,7 @@ class FolderLock:
         )
 
     def _is_owner(self) -> bool:
-        """Return whether the newest file is this process's. After a removal, another owner's file may have its name."""
+        """Return whether the newest file is this process's: another owner's may have its name."""
         with suppress(FileNotFoundError):
             return _newest_owner_file(self._home) == self._file and _read_owner_file(self._file)[0] == self._content
         return False
@@ -159,6 +159,7 @@ class FolderLock:
         return False
 
     def release(self) -> None:
+        """Give the folder up, unless it has another owner by now."""
         if self._is_released.is_set():
             return
         self._is_released.set()
@@ -317,6 +318,7 @@ def owner_is_gone(folder: Path) -> bool:
 
 
 def _create(file: Path, content: bytes) -> None:
+    """Create a file with this content, on stable storage. Raises FileExistsError if it exists."""
     # O_EXCL is atomic on NFS since version 3, on Lustre and on GPFS. Hard links are missing on some file systems.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -330,7 +332,7 @@ def _create(file: Path, content: bytes) -> None:
 
 
 def _read_owner_file(file: Path) -> tuple[bytes, float]:
-    """Return a file's content, and the time of its last touch in seconds by the file server's clock."""
+    """Return a file's content, and its last touch in seconds by the file server's clock."""
     # Opening makes an NFS client ask its server; stat alone may return values that are a minute old.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

@@ -33,12 +33,12 @@ class Pushed(NamedTuple):
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text has the form OWNER/NAME. The repository need not exist."""
+    """Return whether a text has the form OWNER/NAME."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 def names_repository(path: str) -> bool:
-    """Return whether a path counts as a name on the Hub: it is OWNER/NAME, and no folder OWNER exists here.
+    """Return whether a path is OWNER/NAME on the Hub, and no folder OWNER exists here.
 
     Usual folder names do not count: a command in a wrong folder must not download from a stranger.
     """

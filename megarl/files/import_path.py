@@ -61,7 +61,7 @@ class Choices:
 
 
 def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) -> Callable[..., Any]:
-    """Return the function with this name in a table, or the user's function. Raises the errors of `import_object`."""
+    """Return the function with this name in a table, or import the user's (`import_object`)."""
     return table[name] if name in table else import_object(name, field)
 
 
@@ -94,12 +94,12 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
 
 
 def source_being_imported() -> str | None:
-    """Return the user's file or module that `import_object` is running, or None."""
+    """The user's file or module that `import_object` is running, or None."""
     return _sources_being_imported[-1] if _sources_being_imported else None
 
 
 def imported_object(path: str) -> Callable[..., Any] | None:
-    """Return the object at an import path if its module was imported before; no code runs."""
+    """Return an object of a module that is already imported; no code runs."""
     source, _, attribute = path.rpartition(":")
     module = sys.modules.get(_module_name(Path(source)) if source.endswith(".py") else source)
     value = getattr(module, attribute, None)
@@ -111,13 +111,14 @@ def _module_name(path: Path) -> str:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    absolute = path.resolve()
-    if not absolute.is_file():
-        raise FileNotFoundError(f"no such file: {absolute}")
+    """Import a Python file as a module, once per process. Raises what the file raises."""
+    file = path.resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"no such file: {file}")
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, absolute)
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Register before it runs: dataclasses look up the module's annotations in sys.modules.

@@ -25,7 +25,7 @@ class MachineLock:
         return self._file >= 0
 
     def acquire(self) -> bool:
-        """Lock the file unless another process has. Returns whether this process now has the lock."""
+        """Lock the file. Returns whether this process now has the lock."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -44,9 +44,9 @@ UNREAD = (
 
 
 def sibling_folder(model: Path, name: str) -> Path:
-    """Return the folder, next to an exported model, of what was trained with it: `adapter` or `drafter`.
+    """Return the folder of an `adapter` or `drafter` trained with an exported model.
 
-    hf, hf_best and hf_step_NNNNNN become NAME, NAME_best and NAME_step_NNNNNN. Any other FOLDER becomes FOLDER_NAME.
+    hf, hf_best and hf_step_NNNNNN become NAME, NAME_best and NAME_step_NNNNNN; FOLDER becomes FOLDER_NAME.
     """
     if model.name.startswith("hf"):
         return model.with_name(name + model.name.removeprefix("hf"))
@@ -78,10 +78,7 @@ def check_model_folder(folder: str | Path) -> list[str]:
 
 
 def find_folder(path: str) -> str:
-    """Return a model's folder: an existing path, or the cached folder of a name on the Hub (OWNER/NAME).
-
-    Any other path is returned unchanged.
-    """
+    """Return an existing path, or the cached folder of a Hub name OWNER/NAME; else `path`."""
     # Try a local folder first: OWNER/NAME is a relative path too.
     if Path(path).exists() or (cached := cached_folder(path, "model", without=UNREAD)) is None:
         return path
@@ -114,9 +111,9 @@ def missing_folder(folder: Path, file: str = "") -> str:
 
 
 def download_commands(folder: Path, file: str = "") -> str:
-    """Return the shell commands that download a missing model: into the Hub's cache, and into this folder.
+    """Return shell commands that download a missing model into the Hub's cache, and into this folder.
 
-    `file` is as in `missing_folder`. The commands have the model's name on the Hub, if known.
+    `file`: as in `missing_folder`.
     """
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
@@ -136,11 +133,11 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             unreadable_files = sorted(
-                path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}")
+                path for suffix in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{suffix}")
             )
-            place = unreadable_files[0] if unreadable_files else folder
+            faulty_path = unreadable_files[0] if unreadable_files else folder
             raise DataError(
-                f"{place}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
+                f"{faulty_path}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
                 "safetensors only; convert other formats with transformers' save_pretrained."
             )
         if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
@@ -172,10 +169,7 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
 
 
 def stored_names(folder: str | Path) -> set[str]:
-    """Return the names of all tensors in a model folder, from its index or its only file.
-
-    Empty: the folder has no weights, or a broken file. `weight_files` reports its error.
-    """
+    """Return a model folder's tensor names. Empty without weights, or if a file is broken (see `weight_files`)."""
     try:
         if (Path(folder) / INDEX).exists():
             return set().union(*weight_files(folder).values())

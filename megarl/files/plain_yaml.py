@@ -16,7 +16,7 @@ MAX_VALUES = 1 << 15
 
 
 def count_yaml_values(content: bytes) -> int:
-    """Return an upper bound of the number of values in a YAML text without aliases, without parsing."""
+    """Return an upper bound of the values in a YAML text without aliases."""
     return count_values(content) + content.count(b"\n")
 
 

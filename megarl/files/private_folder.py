@@ -25,14 +25,15 @@ class PrivateFolder:
     """
 
     def __init__(self, parent: Path | None = None) -> None:
+        """Create a folder in `parent`, and delete folders left there by ended processes."""
         parent = parent or Path(tempfile.gettempdir())
         _remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         # Lock the file before it gets its final name. Otherwise another process could see a free lock and remove it.
-        nameless = self.path / f"{_LOCK}.new"
-        self._lock = MachineLock(nameless)
+        unpublished_lock = self.path / f"{_LOCK}.new"
+        self._lock = MachineLock(unpublished_lock)
         self._lock.acquire()
-        nameless.rename(self.path / _LOCK)
+        unpublished_lock.rename(self.path / _LOCK)
 
     def __enter__(self) -> Path:
         return self.path
@@ -47,6 +48,7 @@ class PrivateFolder:
 
 
 def _remove_abandoned(parent: Path) -> None:
+    """Delete this user's private folders whose process has ended: nobody holds their lock."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

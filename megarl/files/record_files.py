@@ -23,7 +23,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def parsed_value(content: bytes, max_values: int = SMALL) -> Any:
-    """Return the value of a JSON text; None: it is invalid, or has more than `max_values` values."""
+    """Return the value of a JSON text; None: invalid, or more than `max_values` values."""
     try:
         return loads(content, max_values)
     except ValueError:
@@ -66,8 +66,6 @@ def names_in(folder: Path) -> tuple[str, ...]:
 
 
 def list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
-    """Return (number, path) of a folder's entries with names like `pattern`, in order. The pattern's group is the
-    number.
-    """
+    """Return (number, path) of a folder's entries whose names match `pattern`, in order of its group, the number."""
     matches = [(re.fullmatch(pattern, name), name) for name in names_in(folder)]
     return sorted((int(match[1]), folder / name) for match, name in matches if match)

@@ -8,7 +8,7 @@ from megarl.types import DataError
 
 
 def check_regular(path: Path) -> Path:
-    """Return `path` unchanged, also if it is missing. Raises DataError for a named pipe, a device or a socket."""
+    """Return `path`, also if it is missing. Raises DataError for a pipe, device or socket."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise DataError(f"{path}: is not a regular file but a named pipe, a device or a socket. Give a file.")
     return path

@@ -43,12 +43,12 @@ def is_clone() -> bool:
 
 
 def tool(name: str) -> Path:
-    """Return the path of a program in `tools/`. A wheel has only those listed in `pyproject.toml`."""
+    """Return a program in `tools/`. A wheel has only those listed in `pyproject.toml`."""
     return home() / "tools" / name
 
 
 def input_command(path: str | Path) -> str | None:
-    """Return the command that makes an input of the tiny recipes; None: no command makes this path."""
+    """Return the command that makes an input of the tiny recipes, or None."""
     text = Path(path).as_posix()
     return next((command for folder, command in INPUT_COMMANDS.items() if f"{text}/".startswith(f"{folder}/")), None)
 
@@ -58,14 +58,11 @@ def schema() -> Path:
 
 
 def recipe_file(name: str) -> str:
-    """Return the file of the delivered recipe `name`, with or without `.yaml`; else return `name`.
-
-    An existing file or folder with this name has precedence.
-    """
+    """Return the file of the delivered recipe `name`, with or without `.yaml`; else `name`, as if it exists here."""
     delivered = recipes().get(name.removesuffix(".yaml"))
     return name if delivered is None or Path(name).exists() else str(delivered)
 
 
 def recipes() -> dict[str, Path]:
-    """Return the delivered recipes by name, without `.yaml`, in alphabetical order."""
+    """Return the delivered recipes by name, without `.yaml`, sorted."""
     return {path.stem: path for path in sorted((home() / "launch/recipes").glob("*.yaml"))}

@@ -33,10 +33,7 @@ class RepeatedKeyError(ValueError):
 
 
 def count_values(content: bytes) -> int:
-    """Return an upper bound of the number of values in a JSON text, including lists and objects.
-
-    Counts commas and opening brackets without parsing, also those inside strings.
-    """
+    """Return an upper bound of the values in a JSON text: commas and opening brackets, also inside strings."""
     # 20 ms for 32 MiB. The first value has no comma before it.
     return 1 + _count_separators(content)
 
@@ -92,9 +89,7 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
 
 
 def is_long_integer(error: ValueError) -> bool:
-    """Return whether Python's `json` refused an integer with too many digits, by the error's text: it has no own
-    class.
-    """
+    """Return whether `json` refused an integer with too many digits. The error has no class of its own."""
     return "integer string conversion" in str(error)
 
 
@@ -107,13 +102,14 @@ def shown(value: Any) -> str:
 
 
 def refuse_many_values(content: bytes, max_values: int) -> None:
-    """Raise ValueError, before parsing, if a JSON text has more than `max_values` values."""
+    """Raise ValueError if a JSON text has more than `max_values` values."""
     # Texts and programs have many commas. If needed, count values outside strings only, at 1 us per string.
     if count_values(content) > max_values and _has_more_outside_strings(content, max_values):
         raise ValueError(f"it has more than {max_values} values")
 
 
 def _has_more_outside_strings(content: bytes, max_values: int) -> bool:
+    """Return whether a JSON text has more values than allowed, with separators inside strings not counted."""
     num_values, end = 1, 0
     for match in _STRING.finditer(content):
         num_values += _count_separators(content[end : match.start()])
@@ -124,9 +120,8 @@ def _has_more_outside_strings(content: bytes, max_values: int) -> bool:
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these names and values: an `object_pairs_hook` for Python's `json`.
-
-    Raises RepeatedKeyError if a name occurs twice. Python's own hook keeps the last value in silence.
+    """An `object_pairs_hook` for Python's `json`. Raises RepeatedKeyError: its own hook keeps the last value in
+    silence.
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -173,6 +168,7 @@ def _finite_number(text: str) -> float:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
+    """Return whether lists and objects are nested more than `levels` deep."""
     # Level by level: recursion could overflow on the very values to detect.
     values_of_level = [value]
     for _ in range(levels):
@@ -188,7 +184,7 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 
 def refuse_surrogates(value: Any) -> None:
-    """Raise ValueError if a text in a JSON value has half of a surrogate pair, which UTF-8 cannot encode."""
+    """Raise ValueError if a JSON value has half of a surrogate pair: UTF-8 cannot encode it."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

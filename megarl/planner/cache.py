@@ -29,7 +29,7 @@ def sets_cache_size(recipe: Recipe) -> bool:
 
 
 def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
-    """Return a rank's default KV cache in GiB: the GPU memory free during sampling minus a margin, at least
+    """Return a rank's default KV cache in GiB: the memory free during sampling minus a margin, at least
     `least_cache_gib`.
     """
     least = least_cache_gib(recipe, judge.models.policy.shape)
@@ -39,7 +39,7 @@ def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
-    """Return the GiB of the largest KV cache with which engine ranks need at most `limit_gib`, rounded down to tenths.
+    """Return the GiB of the largest KV cache with which engine ranks need at most `limit_gib`, in tenths.
 
     `table` is a prediction with any other cache. Negative: no cache fits.
     """
@@ -67,10 +67,7 @@ def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) 
 
 
 def gib_text(size: int) -> str:
-    """Format bytes as GiB, rounded up: to three decimals, below 0.1 to three significant digits.
-
-    A KV cache of the printed size holds at least these bytes.
-    """
+    """Format bytes as GiB, rounded up to three decimals, below 0.1 to three significant digits."""
     digits = 3
     while size < 10 ** (2 - digits) * 2**30:
         digits += 1

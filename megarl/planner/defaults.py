@@ -170,9 +170,7 @@ class _Prediction:
 
 
 def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
-    """Return the sort key of a choice: sufficient choices by cost, then insufficient ones by free memory and by KV
-    cache.
-    """
+    """Return a choice's sort key: sufficient ones by cost, then others by free memory and KV cache."""
     prediction = change.outcome
     if prediction.is_enough:
         return False, change.choice.cost
@@ -233,7 +231,7 @@ class _Savings:
         )
 
     def _find_fullest(self, field: str, recipe: Recipe) -> Phase:
-        """Return the fullest phase that a field affects: updates for recomputation, all other phases for offload."""
+        """Return the fullest phase that a field affects: updates for recomputation, all others for offload."""
         table = self.judge.predict(recipe)
         phases = [phase for phase in table.phases if (phase.metric == "train") == (field == _RECOMPUTE)]
         return min(phases, key=self.judge.free_gib)
@@ -280,7 +278,7 @@ class _Savings:
 
 
 def _format_left(free_gib: float, leaves: str, takes: str) -> str:
-    """Return in words the GPU memory that a phase leaves free or lacks. `leaves` and `takes` are the verbs."""
+    """Return in words the GPU memory that a phase leaves or lacks. `leaves` and `takes` are verbs."""
     if free_gib < 0:
         return f"{takes} {-free_gib:.1f} GiB more than a GPU has"
     return f"{leaves} {free_gib:.1f} GiB of a GPU"

@@ -47,7 +47,7 @@ def not_downloaded(recipe: Recipe) -> Iterator[str]:
 
 
 def table_of(recipe: Recipe, parallel: ParallelConfig) -> MemoryTable:
-    """Return a recipe's predicted memory: for GPUs if the recipe or this environment has any, else for CPUs."""
+    """Return a recipe's predicted memory, for GPUs if the recipe or this environment has any."""
     gpus = gpu_memory(recipe)
     is_gpu = gpus is not None or not ranks_on_cpu(recipe)
     return memory_table(recipe, models_of(recipe, parallel), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
@@ -59,10 +59,7 @@ def predicted_memory(recipe: Recipe) -> dict[str, int]:
 
 
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
-    """Return the predicted host memory of a rank on GPUs, by kind of rank.
-
-    None: memory cannot be predicted, or ranks run on CPUs (see `list_resource_warnings`).
-    """
+    """Return the predicted host memory of a rank on GPUs, by kind of rank, or None (`list_resource_warnings`)."""
     if ranks_on_cpu(recipe) or (models := planned_models(recipe)) is None:
         return None
     return rank_host_bytes(_table_here(recipe, models))

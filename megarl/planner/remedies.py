@@ -244,9 +244,9 @@ def _find_first_change(recipe: Recipe, judge: MemoryJudge, values: list[dict[str
 
 
 def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> list[dict[str, Any]]:
-    """Return the change to the smallest sufficient KV cache of engines on CPUs, as field values.
+    """Return field values for the smallest sufficient KV cache on CPUs.
 
-    Empty: this cache exceeds `limit_bytes` of a node's memory, or cannot hold the longest request.
+    Empty: it exceeds `limit_bytes` of a node's memory, or cannot hold the longest request.
     """
     values = {_CACHE: least_cache_gib(recipe, models.policy.shape)}
     changed = with_field_values(recipe, values)

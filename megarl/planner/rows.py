@@ -65,7 +65,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
 
 
 def _row_length_step(recipe: Recipe, models: Models) -> int:
-    """Return the step between two possible row lengths, in tokens: every row length is a multiple of it."""
+    """Return the tokens between two row lengths: every row length is a multiple."""
     parallel = models.policy.parallel
     multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)
     # Under FP8 each part of a row consists of whole blocks, as in `planner.sizes.row_multiple`.

@@ -53,7 +53,7 @@ def recomputations(recipe: Recipe, shape: ModelShape) -> list[Recomputation]:
 
 
 def offloads(recipe: Recipe) -> list[tuple[str, ...]]:
-    """Return the choices of offloaded states, beginning with none.
+    """Return the choices of offloaded states, none first.
 
     Offloading helps only ranks that alternate between models: trainer and engine, or policy and critic.
     """

@@ -206,10 +206,7 @@ def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
-    """Return the greatest number from `low` to `high` that `fits`. None: no number fits.
-
-    Every number below a fitting one must fit too.
-    """
+    """Return the greatest number from `low` to `high` that `fits`, or None. All below a fitting one must fit."""
     if low > high or not fits(low):
         return None
     while low < high:

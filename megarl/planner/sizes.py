@@ -45,7 +45,7 @@ def has_whole_experts(recipe: Recipe) -> bool:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """Return the number of tokens that divides the length of each row (packed micro-batch).
+    """Return the tokens that divide each row's length.
 
     Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts of whole blocks.
     """
@@ -55,10 +55,7 @@ def row_multiple(recipe: Recipe) -> int:
 
 
 def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> ParallelConfig:
-    """Return the parallel sizes with the order of ranks that sends least between nodes in a reshard.
-
-    Unchanged without `trainer.align_ranks`.
-    """
+    """Return the sizes with the rank order that sends least between nodes in a reshard (`trainer.align_ranks`)."""
     if not recipe.trainer.align_ranks:
         return parallel
     # Only a recipe that aligns ranks pays for importing the reshard's cost model.

@@ -58,9 +58,9 @@ def command_faults(agent: AgentConfig) -> Iterator[str]:
 
 
 def _find_script(command: Sequence[str]) -> str | None:
-    """Return the script run by an interpreter: the first argument with a script's ending, or None.
+    """Return the script that an interpreter runs: the first argument with a script's ending, or None.
 
-    Arguments after -m or -c belong to a module or to code, and are no scripts.
+    Arguments after -m or -c belong to a module or to code.
     """
     for argument in command[1:]:
         if argument in ("-m", "-c"):

@@ -175,7 +175,7 @@ def check_profiles(recipe: Recipe) -> Iterator[str]:
 
 
 def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
-    """Yield each optimizer of a run: its recipe section, its settings, its total number of updates."""
+    """Yield each optimizer's recipe section, settings, and total number of updates."""
     train = recipe.train
     # The policy is not updated while the critic warms up (frozen steps).
     updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.is_on_policy else 1)
@@ -185,7 +185,7 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
 
 
 def warn_of_shortened_warmups(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each warm-up longer than the run. The run shortens it to end at the peak rate."""
+    """Yield a notice for each warm-up longer than the run, which ends it at the peak rate."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
             yield (

@@ -60,7 +60,7 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 def _list_gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
-    """Return the GPUs to check: the model named in `cluster.gpu_memory_gib`, or this machine's if the run uses them.
+    """Return the GPUs to check: this machine's if the run uses them, or the model in `cluster.gpu_memory_gib`.
 
     Before a start the named model has priority; at a start, the installed GPUs.
     """

@@ -31,7 +31,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _describe_sources(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
-    """Return a description of the recipe's sources. If descriptions differ, each follows its source's name."""
+    """Return a description of all sources. Differing ones follow their sources' names."""
     texts = {source.name: describe(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))

@@ -22,10 +22,7 @@ class RecipeFile:
     overrides: tuple[str, ...] = ()
 
     def refusal(self, overrides: Sequence[str]) -> str | None:
-        """Return the first error caused by further overrides; None: a start would accept them.
-
-        Only rules about fields are checked, not files. Errors without these overrides do not count.
-        """
+        """Return the first error that further overrides cause, or None. Only rules about fields are checked."""
         try:
             recipe = load(self.path, (*self.overrides, *overrides))
         except ConfigError as error:

@@ -101,9 +101,7 @@ def _find_published_drafter_faults(recipe: Recipe, shape: ModelShape, field: str
 
 
 def _derive_method(model: object) -> str | None:
-    """Return the speculative method that vLLM 0.30 derives from a draft model's name; None: it is a model with
-    weights.
-    """
+    """Return the speculative method that vLLM 0.30 derives from a draft model's name, or None."""
     if model in ("ngram", "[ngram]"):
         return "ngram"
     # vLLM 0.30 takes a dotted import path for a custom drafter class.

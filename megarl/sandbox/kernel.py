@@ -67,10 +67,7 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
 
 
 def clone(flags: int) -> int:
-    """Fork into new namespaces; return 0 in the child.
-
-    A raw clone leaves Python's state in the child partly uninitialised. Only `os.fork` initialises it.
-    """
+    """Fork into new namespaces; return 0 in the child. Only `os.fork` initialises Python's state in the child."""
     zero = ctypes.c_long(0)
     number = ctypes.c_long(_NUMBERS[machine()]["clone"])
     return _check_result(

@@ -60,7 +60,7 @@ def become_unprivileged() -> None:
 
 
 def unprivileged_users() -> tuple[int, int]:
-    """Return ids of two users without rights. `nobody` is second, because services may run as that user."""
+    """Return two users without rights. `nobody` is second: services may run as that user."""
     return _FIRST_USER + os.getpid(), _NOBODY
 
 
@@ -105,7 +105,7 @@ def start_run() -> int:
 
 
 def mount_private_tmp(size_bytes: int) -> None:
-    """Mount an empty /tmp for a run, with the links of the spawner's /tmp to readable folders. Raises OSError."""
+    """Mount an empty /tmp for a run, with the links of the spawner's /tmp. Raises OSError."""
     links = {name: os.readlink(f"{_TMP}/{name}") for name in os.listdir(_TMP)}
     options = f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
     mount("tmpfs", _TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)

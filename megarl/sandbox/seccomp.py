@@ -114,9 +114,9 @@ def _if_number(number: int, then: list[_Instruction]) -> list[_Instruction]:
 
 
 def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
-    """Return filter instructions that allow a call if any test holds.
+    """Return instructions that allow a call if any test holds.
 
-    A test is (code, argument number, constant). It reads the low 32 bits of the argument.
+    A test is (code, argument number, constant), and reads the argument's low 32 bits.
     """
     instructions: list[_Instruction] = []
     for code, argument, constant in tests:

@@ -104,10 +104,7 @@ def _kernel() -> tuple[int, ...]:
 
 
 def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
-    """Import packages once for all programs, with the program's rights.
-
-    An import that fails here fails again in the program.
-    """
+    """Import packages once for all programs, with their rights. A failing import fails again in the program."""
     before = list(sys.path)
     sys.path += folders
     for name in names:

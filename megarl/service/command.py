@@ -177,7 +177,7 @@ def _list_unfit_fields(recipe: Recipe) -> Iterator[str]:
 
 
 def _without_training_loop(recipe: Recipe) -> Recipe:
-    """Return the recipe without models and tasks of a training loop. Clients bring data, rewards and losses."""
+    """Return the recipe without the loop's models and tasks: clients bring data, rewards and losses."""
     # None could enable overlap. But gradients of several calls add up before one reduction.
     trainer = recipe.trainer.model_copy(update={"overlap_grad_reduce": False, "share_prefixes": "off"})
     return recipe.model_copy(update={"trainer": trainer, "algorithm": AlgorithmConfig(), "reward": RewardConfig()})

@@ -31,7 +31,7 @@ class EngineSlots:
         """Least recently used first."""
 
     def find(self, version: str | None) -> EngineSlot | None:
-        """Return a version's slot, and mark it as used last; None: the engines lack the version."""
+        """Return a version's slot, and mark it as used last; None: there is none."""
         slot = next((slot for slot in self._slots if slot.is_used and slot.version == version), None)
         if slot is not None:
             self._slots.remove(slot)
@@ -39,15 +39,12 @@ class EngineSlots:
         return slot
 
     def find_unused(self) -> EngineSlot | None:
-        """Return an empty slot, else the least recently used one without users; None: all have users."""
+        """Return an empty slot, else the least recently used one without users, or None."""
         unused = [slot for slot in self._slots if not slot.num_users]
         return min(unused, key=lambda slot: slot.is_used, default=None)
 
     def assign(self, slot: EngineSlot, version: str | None, ready: asyncio.Future[None]) -> None:
-        """Assign a slot to an adapter's version. None: an adapter without effect, for the base model.
-
-        `ready` completes when the engines have loaded it.
-        """
+        """Assign a slot to a version (None: the base model). `ready` completes when engines have loaded it."""
         slot.version, slot.is_used, slot.ready = version, True, ready
         # The list is ordered by the last use.
         self._slots.remove(slot)

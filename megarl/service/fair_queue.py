@@ -72,10 +72,10 @@ class FairQueue(Generic[Item]):
         return item
 
     def refund(self, tenant: Hashable, tokens: int) -> None:
-        """Return the unused `tokens` of a popped item to its tenant. Does nothing for a tenant without waiting items.
+        """Return unused `tokens` of a popped item to its tenant, if it has waiting items.
 
-        At most the tokens paid while other tenants waited are refunded. A tenant alone pays nothing, and tokens
-        refunded to it would later keep the others waiting.
+        At most the tokens paid while other tenants waited are refunded: tokens refunded to a tenant alone would later
+        keep the others waiting.
         """
         if (backlog := self._backlogs.get(tenant)) is not None:
             refunded_tokens = min(tokens, backlog.paid)
@@ -83,7 +83,7 @@ class FairQueue(Generic[Item]):
             backlog.deficit += refunded_tokens
 
     def _skip_rounds(self) -> None:
-        """Add the quanta of all rounds in which no tenant could afford its first item, without playing the rounds."""
+        """Add at once the quanta of all rounds in which no tenant could afford its first item."""
         # A tenant can pay for its first item after ceil((tokens - deficit) / quantum) turns. All turns before are idle.
         num_idle_rounds = min(
             (backlog.items[0][0] - backlog.deficit - 1) // self._quantum for backlog in self._backlogs.values()

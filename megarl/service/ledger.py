@@ -128,7 +128,7 @@ def _make_failing_work(sequence: _Sequence, reason: str | None, message: str) ->
     """
 
     async def fail_request() -> Reply:
-        """Report `reason` to the model, if there is one. Then raise UserError: the request always fails."""
+        """Report `reason` to the model, if there is one, and raise UserError."""
         if reason is not None:
             sequence.on_skip(reason)
         raise UserError(message)
@@ -157,10 +157,10 @@ class Ledger:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open_model(self, model_id: str, owner: str, on_skip: Callable[[str], object]) -> None:
-        """Begin the numbers of a model, with 1. Later calls do nothing.
+        """Begin a model's numbers with 1. Repeated calls have no effect.
 
-        `on_skip` is called in the turn of each training request that was refused or was too large to wait. It is also
-        called for each number that is still missing `GAP_SECONDS` after later ones.
+        `on_skip` is called in turn for each training request that was refused or too large to wait. It is also called
+        for each number still missing `GAP_SECONDS` after later ones.
         """
         if model_id not in self._sequences:
             sequence = self._sequences[model_id] = _Sequence(owner, on_skip)
@@ -352,14 +352,11 @@ class Ledger:
                 raise
 
     def _note_busy(self, sequence: _Sequence, number: int) -> bool:
-        """Record that a number meets a BusyError. Returns whether its client should repeat the request.
-
-        False: PATIENCE_SECONDS have passed since the number's first BusyError.
-        """
+        """Record a number's BusyError. Returns whether the client should repeat: PATIENCE_SECONDS have not passed."""
         return self._clock() - sequence.busy_since.setdefault(number, self._clock()) <= PATIENCE_SECONDS
 
     def _find_promise_of_used_number(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
-        """Return the promise of a number that no request can take any more; None: the number is free."""
+        """Return the promise of a number that no request can take any more, or None."""
         # A repeated number may be below the next one: look it up before the check of the range.
         if (earlier := sequence.promises.get(number)) is not None:
             return earlier
@@ -371,9 +368,8 @@ class Ledger:
     def _use_up_number(
         self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str
     ) -> Promise:
-        """Use a number without a request. When its turn comes, `message` fails the number's promise.
-
-        A `reason` then also fails the model's next step.
+        """Use a number without a request: `message` fails its promise in turn. A `reason` also fails the model's next
+        step.
         """
         promise = sequence.promises[number] = self._make_promise(sequence.owner, _SKIPPED, model_id)
         sequence.early_work[number] = _make_failing_work(sequence, reason, message)
@@ -406,7 +402,7 @@ class Ledger:
             sequence.waiting_since = self._clock()
 
     def _use_up_missing_numbers(self, model_id: str, sequence: _Sequence) -> None:
-        """Fail the missing numbers before the first waiting request, in their turn. Then queue this request."""
+        """Fail in turn the missing numbers before the first waiting request, then queue this request."""
         for number in range(sequence.next_number, min(sequence.early_work)):
             message = f"seq_id = {number}: did not arrive within {GAP_SECONDS:g} seconds, and later requests went on"
             promise = self._use_up_number(sequence, model_id, number, f"request {number} did not arrive", message)

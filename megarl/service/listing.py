@@ -36,10 +36,7 @@ class Listing:
         return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in checkpoints], "cursor": cursor}
 
     def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
-        """Return a run's checkpoints on disk, newest first. Raises NotFoundError for an unknown run.
-
-        `in_memory` are the models in memory. Their runs are known even without a checkpoint.
-        """
+        """Return a run's checkpoints, newest first. Raises NotFoundError unless some exist or it is `in_memory`."""
         stored = self._checkpoints.list_stored(owner, run)
         if not stored and all(state.run != run for state in in_memory):
             raise _unknown_run(run)

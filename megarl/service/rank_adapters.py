@@ -123,7 +123,7 @@ class Adapters:
         return norm, is_applied
 
     def save(self, name: str, folder: Path) -> SaveOutcome:
-        """Write a model's state to an empty folder, readable with any parallel sizes. Gradients are not part of it."""
+        """Write a model's state, without gradients, to an empty folder, readable with any parallel sizes."""
         self._bring_into_policy(name)
         return save_model(self._policy, self._parallel, folder)
 

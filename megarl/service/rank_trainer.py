@@ -342,7 +342,7 @@ class RankTrainer:
             )
 
     async def _take_version(self, version: str, model_id: str | None = None) -> None:
-        """Make room for a version's copy of weights. `model_id`: the model to copy them from; None: from a folder."""
+        """Make room for a version's weights, copied from `model_id` (None: from a folder)."""
         if model_id is not None:
             await self._bring_to_memory(model_id)
         await self._make_room(num_copies=1, needed_model=model_id)

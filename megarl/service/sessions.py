@@ -127,9 +127,9 @@ class Sessions:
         return self._sessions.get(session.session_id) is not session
 
     def read_address(self, values: dict[str, Any], owner: str) -> tuple[Numbered, Model]:
-        """Return the number and model of a request, before its other fields are read.
+        """Return a request's number and model before its other fields are read.
 
-        A fault in another field then fails only the promise. A refused request would leave its number unused.
+        A fault there then fails only the promise; a refused request would leave its number unused.
         """
         address = read_fields(Numbered, values)
         session, model = self.find_model(address.model_id, owner)

@@ -98,11 +98,8 @@ class TrainingCalls(RequestHandlers):
     def fail_in_turn(self, model_id: str, number: int, error: Exception, owner: str, *, is_training: bool) -> Promise:
         """Use the number of an unreadable request, and return a promise that fails with `error`.
 
-        SDK 0.38 raises an error for a refused request, and continues with the next number. Later requests would wait
-        for the unused number. `is_training`: the next step fails too, because it lacks this request.
-
-        Raises NotFoundError. A BusyError is raised again, so that the client repeats the request, until its patience
-        ends.
+        After a refusal SDK 0.38 continues with the next number, and later requests would wait for this one.
+        `is_training`: the next step fails too. Raises NotFoundError, and a BusyError until the client's patience ends.
         """
         session, model = self._sessions.find_model(model_id, owner)
         self._sessions.note_use(session, model)

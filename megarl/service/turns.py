@@ -216,7 +216,7 @@ class Turns:
                 raise
 
     async def _end_sampling(self) -> None:
-        """Wait for the running requests, then put the engines on the trainer's ranks to sleep."""
+        """Wait for the running requests, then put engines on shared ranks to sleep."""
         # Requests must finish before engines sleep, so that a completion is sampled with one KV cache.
         while self._num_running:
             await self._wait_for_change()

@@ -181,7 +181,7 @@ def _read_varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
 
 
 def loss_settings(message: Any) -> dict[str, float | str]:
-    """Return a call's settings. The newer map, of numbers and texts, takes precedence over the older one."""
+    """Return a call's settings. The newer map, of numbers and texts, takes precedence."""
     if message.loss_fn_config_v2:
         return {
             name: value.number if value.WhichOneof("value") == "number" else value.text

@@ -46,10 +46,9 @@ async def parse_json(raw: bytes) -> Mapping[str, Any]:
 
 
 async def read_head(request: web.Request, head: bytearray, num_bytes: int) -> None:
-    """Read the first `num_bytes` of a body, or all of a shorter body, into `head`. `read_bytes` returns the rest.
+    """Read a body's first `num_bytes`, or all of it, into `head`; `read_bytes` returns the rest.
 
-    Raises RequestError with status 408 for bytes that do not arrive, and 400 for malformed ones. `head` then has the
-    bytes before the fault.
+    Raises RequestError with status 408 or 400. `head` then has the bytes before the fault.
     """
     async with _refuse_read_faults():
         while len(head) < num_bytes and (part := await request.content.read(num_bytes - len(head))):
@@ -57,10 +56,9 @@ async def read_head(request: web.Request, head: bytearray, num_bytes: int) -> No
 
 
 async def read_bytes(request: web.Request) -> bytes:
-    """Return a request's body.
+    """Return a request's body, up to `MAX_BODY_BYTES` in memory: check the client's key first.
 
-    Check the client's key before the call, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError with
-    status 413 for a body that is too large, 408 for one that does not arrive, and 400 for a malformed one.
+    Raises RequestError with status 413 if it is too large, 408 if it does not arrive, 400 if it is malformed.
     """
     # Refuse before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:

@@ -64,9 +64,9 @@ class Endpoint:
         load: Callable[[], PoolLoad | None] = lambda: None,
         is_held: bool = False,
     ) -> None:
-        """Prepare the server. `load` returns the load of the engines for metrics (rollout.endpoint.metrics).
+        """Prepare the server. `load` returns the engines' load for metrics (rollout.endpoint.metrics).
 
-        `is_held`: clients wait until `accept` is called, because programs of an earlier driver may already send
+        `is_held`: clients wait until `accept` is called, because an earlier driver's programs may already send
         requests.
         """
         self._is_held = is_held
@@ -237,10 +237,7 @@ class Endpoint:
         return web.json_response({"id": session.secret, "reward": session.reward})
 
     def _read_sampling(self, body: Mapping[str, Any], session: Session) -> RequestParameters:
-        """Return a request's sampling parameters. Count and report fields overridden by the recipe.
-
-        Raises RequestError for invalid parameters.
-        """
+        """Return a request's sampling parameters, and report fields overridden by the recipe. Raises RequestError."""
         parameters = RequestParameters.read(body, session.sampling)
         # Every name means the only model: agents send the name that they were written for.
         is_known = body.get("model") in (None, self._model)
@@ -256,7 +253,7 @@ class Endpoint:
             self._notices.tell(name, f"{text} (environment/overridden_fields)")
 
     async def _read_request(self, request: web.Request) -> tuple[Session, bytes, Mapping[str, Any]]:
-        """Return the session of a request, then its body as `read_body` does. Raises RequestError without a session."""
+        """Return a request's session, then its body as `read_body`. Raises RequestError."""
         # Checked twice: without a session no body is read, and the session may end during the read.
         self._find_session(request)
         identity, body = await read_body(request)
@@ -278,7 +275,7 @@ class Endpoint:
         return session
 
     def _check_key(self, request: web.Request) -> None:
-        """Raise RequestError if a request's key is neither the secret of a session nor the endpoint's token."""
+        """Raise RequestError unless the key is a session's secret or the endpoint's token."""
         # In the path only a session's secret is valid; the token is valid in the header only.
         secret = _secret(request)
         if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):
@@ -380,7 +377,7 @@ class Endpoint:
 
 
 def _secret(request: web.Request) -> str:
-    """Return the secret or token of a request, from its path or its header."""
+    """Return a request's secret or token, from its path or header."""
     return request.match_info.get("secret") or key_of(request)
 
 

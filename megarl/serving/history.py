@@ -62,7 +62,7 @@ class History:
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
 
     def find(self, conversation: Conversation) -> Answered | None:
-        """Return the longest answered conversation that `conversation` continues, the newest of equal ones, or None."""
+        """Return the longest answered conversation that `conversation` continues, the newest of equals, or None."""
         # From the longest beginning to the shortest, without the whole conversation: its last message is new.
         for digest in conversation.digests()[-2:0:-1]:
             # Newest first: an agent that asked twice continues the later answer.

@@ -281,10 +281,7 @@ class _BoundedLog(logging.Filter):
 
 
 def _make_server_log(section: str) -> logging.Logger:
-    """Return a new logger for the warnings of one server, limited in number. `section` is the server's recipe section.
-
-    Servers do not share a logger, because each would apply its limit to it.
-    """
+    """Return a new logger with a limited number of warnings. Servers must not share its limit."""
     log = logging.Logger("megarl.serving.http_server", logging.WARNING)
     log.parent = logging.getLogger("megarl")
     log.addFilter(_BoundedLog(section))

@@ -139,7 +139,7 @@ class Monitor:
 
 
 def registry_of(*collectors: Collector) -> CollectorRegistry:
-    """Return a new registry with these collectors. The default registry may have metrics of other libraries."""
+    """Return a new registry with these collectors: other libraries may use the default one."""
     registry = CollectorRegistry()
     for collector in collectors:
         registry.register(collector)

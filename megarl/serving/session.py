@@ -89,10 +89,7 @@ class Session:
         *,
         is_retry: bool,
     ) -> ModelCallUnderWay:
-        """Start a model call that answers a conversation, or join the call that a request repeats (see `_begin`).
-
-        Raises RequestError if no call is allowed.
-        """
+        """Start a model call that answers a conversation, or join one that a request repeats. Raises RequestError."""
 
         request_digest = _identify(identity, caller)
 
@@ -110,11 +107,7 @@ class Session:
         *,
         is_retry: bool,
     ) -> ModelCallUnderWay:
-        """Start a model call that completes a text or token ids [prompt], or join the call that a request repeats
-        (`_begin`).
-
-        Raises RequestError if no call is allowed.
-        """
+        """Start a model call that completes a text or token ids [prompt], or join one. Raises RequestError."""
 
         request_digest = _identify(identity, caller)
 
@@ -182,7 +175,7 @@ class Session:
             call.num_waiting -= 1
 
     async def answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
-        """Wait up to `seconds` for a call's answer. None: it is not ready, and the call continues.
+        """Wait up to `seconds` for a call's answer; None: it is not ready, and the call continues.
 
         Raises RequestError if the call was refused or the session has ended.
         """
@@ -195,9 +188,9 @@ class Session:
         return call.task.result()
 
     def remember(self, call: ModelCallUnderWay) -> None:
-        """Let later calls continue the conversation of an answer. Call it before sending the answer.
+        """Let later calls continue an answer's conversation. Call it before sending the answer.
 
-        A client may continue before the endpoint knows that it received the last byte.
+        A client may continue before the endpoint knows that it has received the last byte.
         """
         if call.is_remembered or self.ended.is_set():
             return
@@ -212,10 +205,9 @@ class Session:
             self._note_received(call, 1)
 
     def withdraw(self, call: ModelCallUnderWay) -> None:
-        """Undo one `deliver`, because the connection ended before the client had read the answer.
+        """Undo one `deliver`: the connection ended before the client had read the answer.
 
-        If no client has the answer, a repeat of the request gets it. An answer that a later call continues stays
-        received.
+        If no client has the answer, a repeat gets it. An answer that a later call continues stays received.
         """
         if not self.ended.is_set():
             call.num_received -= 1
@@ -231,7 +223,7 @@ class Session:
             await self._journal.close_session()
 
     def _continue(self, number: int) -> None:
-        """Record that a later call's messages contain the answer of call `number`. Its client has then received it."""
+        """Record that a later call continues the answer of call `number`: its client has received it."""
         self._calls[number].is_continued = True
 
     async def end(self, reward: float | None = None) -> None:
@@ -301,8 +293,7 @@ class Session:
         return call
 
     async def prompt(self, conversation: Conversation) -> NDArray[np.int32]:
-        """Return a conversation's prompt tokens [prompt]. If it continues an earlier answer, they begin with the same
-        tokens.
+        """Return a conversation's prompt tokens [prompt]. They begin with those of an earlier answer that it continues.
 
         Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
         """
@@ -392,7 +383,7 @@ class Session:
 
 
 def _identify(body: bytes, caller: Caller) -> bytes:
-    """Return the identity of a request. Equal bodies of two agents are different requests."""
+    """Equal bodies of two agents are different requests."""
     # Parallel sub-agents often begin with the same task.
     return hashlib.sha256(body + caller.agent.encode()).digest()
 

@@ -91,9 +91,9 @@ class SessionSampler:
         return ModelCall(token_ids, completion)
 
     async def wait_for_reports(self) -> int:
-        """Wait, at most `REPORT_SECONDS`, until the engines have reported the tokens of all aborted calls.
+        """Wait up to `REPORT_SECONDS` for the engines' reports of aborted calls.
 
-        Returns the number of calls without a report, and of those with unknown tokens in a lost engine.
+        Returns the number of calls without a report, and of those in a lost engine.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
@@ -114,10 +114,7 @@ class SessionSampler:
         return max(0, limit - self.num_sampled + self._pool.num_begun)
 
     def seed_of(self, token_ids: NDArray[np.int32]) -> int:
-        """Return a 31-bit sampling seed for a prompt [prompt].
-
-        The seed depends on the session, the prompt and the number of earlier calls with this prompt.
-        """
+        """Return a prompt's 31-bit seed, from the session, the prompt and the number of its earlier calls."""
         prompt = _prompt_hash(token_ids)
         # Parallel calls start in any order, and a repeated run must sample the same.
         drawn = f"{self._seed} {prompt.hex()} {self._times_seen[prompt]}"

@@ -81,7 +81,7 @@ class Sessions:
         return secret in self._expected
 
     def cease_to_expect(self, secret: str) -> None:
-        """Stop waiting for the session with this key. Unless it is open, its requests are refused from now on."""
+        """Stop waiting for this session: unless it is open, its requests are refused."""
         if (event := self._expected.pop(secret, None)) is not None:
             if secret not in self._open:
                 self._ended[secret] = None
@@ -109,7 +109,7 @@ class Sessions:
         return len(self._open)
 
     def find(self, secret: str) -> Session | None:
-        """Return the open session with this secret; None: unknown. Raises RequestError if the session has ended."""
+        """Return the open session with this secret, or None. Raises RequestError if it has ended."""
         if secret in self._ended:
             raise ended_error()
         return self._open.get(secret)

@@ -90,7 +90,7 @@ class Meaning:
 
     @property
     def takes_value(self) -> bool:
-        """Whether the field takes the option's value, perhaps in another spelling."""
+        """Whether the field takes the option's value."""
         return len(self.fields) == 1 and any(not option.note and not option.value for option in self.options)
 
     def describe(self, is_only: bool) -> str:
@@ -98,13 +98,13 @@ class Meaning:
 
         `is_only`: the option means the same in all programs. Otherwise the text names the programs.
         """
-        where = "elsewhere" if OTHERS in self.programs else f"in {_join_words(self.programs)}"
+        programs_text = "elsewhere" if OTHERS in self.programs else f"in {_join_words(self.programs)}"
         notes = self._join_notes()
         if not self.fields:
-            return f"has no counterpart: {notes}" if is_only else f"{where} it has no counterpart: {notes}"
+            return f"has no counterpart: {notes}" if is_only else f"{programs_text} it has no counterpart: {notes}"
         option = self.options[0]
         fields = " ".join(option.assignments) if option.value else " and ".join(self.fields)
-        return f"{'here' if is_only else where} it is {fields}" + (f" ({notes})" if notes else "")
+        return f"{'here' if is_only else programs_text} it is {fields}" + (f" ({notes})" if notes else "")
 
     def _join_notes(self) -> str:
         """Return the options' notes, which say how an option differs from the recipe field, as one text.
@@ -159,7 +159,7 @@ def meanings(name: str, value: str | None = None) -> list[Meaning]:
 
 
 def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
-    """Return the meanings of another program's short option, without its dash. Case matters: `tMbs`, `tmbs`."""
+    """Return the meanings of another program's short option, like `tMbs`, without its dash."""
     rows = [option for option in options() if f"-{name}" in option.spellings]
     return _group_by_meaning(rows, value) or _group_by_meaning(rows, None)
 
@@ -242,17 +242,17 @@ def overrides_of(option: Option) -> list[str]:
     companions.
     """
     base_recipe = _base_recipe()
-    unmet = [
+    unmet_conditions = [
         condition for field in option.fields for condition in conditions(field) if not condition.holds(base_recipe)
     ]
-    needed = " ".join(condition.example for condition in unmet).split()
+    condition_overrides = " ".join(condition.example for condition in unmet_conditions).split()
     assignments = [item if "=" in item else f"{item}={_default_text(item)}" for item in option.assignments]
     companions = " ".join(_COMPANIONS.get(field, "") for field in option.fields).split()
-    condition_overrides = _list_other_overrides(needed, than=assignments)
+    added_overrides = _list_other_overrides(condition_overrides, than=assignments)
     return [
-        *condition_overrides,
+        *added_overrides,
         *assignments,
-        *_list_other_overrides(companions, than=[*condition_overrides, *assignments]),
+        *_list_other_overrides(companions, than=[*added_overrides, *assignments]),
     ]
 
 

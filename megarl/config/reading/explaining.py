@@ -56,7 +56,7 @@ def explain_error(
 
 
 def _explain_missing(place: str) -> str:
-    """Return an error line for a missing field, or for each required field of a missing section."""
+    """Return an error for a missing field, or for each required field of a missing section."""
     fields = all_fields()
     required = [name for name, field in fields.items() if name.startswith(place + ".") and field.is_required()]
     lines = [(name, field_at(name)) for name in required or [place]]
@@ -83,7 +83,7 @@ def _explain_value(kind: str, place: str, value: Any, message: str) -> str:
 
 
 def _describe_place(place: str) -> str:
-    """Return the description of the field at a place (keys and indices), or of the section around it. May be empty."""
+    """Return the description of the field at a place, or of the section around it, or nothing."""
     parts = place.split(".")
     fields = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
     return next((description(field) for field in fields if field is not None), "")
@@ -128,7 +128,7 @@ def key_hint(place: str, value: str | None = None) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Return whether a place is a field inside an item of a list, or of a mapping."""
+    """Return whether a place is a field inside an item of a list or mapping."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 
@@ -157,7 +157,7 @@ def _list_siblings(place: str) -> dict[str, str]:
 
 
 def _find_elsewhere(place: str) -> list[str]:
-    """Return all recipe fields with this name, in whatever section."""
+    """Return all recipe fields with this name, in any section."""
     key = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == key]
 
@@ -195,9 +195,9 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all values below a section, each with its name relative to the section, such as `.data.train`.
+    """Yield all values below a section by relative name, such as `.data.train`.
 
-    The names begin with a dot. If `value` is an empty section, or not a section, its name is empty.
+    If `value` is empty or not a section, its name is empty.
     """
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
@@ -217,11 +217,14 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
     if hasattr(value, "model_dump"):
         value = value.model_dump()
     if isinstance(value, Mapping):
-        return {shown_key(str(name)): printable(v, (*place, str(name)), references) for name, v in value.items()}
+        return {
+            shown_key(str(name)): printable(inner_value, (*place, str(name)), references)
+            for name, inner_value in value.items()
+        }
     if isinstance(value, list | tuple):
-        hidden = {index for index in secret_items(place, value) if (*place, index) not in references}
+        hidden_indices = {index for index in secret_items(place, value) if (*place, index) not in references}
         return [
-            HIDDEN if index in hidden else printable(item, (*place, index), references)
+            HIDDEN if index in hidden_indices else printable(item, (*place, index), references)
             for index, item in enumerate(value)
         ]
     if isinstance(value, str):
@@ -231,5 +234,5 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
 
 
 def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
-    """Return the reference (`${oc.env:NAME}`) that gave a value or a section around it, as text, else None."""
+    """Return the reference (`${oc.env:NAME}`) that gave a value or a section around it, or None."""
     return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)

@@ -38,10 +38,7 @@ class Merged:
 
 
 def merge(path: Path, overrides: Sequence[str]) -> Merged:
-    """Read a recipe file and apply command-line overrides in turn.
-
-    Raises ConfigError if the file is not a YAML mapping of sections and fields.
-    """
+    """Read a recipe file and apply overrides in turn. Raises ConfigError unless the file is a YAML mapping."""
     tree, problems = _read_tree(path)
     merging = _Merging(tree, problems)
     for override in overrides:
@@ -147,6 +144,7 @@ class _Merging:
         return None
 
     def _select(self, place: str) -> Any:
+        """Return the merged tree's value at a dotted place; None if it is absent."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -180,7 +178,7 @@ class _Merging:
         self.overridden.add(place)
 
     def _list_items(self, place: str) -> list[Any]:
-        """Return the items of a list in the tree as plain values; if the tree lacks it, the default items."""
+        """Return a list's items as plain values; if the tree lacks it, its default."""
         items = self._select(place)
         items = self._select(recipe_field(place)) if items is None else items
         return (_default_list(place) or []) if items is None else _to_plain(items)
@@ -229,7 +227,7 @@ def _empty_mappings(tree: Any, key: str, value: Any) -> None:
 
 
 def _item_numbers_text(place: str, items: list[Any], remedy: str) -> str:
-    """Return the valid item numbers of a list as a sentence. `remedy` ends the sentence for an empty list."""
+    """Return a list's valid item numbers in words. `remedy`: what to do for an empty list."""
     return f"{place} has {len(items)} items; " + (f"their numbers are 0 to {len(items) - 1}" if items else remedy)
 
 
@@ -253,7 +251,7 @@ def _find_form_fault(override: str) -> str | None:
 
 
 def _default_list(place: str) -> list[Any] | None:
-    """Return the default items of a list field as plain values, or None if it is no list."""
+    """Return a list field's default as plain values, or None if it is no list."""
     list_field = field_at(place)
     default = list_field.default if list_field is not None else None
     if not isinstance(default, tuple):

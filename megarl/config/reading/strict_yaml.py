@@ -54,7 +54,7 @@ def problems(text: str, field: str = "") -> list[str]:
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return the number of values below a YAML node, with aliases expanded. A node that contains itself counts once.
+    """Return the number of values below a YAML node, with aliases expanded.
 
     `counts` has the results of visited nodes by `id(node)`, so that many aliases cost no time.
     """

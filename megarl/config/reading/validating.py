@@ -57,13 +57,15 @@ def _remove_wrong_value(values: dict[str, Any], loc: tuple[int | str, ...], *, i
         if recipe_fields[field].is_required():
             _put_value(values, parts, f"<{field}>")
         return {name}
-    required = [field for field in recipe_fields if field == name or field.startswith(f"{name}.")]
-    required = [
-        field for field in required if recipe_fields[field].is_required() and section_of(recipe_fields[field]) is None
+    required_fields = [field for field in recipe_fields if field == name or field.startswith(f"{name}.")]
+    required_fields = [
+        field
+        for field in required_fields
+        if recipe_fields[field].is_required() and section_of(recipe_fields[field]) is None
     ]
-    for field in required:
+    for field in required_fields:
         _put_value(values, field.split("."), _PLACEHOLDERS.get(field, f"<{field}>"))
-    return {name, *required}
+    return {name, *required_fields}
 
 
 def section_around(values: Any, parts: Sequence[str]) -> dict[str, Any] | None:

@@ -58,7 +58,7 @@ def _help_text(head: str) -> str:
 
 
 def _list_values(name: str, field: FieldInfo) -> list[str]:
-    """Return the candidates for a field's value: its choices, or its default; and `default` if that removes it."""
+    """Return the candidates for a field's value: its choices or default, and `default` if that removes it."""
     default = field.default
     choices = list(dict.fromkeys(_list_finite_values(field.annotation)))
     if not choices and isinstance(default, int | float | str):

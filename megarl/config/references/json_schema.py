@@ -54,17 +54,17 @@ class _WithoutTitles(GenerateJsonSchema):
 
 def _allow_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema with a reference (`${a.b}`) accepted in place of each value inside, except sections."""
-    changed = dict(schema)
-    if "properties" in changed:
-        changed["properties"] = {name: _allow_reference(inner) for name, inner in changed["properties"].items()}
+    new_schema = dict(schema)
+    if "properties" in new_schema:
+        new_schema["properties"] = {name: _allow_reference(inner) for name, inner in new_schema["properties"].items()}
     for key in ("items", "additionalProperties"):
-        if isinstance(changed.get(key), Mapping):
-            changed[key] = _allow_reference(changed[key])
-    if "prefixItems" in changed:
-        changed["prefixItems"] = [_allow_reference(inner) for inner in changed["prefixItems"]]
-    if "anyOf" in changed:
-        changed["anyOf"] = [_allow_references(inner) for inner in changed["anyOf"]]
-    return changed
+        if isinstance(new_schema.get(key), Mapping):
+            new_schema[key] = _allow_reference(new_schema[key])
+    if "prefixItems" in new_schema:
+        new_schema["prefixItems"] = [_allow_reference(inner) for inner in new_schema["prefixItems"]]
+    if "anyOf" in new_schema:
+        new_schema["anyOf"] = [_allow_references(inner) for inner in new_schema["anyOf"]]
+    return new_schema
 
 
 def _allow_reference(schema: Mapping[str, Any]) -> dict[str, Any]:

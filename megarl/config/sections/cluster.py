@@ -16,10 +16,7 @@ GpuKind = PositiveFloat | Literal["h100", "h200", "b200"]
 
 
 def _require_one_line(option: str) -> str:
-    """Return a command-line option unchanged. Raises PydanticCustomError if it has a control character.
-
-    A line end inside an option would start a new line of the Slurm batch script.
-    """
+    """Refuse control characters: a line end would start a new line of the Slurm batch script."""
     if any(ord(character) < 32 or ord(character) == 127 for character in option):
         raise PydanticCustomError("option", "has a line end or another control character; write one option per item")
     return option
@@ -30,10 +27,7 @@ CommandOption = Annotated[str, AfterValidator(_require_one_line)]
 
 
 def _require_resource_name(name: str) -> str:
-    """Return the name of a Ray resource unchanged. Raises PydanticCustomError for other characters.
-
-    KubeRay puts the name into a shell command, so it must have no quotes and no $.
-    """
+    """Refuse quotes and $ in the name of a Ray resource: KubeRay puts it into a shell command."""
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]*", name) is None:
         raise PydanticCustomError("resource", "is not the name of a Ray resource: use letters, digits and _ . : / -")
     return name
@@ -140,7 +134,7 @@ class ClusterConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Return the number of all ranks. Separate engines have the last ranks."""
+        """All ranks. Separate engines have the last ones."""
         return self.nodes * self.ranks_per_node + (self.groups.engines.num_ranks if self.groups.engines else 0)
 
     @property

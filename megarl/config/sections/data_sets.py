@@ -43,13 +43,12 @@ class DataSetConfig(Section):
     # Only set fields are written: a written default would count as set when read, and override `data`.
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
-        """Return the path alone, or a mapping if other fields are set."""
         values = {name: value for name, value in dump(self).items() if name in self.model_fields_set}
         return values if self.has_own_names else self.path
 
     @property
     def has_own_names(self) -> bool:
-        """Whether fields besides the path are set. False: data.format, data.fields and data.answer_field apply."""
+        """Whether fields besides the path are set, in place of data.format, data.fields and data.answer_field."""
         return bool(self.model_fields_set - {"path"})
 
 
@@ -81,7 +80,7 @@ def path_of(data_set: str | DataSetConfig) -> str:
 
 
 def _read_data_set(value: Any) -> Any:
-    """Return a path unchanged, and a mapping as a DataSetConfig, so that errors name fields of the mapping."""
+    """Read a mapping as a DataSetConfig here, so that errors name its fields. A path is unchanged."""
     if isinstance(value, str | DataSetConfig) or value is None:
         return value
     if not isinstance(value, Mapping) or "path" not in value or value.keys() - DataSetConfig.model_fields.keys():

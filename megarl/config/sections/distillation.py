@@ -84,6 +84,6 @@ class DistillationConfig(Section):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Parallel sizes of the teachers by name (tp, pp, cp, ep, etp). Empty: they equal the trainer's."""
+        """Parallel sizes of the teachers (tp, pp, cp, ep, etp). Empty: the trainer's."""
         optional_sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
         return {name: size or 1 for name, size in optional_sizes.items()} if any(optional_sizes.values()) else {}

@@ -84,13 +84,14 @@ class JudgeConfig(ServedConfig):
 
     @property
     def right_from(self) -> float | None:
-        """Lowest score of a right answer. With the default choices it is 1, the score of CORRECT."""
+        """Lowest score of a right answer. CORRECT, a default choice, scores 1."""
         # Own choices or a scale may mean anything, so 1.0 need not be a right answer.
         has_own_scores = self.scale is not None or "choices" in self.model_fields_set
         return 1.0 if self.correct_from is None and not has_own_scores else self.correct_from
 
     @model_validator(mode="after")
     def _has_verdicts(self) -> Self:
+        """Check that `choices` or `scale` says which verdicts the judge may give."""
         if self.scale is None and len(self.choices) < 2:
             raise PydanticCustomError("choices", "choices needs at least two verdicts, each with its score")
         if len({choice.casefold() for choice in self.choices}) < len(self.choices):

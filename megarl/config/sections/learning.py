@@ -139,7 +139,6 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Factor of the adapters' output: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
@@ -491,7 +490,7 @@ class AlgorithmConfig(Section):
 
     @property
     def needed_loss_metrics(self) -> dict[str, str]:
-        """Metrics that the policy loss must return, each with the recipe field that reads it."""
+        """Metrics that the policy loss must return, with the fields that read them."""
         return {} if self.skip_ratio is None else {"ratio": "algorithm.skip_ratio"}
 
     @property

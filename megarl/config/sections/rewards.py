@@ -54,12 +54,10 @@ class RewardFunctionConfig(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Return the JSON Schema of an entry: a name, or a mapping with the fields of this class."""
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
-        """Serialise as the name alone if nothing else is set."""
         return self.name if self == RewardFunctionConfig(name=self.name) else dump(self)
 
 

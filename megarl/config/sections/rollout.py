@@ -62,6 +62,7 @@ class EndpointConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
+        """Require a token on an address that other machines can reach."""
         if self.host not in LOOPBACK and len(self.token or "") < MIN_TOKEN_CHARACTERS:
             raise PydanticCustomError(
                 "endpoint",
@@ -311,7 +312,7 @@ class RolloutConfig(Section):
 
     @property
     def drafts_with_model_layers(self) -> bool:
-        """Whether the engines draft tokens with the draft layers of the policy's checkpoint."""
+        """Whether engines draft with the draft layers of the policy's checkpoint."""
         drafter = self.vllm.get("speculative_config")
         return isinstance(drafter, Mapping) and drafter.get("method") == MODEL_LAYERS
 
@@ -321,17 +322,17 @@ class RolloutConfig(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Maximum age of a group at its update: weight versions between its oldest token and the updated weights."""
+        """Maximum weight versions between a group's oldest token and the weights that it updates."""
         if self.max_staleness is None:
             return 1 if self.stragglers == "park" else 0
         return self.max_staleness
 
     @property
     def is_paced(self) -> bool:
-        """Whether engines sample groups of later steps while the trainer updates, up to the staleness limit."""
+        """Whether engines sample ahead while the trainer updates, up to the staleness limit."""
         return self.placement == "separate" and self.staleness_bound > 0
 
     @property
     def carries_groups(self) -> bool:
-        """Whether groups started in one step may be trained or dropped in a later step."""
+        """Whether a group may be trained or dropped in a later step than it started."""
         return self.is_paced or self.stragglers != "wait"

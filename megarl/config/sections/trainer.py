@@ -172,18 +172,17 @@ class TrainerConfig(Section):
 
     @property
     def trains_draft_layers(self) -> bool:
-        """Whether the draft layers of the policy's checkpoint (its MTP layers) are trained."""
         return self.mtp_loss_coefficient is not None
 
     @property
     def draft_layers_setting(self) -> str | None:
-        """Field and value that train draft layers, for messages. None: they are not trained."""
+        """Field and value that train draft layers (MTP), for messages, or None."""
         coefficient = self.mtp_loss_coefficient
         return None if coefficient is None else f"trainer.mtp_loss_coefficient = {coefficient:g}"
 
     @property
     def token_block(self) -> int:
-        """Each rank's part of a packed row is a multiple of this number of tokens."""
+        """Each rank's part of a packed row is a multiple of these tokens."""
         if self.fp8 == "blockwise":
             return FP8_BLOCK
         return EXACT_ROWS if self.exact else 1

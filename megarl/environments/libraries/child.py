@@ -114,6 +114,7 @@ class Episodes:
 
 
 def answer(play, request):
+    """Carry out a request, and return its `value`, or its `error` as text."""
     try:
         value = play(request)
         json.dumps(value, allow_nan=False)
@@ -200,21 +201,22 @@ def reap_forks(request_by_pid, deadline_by_pid, kill_tree):
                 yield number, status
 
 
-def limit_address_space(limit):
+def limit_address_space(limit_bytes):
     """Limit the address space of this process, in bytes.
 
     Raises MemoryError if the process already uses more: the limit would then have hardly any effect.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    if used > limit:
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
+    used_bytes = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if used_bytes > limit_bytes:
         raise MemoryError(
-            f"the Python process with the imported library alone already takes {used >> 20} MiB of address space; "
-            "raise the memory limit"
+            f"the Python process with the imported library alone already takes {used_bytes >> 20} MiB of address "
+            "space; raise the memory limit"
         )
 
 
 def main():
+    """Load the library's adapter, and answer the driver's requests, in this process or in forks."""
     # The driver's error messages quote only standard error: print everything there.
     os.dup2(2, 1)
     name, descriptor = sys.argv[1:]

@@ -67,6 +67,7 @@ class ForeignEnvironment:
         check_installed(self._command[0], self.library, self.package)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
+        """Start an episode in the child process of this problem, and return its question."""
         # Attempts at one problem share a child, which makes the problem only once.
         key = (self._command, problem.index % self._processes)
         self._child = get_shared(key, lambda: _EpisodeChild(*self._command))
@@ -81,6 +82,7 @@ class ForeignEnvironment:
         return Start((*system_messages, *problem.messages[:-1], question))
 
     async def step(self, turn: Turn) -> Step:
+        """Send the policy's text to the episode. Raises ChildError for an invalid answer."""
         value = await self._request({"do": "step", "text": turn.text})
         reward, done, correct = value.get("reward"), value.get("done"), value.get("correct")
         number = finite_number(reward)

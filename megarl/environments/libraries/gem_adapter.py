@@ -25,6 +25,7 @@ class Gem:
         return {"text": observed_text(observation, info), "system": None}
 
     def step(self, text):
+        """Return a step's observation, reward, end, and verdict (None: no verdict yet)."""
         observation, reward, terminated, truncated, info = self.environment.step(text)
         is_done = bool(terminated or truncated)
         verdicts = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
@@ -44,6 +45,6 @@ class Gem:
 
 
 def observed_text(observation, info):
-    """Return an observation with the environment's prefix and suffix, as the policy sees it."""
+    """Return an observation as the policy sees it: with prefix and suffix."""
     parts = [info.get("prefix"), observation, info.get("suffix")]
     return "\n".join(str(part).strip("\n") for part in parts if part)

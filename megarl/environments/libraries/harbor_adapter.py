@@ -25,6 +25,7 @@ class Library:
     is_forked = True
 
     def __init__(self, settings, load_file):
+        """Load Harbor and its tasks, and refuse before the run what a trial would refuse."""
         self.process_tree = load_file("processes/process_tree.py")
         os.environ["HARBOR_TELEMETRY"] = "0"
         self.task_class = importlib.import_module("harbor.models.task.task").Task
@@ -70,15 +71,15 @@ class Library:
         a task when it creates the trial.
         """
         os.environ[KEY_NAME] = "check"
-        kinds = {}
+        task_of_kind = {}
         for number, task in enumerate(tasks):
             config = task.config
-            phases = [part for step in (config, *(config.steps or ())) for part in (step.agent, step.verifier)]
-            parts = [config.environment, config.verifier.environment, *phases]
-            limits = [[getattr(part, name, None) for name in LIMIT_FIELDS] for part in parts]
-            kinds.setdefault(repr(limits), number)
+            phase_parts = [part for step in (config, *(config.steps or ())) for part in (step.agent, step.verifier)]
+            config_parts = [config.environment, config.verifier.environment, *phase_parts]
+            limits = [[getattr(part, name, None) for name in LIMIT_FIELDS] for part in config_parts]
+            task_of_kind.setdefault(repr(limits), number)
         with tempfile.TemporaryDirectory(prefix="megarl-harbor-") as folder:
-            for number in kinds.values():
+            for number in task_of_kind.values():
                 config = self.make_config(number, f"check-{number}", "http://127.0.0.1:9/v1", folder)
                 try:
                     asyncio.run(self.trial_class.create(config))
@@ -111,21 +112,22 @@ class Library:
         )
 
     def make_config(self, task, trial_name, base_url, trials_folder=None):
+        """Return Harbor's config of a trial. The agent calls the model at `base_url`."""
         agent = dict(self.settings["agent"])
         # Agents that call no model, such as oracle, refuse these fields.
         if self.has_connection:
             # Harbor takes the model's provider from its name. The endpoint has one model, under any name.
             agent |= {"model_name": "openai/policy", "base_url": base_url, "model_api_key_name": KEY_NAME}
-        values = self.settings | {
+        config_values = self.settings | {
             "agent": agent,
             "task": {"path": self.tasks[task]},
             "trial_name": trial_name,
             "trials_dir": trials_folder or self.settings["trials_dir"],
         }
         # Harbor would silently ignore an unknown field.
-        if unknown := sorted(values.keys() - self.configs.TrialConfig.model_fields.keys()):
+        if unknown := sorted(config_values.keys() - self.configs.TrialConfig.model_fields.keys()):
             raise ValueError(f"trial.{unknown[0]}: Harbor's TrialConfig has no such field")
-        return self.configs.TrialConfig.model_validate(values)
+        return self.configs.TrialConfig.model_validate(config_values)
 
     def play(self, request):
         """Make a trial of the task `request["task"]` against the endpoint `base_url`.
@@ -342,13 +344,13 @@ class Library:
     async def end_children(self):
         """End all child processes with SIGTERM, and after `CHILD_SECONDS` with SIGKILL."""
         deadline = time.monotonic() + CHILD_SECONDS
-        number = signal.SIGTERM
+        signal_number = signal.SIGTERM
         while children := [*self.process_tree.descendants(os.getpid())]:
-            if number is not None:
+            if signal_number is not None:
                 for pid in children:
                     with contextlib.suppress(ProcessLookupError):
-                        self.process_tree.send_signal(pid, number)
-            number = signal.SIGKILL if time.monotonic() > deadline else None
+                        self.process_tree.send_signal(pid, signal_number)
+            signal_number = signal.SIGKILL if time.monotonic() > deadline else None
             await asyncio.sleep(0.05)
 
 

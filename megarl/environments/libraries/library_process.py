@@ -75,10 +75,10 @@ def check_installed(python: str, module: str, package: str) -> None:
             f"python = {python!r}: cannot be run ({error}); give the interpreter of an environment"
         ) from None
     if not is_installed:
-        where = "this environment" if python == sys.executable else python
+        interpreter_text = "this environment" if python == sys.executable else python
         raise ConfigError(
-            f"the package {package} is missing in {where}; install it there (`uv pip install --python {python} "
-            f"{package}`), or name the interpreter that has it in rollout.environment_kwargs.python"
+            f"the package {package} is missing in {interpreter_text}; install it there (`uv pip install --python "
+            f"{python} {package}`), or name the interpreter that has it in rollout.environment_kwargs.python"
         )
 
 
@@ -107,6 +107,7 @@ class LibraryChild:
             return self._process
 
     async def _start(self) -> LibraryProcess:
+        """Start a process, and try once more if it is lost. Raises ChildError."""
         try:
             try:
                 return await LibraryProcess.start(self._settings)
@@ -244,8 +245,8 @@ class LibraryProcess:
             reason = f"the answer of the environment's child process is not valid: it sent {error}"
         except (EOFError, OSError):
             self.has_ended = True
-            ended = await asyncio.to_thread(self._server.end)
-            reason = f"the child process of the environment {ended}: {ended.stderr_tail()}"
+            server_end = await asyncio.to_thread(self._server.end)
+            reason = f"the child process of the environment {server_end}: {server_end.stderr_tail()}"
         finally:
             self._writer.transport.abort()
         for answer in self._answers.values():

@@ -55,10 +55,7 @@ class Problem:
 
 
 def read_answer(text, place):
-    """Return the answer in a completion; None: there is none.
-
-    Only the last answer counts: listing many candidates gains nothing.
-    """
+    """Return a completion's last answer, or None. Listing many candidates gains nothing."""
     if place == "text":
         return text.strip()
     pattern = r"<answer>\s*(.*?)\s*</answer>" if place == "tags" else r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -85,9 +82,9 @@ def make_problem(task, config, seed, is_heldout):
     import reasoning_gym
 
     # Draw seeds until the question's hash falls into the wanted part.
-    for draw in range(MAX_DRAWS):
+    for draw_number in range(MAX_DRAWS):
         dataset = reasoning_gym.create_dataset(
-            task, seed=(seed + draw * DRAW_STEP) % MAX_SEED, size=1, **json.loads(config)
+            task, seed=(seed + draw_number * DRAW_STEP) % MAX_SEED, size=1, **json.loads(config)
         )
         entry = dataset[0]
         digest = hashlib.sha256(entry["question"].encode()).digest()

@@ -78,7 +78,7 @@ class Combinations:
         return numbers
 
     def options_as_full(self, full: TrainerOption) -> set[int]:
-        """Return the indices of trainer options that need at least as much memory as the option `full`.
+        """Return the trainer options that need at least as much memory as the option `full`.
 
         Their rows (packed micro-batches) are at least as long, and recompute the same modules or none.
         """

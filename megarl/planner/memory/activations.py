@@ -309,10 +309,10 @@ def _latent_attention_bytes(
 def _linear_attention_bytes(
     linear: LinearAttention, hidden: int, parallel: ParallelConfig, settings: PassSettings
 ) -> float:
-    """Return the bytes that linear attention saves for the backward pass.
+    """Return the bytes saved by linear attention.
 
-    Tensor and context parallelism divide them: a rank has all tokens of some heads. Here it is computed as some tokens
-    of all heads, which are as many numbers.
+    Tensor and context parallelism divide them: a rank has all tokens of some heads. This function counts some tokens of
+    all heads, which are as many numbers.
     """
     tokens = _count_rank_tokens(parallel, settings) / parallel.tp
     # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.

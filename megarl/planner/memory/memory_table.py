@@ -117,7 +117,7 @@ class MemoryTable:
 
     @property
     def fullest_host(self) -> tuple[Phase, ...]:
-        """The phase with the most host memory for each kind of rank: trainer first, then engine."""
+        """The phase with the most host memory by kind of rank: trainer, then engine."""
         parts = dict.fromkeys(phase.part for phase in self.phases)
         return tuple(
             max((phase for phase in self.phases if phase.part == part), key=lambda phase: phase.host_bytes)

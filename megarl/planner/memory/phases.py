@@ -210,9 +210,9 @@ class RankPhases:
         return [Use("whole matrices", device_bytes=matrix_bytes)]
 
     def _list_fp8_uses(self, built: Built) -> Iterator[Use]:
-        """Yield the FP8 copies of weights in an update. The policy keeps its copies until the engine samples.
+        """Yield the FP8 copies of weights; the policy keeps them until the engine samples.
 
-        FP8 also makes saved activations smaller; this is not counted.
+        That FP8 also makes saved activations smaller is not counted.
         """
         if self.memory.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.memory.models.policy)}
@@ -303,8 +303,8 @@ class RankPhases:
     def _list_idle_engine(self) -> list[Use]:
         """Return the memory of an engine that does not sample.
 
-        On a GPU it sleeps without GPU memory; with a LoRA adapter or an EAGLE-3 drafter, its weights then are in host
-        memory. On a CPU it cannot sleep.
+        On a GPU it sleeps without GPU memory; a LoRA adapter or an EAGLE-3 drafter needs its weights in host memory. On
+        a CPU it cannot sleep.
         """
         if not self.memory.platform.is_gpu:
             return self._list_awake_engine()[:2]

@@ -161,7 +161,7 @@ class RankMemory:
 
     @cached_property
     def staging(self) -> int:
-        """The bytes of the reshard's buffers: two buckets, or all weights if they are smaller."""
+        """The bytes of a reshard's buffers: two buckets, or all weights if smaller."""
         if not self.recipe.has_engine or self.parallel.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
@@ -194,7 +194,7 @@ class RankMemory:
 
     @property
     def host_copies(self) -> int:
-        """The bytes of host memory for offloaded states and, with GPUs, for copies of the scoring models."""
+        """Bytes of host memory for offloaded states and, with GPUs, copies of the scoring models."""
         offload = self.recipe.trainer.offload if self.offloads_states else ()
         scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
         return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring

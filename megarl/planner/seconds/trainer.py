@@ -241,10 +241,7 @@ class TrainerCost:
         return 2 * hidden_bytes * (layouts.tp - 1) / layouts.tp / link_bytes_per_second * stage_layers
 
     def _context_exchange_seconds(self, layouts: Layouts, *, tokens: Numbers, stage_layers: Numbers) -> Numbers:
-        """Return the seconds in which context-parallel ranks exchange a row's keys and values [layouts].
-
-        Layers with linear attention exchange none.
-        """
+        """Return the seconds in which context-parallel ranks exchange a row's keys and values [layouts]."""
         key_value_bytes = self.work.shape.attention.cached_numbers(1) * self.item_bytes
         received_tokens = tokens / layouts.cp * (layouts.cp - 1)
         bytes_per_second = self._link_bytes_per_second(layouts.tp * layouts.cp)

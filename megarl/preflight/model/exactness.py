@@ -87,7 +87,7 @@ def _find_layout_faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _adds_alike(first: int, second: int) -> bool:
-    """Return whether tensor-parallel groups of both sizes can add their ranks' products in the same order."""
+    """Return whether tensor-parallel groups of both sizes can add products in the same order."""
     small, large = sorted((first, second))
     # Each rank of the smaller group adds its blocks in pairs. The larger group adds in the same order only if the ratio
     # of sizes is a power of two.

@@ -208,9 +208,9 @@ def pack_files(files: Mapping[str, tuple[int, bytes]]) -> str:
 
 
 def decode_file(text: str, path: str, max_bytes: int) -> bytes:
-    """Return the file printed by `GET_SCRIPT`. Raises OSError if it has more than `max_bytes` bytes.
+    """Return the file printed by `GET_SCRIPT`, which prints at most one byte more than `max_bytes`.
 
-    The script must print up to `max_bytes + 1` bytes, so that a longer file is noticed.
+    Raises OSError if the file is longer.
     """
     content = base64.b64decode(text)
     if len(content) > max_bytes:

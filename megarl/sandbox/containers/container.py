@@ -132,9 +132,7 @@ class Container:
         self.seconds_to_start = time.monotonic() - start_time
 
     async def adopt(self) -> None:
-        """Take over the container that an earlier host started under this name. Raises ContainerError if it has
-        ended.
-        """
+        """Take over a container of an earlier host. Raises ContainerError if it has ended."""
         try:
             await self._read_greeting(connect_to(self.settings.name))
             self.renew()
@@ -163,10 +161,10 @@ class Container:
         folder: str | None = None,
         label: str = "",
     ) -> Executed:
-        """Run a program to its end, then kill all other programs of the container. Raises ContainerError.
+        """Run a program to its end, then kill all others in the container. Raises ContainerError.
 
-        `stdin` is the program's standard input, in base64. If the container outlives this host process, the next host
-        can `join` the program by its `label`. Cancelling the call kills all programs.
+        `stdin` is in base64. A later host can `join` the program by its `label`. Cancelling the call kills all
+        programs.
         """
         return await self._await_end(
             "exec", command=command, environment=dict(environment), stdin=stdin, folder=folder, label=label

@@ -29,7 +29,7 @@ class ContainerHost:
         """Tasks that run a program, by the name of its container."""
 
     async def request(self, verb: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Execute a request, and return its answer. After a failure the answer has `error`, as `KIND: reason`."""
+        """Carry out a request. After a failure the answer has `error`, as `KIND: reason`."""
         try:
             return await getattr(self, f"_{verb}")(**fields)
         except ContainerError as error:
@@ -45,7 +45,7 @@ class ContainerHost:
         return {"url": container.url, "seconds": container.seconds_to_start}
 
     async def _adopt(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over a container started by an earlier host. The answer's `seconds_running` is 0 if no program runs."""
+        """Take over an earlier host's container. `seconds_running` is 0 if no program runs."""
         container = Container(_read_settings(settings))
         await self._start_and_store(container, container.adopt())
         return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
@@ -124,7 +124,7 @@ class ContainerHost:
         return {}
 
     async def _renew(self) -> dict[str, Any]:
-        """Renew all leases. Returns names of living containers, the machine with its memory limit, and free memory."""
+        """Renew all leases. Returns living containers, the machine with its memory limit, and free memory."""
         for container in self._containers.values():
             container.renew()
         # Jobs and containers of one machine have separate memory limits.

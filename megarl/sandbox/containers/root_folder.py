@@ -108,7 +108,7 @@ def _mount_image(image: str, users: int | None) -> str:
 
 
 def _show_system(root: str, python: Sequence[str]) -> None:
-    """Mount the system folders, and the folders of megarl's Python, read-only below `root`. Links remain links."""
+    """Mount the system's and megarl's Python folders read-only below `root`. Links remain links."""
     for folder in dict.fromkeys((*_SYSTEM_FOLDERS, *python)):
         # On merged systems /bin is a link to usr/bin. Programs expect this.
         if os.path.islink(folder):
@@ -148,7 +148,7 @@ def _bind(source: str, target: str, users: int | None) -> None:
 
 
 def map_users(proc: int, *, user: int, group: int) -> None:
-    """Make this process's user root of its new user namespace. `proc` is a descriptor of the machine's /proc."""
+    """Make this user root of its new user namespace. `proc`: descriptor of the machine's /proc."""
     prctl(PR_SET_DUMPABLE, 1)  # Otherwise root owns its files in /proc.
     # Linux requires denying setgroups before an unprivileged process may write gid_map.
     write_process_file(proc, "self/setgroups", "deny")

@@ -165,9 +165,7 @@ class Containers:
         self.renewing = asyncio.create_task(self._renew())
 
     async def close(self) -> None:
-        """End all containers on the driver's machine. On other nodes they end with their attempts, or when a lease
-        expires.
-        """
+        """End all containers on the driver's machine. Others end with their attempts or leases."""
         if self.renewing is not None:
             self.renewing.cancel()
             await asyncio.wait({self.renewing})
@@ -240,7 +238,7 @@ class Containers:
         raise failure
 
     def _needed_memory(self, limits: Mapping[str, Any]) -> int:
-        """Return the bytes that a container may use: memory of its programs plus new files held in memory."""
+        """Return the bytes that a container may use: its programs, and new files in memory."""
         needed_bytes = limits.get("memory_bytes", _gib(self._config.memory_gib)) or 0
         if self._config.has_layer:
             needed_bytes += limits.get("disk_bytes", _gib(self._config.disk_gib)) or DEFAULT_DISK_BYTES

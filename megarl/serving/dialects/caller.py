@@ -14,10 +14,7 @@ _MAX_METADATA = 4096
 
 
 def read_caller(headers: Mapping[str, str]) -> Caller:
-    """Return the agent named by the headers `x-megarl-agent`, `x-megarl-parent` and `x-megarl-kind`.
-
-    Without these headers it is the attempt's main agent.
-    """
+    """Return the agent named by megarl's headers `x-megarl-agent`, `-parent` and `-kind`; else the main agent."""
     return _caller(headers, None, None, None)
 
 
@@ -35,10 +32,7 @@ def read_codex_caller(headers: Mapping[str, str]) -> Caller:
 
 
 def _caller(headers: Mapping[str, str], agent: str | None, parent: str | None, kind: str | None) -> Caller:
-    """Return the agent that a request names, with names cut to `_MAX_CHARACTERS`.
-
-    `agent`, `parent` and `kind` are from the vendor's headers. megarl's headers take precedence.
-    """
+    """Return the agent that a request names. megarl's headers take precedence over a vendor's values."""
     agent = _name(headers.get("x-megarl-agent")) or _name(agent)
     parent = _name(headers.get("x-megarl-parent")) or _name(parent)
     kind = _name(headers.get("x-megarl-kind")) or _name(kind)

@@ -160,7 +160,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def _is_free(choice: Any) -> bool:
-    """Return whether a request's `tool_choice` lets the model choose. With `none` the model sees no tools."""
+    """Return whether `tool_choice` lets the model choose. With `none` it sees no tools."""
     return (
         isinstance(choice, Mapping)
         and choice.get("type") in ("auto", "none")
@@ -273,7 +273,7 @@ def _convert_tool(tool: Mapping[str, Any], field_path: str) -> dict[str, Any]:
 
 
 def _list_blocks(answer: Answer) -> Iterator[tuple[str, Any]]:
-    """Yield an answer's parts as (kind of block, content). A tool call's content is (id, name, arguments)."""
+    """Yield an answer's parts as (kind, content). A tool call's content is (id, name, arguments)."""
     if answer.reasoning:
         yield "thinking", answer.reasoning
     if answer.text:
@@ -283,7 +283,7 @@ def _list_blocks(answer: Answer) -> Iterator[tuple[str, Any]]:
 
 
 def _make_empty_block(kind: str, content: Any) -> dict[str, Any]:
-    """Return the block that begins a part in a stream. `content` is as `_list_blocks` yields it."""
+    """Return the block that begins a part (`_list_blocks`) in a stream."""
     if kind == "tool_use":
         call_id, name, _ = content
         return {"type": kind, "id": call_id, "name": name, "input": {}}
