@@ -1,7 +1,4 @@
-"""Conditions under which recipe fields have an effect, for `OnlyIf` annotations.
-
-Some are functions from a section's dotted name to the condition, for sections at several places of the recipe.
-"""
+"""Conditions under which recipe fields have an effect, for `OnlyIf` annotations."""
 
 from __future__ import annotations
 

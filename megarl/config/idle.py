@@ -46,11 +46,10 @@ class Origin:
 
 # A dropped value can make others idle (the data of a mixture, for example), so this repeats until nothing changes.
 def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Recipe, list[str], list[str]]:
-    """Drop values of the recipe file that lost their effect because of overrides.
+    """Drop values of the recipe file that lost their effect because of overrides, from `merged` too.
 
-    Returns the recipe, one notice per reason, and the errors. Values and references are removed from `merged` too. An
-    error is a required value that is missing after the removal, for example the data of a mixture; its field is added
-    to `origin.unread`.
+    Returns the recipe, one notice per reason, and errors: required values now missing, such as the data of a mixture.
+    Their fields are added to `origin.unread`.
     """
     notices: list[str] = []
     faults: list[str] = []
@@ -79,11 +78,7 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
 
 # Runs before validation, where two different names of the gold answer are an error.
 def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
-    """Drop the file's name of the gold answer's field if an override names this field in the other way.
-
-    The two ways are fields.answer and answer_field. Values and references are removed from `merged`. Returns the
-    notices.
-    """
+    """Drop fields.answer or answer_field of the file from `merged` if an override sets the other. Returns notices."""
     notices: list[str] = []
     for place, data_set in two_answers(merged.values):
         role_place, field_place = f"{place}.fields.answer", f"{place}.answer_field"

@@ -1,4 +1,4 @@
-"""Reading and printing of recipes: a YAML file, command-line overrides, and one message with all errors.
+"""Reading and printing of recipes: a YAML file, command-line overrides, one message with all errors.
 
 OmegaConf and pydantic are imported where they are used, so that `megarl --help` is fast.
 """
@@ -113,8 +113,8 @@ def written_value(recipe: Recipe, field: str) -> Any:
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """Return a line `field: old -> new` for each field that differs from an earlier recipe of the same run.
 
-    `earlier` is the parsed YAML of the run folder. Its missing fields count as defaults. `runs_folder` is ignored: both
-    recipes belong to the same run folder, so only its spelling can differ.
+    `earlier` is the run folder's parsed YAML; missing fields count as defaults. `runs_folder` can differ only in
+    spelling, so it is ignored.
     """
     import yaml
 

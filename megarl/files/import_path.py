@@ -1,4 +1,4 @@
-"""Objects that a recipe names: a built-in object by its name in a table, or a user's object by its import path.
+"""Objects that a recipe names: built-in ones by a table, or a user's object by its import path.
 
 An import path is `package.module:name` or `path/to/file.py:name`.
 """

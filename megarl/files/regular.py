@@ -1,4 +1,4 @@
-"""Checks that a path is a regular file before it is opened. Opening a named pipe would wait for a writer forever."""
+"""Checks that a path is a regular file: opening a named pipe would wait for a writer forever."""
 
 from __future__ import annotations
 

@@ -40,10 +40,9 @@ KEEP_LOGITS = "trainer.keep_logits"
 def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
     """Return the recipe with values for missing fields whose defaults depend on memory.
 
-    The fields: offloaded states, recomputation, KV cache, row length of passes without gradients, kept logits, recovery
-    from copies in host memory, and `lora.sync: auto`. A later check tests whether the run fits. Only `lora.sync` is set
-    if memory cannot be predicted, or if the recipe starts (`is_start`) on a CPU. `is_trained` False: only engines
-    start, on all ranks.
+    The fields: offloaded states, recomputation, KV cache, row length without gradients, kept logits, copies for
+    recovery, and `lora.sync: auto`. Only `lora.sync` is set if memory cannot be predicted, or if the recipe starts
+    (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
     """
     recipe = with_chosen_sync(recipe, is_trained=is_trained)
     trainer = recipe.trainer
@@ -99,10 +98,9 @@ def _sets_field(recipe: Recipe, field: str) -> bool:
 
 
 def with_chunk_tokens(recipe: Recipe) -> Recipe:
-    """Return the recipe with the tokens per chunk of logits, for printing: the smallest number of policy and teachers.
+    """Return the recipe with the tokens per chunk of logits, for printing: the smallest of policy and teachers.
 
-    In a run each model chooses its own number. Unchanged: a recipe that sets the field, computes no log-probs, or has
-    an unreadable model.
+    Unchanged: a recipe that sets the field, computes no log-probs, or has an unreadable model.
     """
     if (
         recipe.trainer.logprob_chunk_tokens is not None
@@ -205,10 +203,10 @@ class _Savings:
         return ranking.changes[0].recipe
 
     def explain(self, field: str, completed: Recipe) -> str:
-        """Return a sentence that says why the planner chose a field's value in the completed recipe.
+        """Return why the planner chose a field's value in the completed recipe.
 
-        For the cheapest value, it names the GPU memory that stays free. For a more expensive value, it names what the
-        next cheaper value would lack: GPU memory or KV cache.
+        For the cheapest value, it names the GPU memory left. Otherwise it names what the next cheaper value would lack:
+        GPU memory or KV cache.
         """
         values_by_cost = self._list_values(field)
         cost_rank = next(

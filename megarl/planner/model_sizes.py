@@ -1,6 +1,6 @@
 """Rules about sizes and the model: parallel sizes, FP8 blocks, linear attention, recomputed modules.
 
-The planner's searches propose only recipes that obey them. `preflight.model.model_sizes` checks each recipe by them.
+`preflight.model.model_sizes` checks each recipe by them.
 """
 
 from __future__ import annotations

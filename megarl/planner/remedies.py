@@ -38,8 +38,7 @@ _CACHE, _SHARE = "rollout.kv_cache_gib", "rollout.gpu_memory_utilization"
 def list_memory_moves(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
     """Return the changes that save GPU memory on the same ranks.
 
-    Offloading costs seconds per step. A smaller KV cache, shorter rows, and recomputation (a third of the training
-    time) cost more.
+    Offloading costs seconds per step; a smaller KV cache, shorter rows and recomputation cost more.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
     has_share = rollout.gpu_memory_utilization is not None
@@ -133,10 +132,10 @@ def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
 def remedies(
     recipe: Recipe, judge: MemoryJudge, *, max_remedies: int = 3, before: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the cheapest changes of the recipe after which it fits into memory, cheapest first.
+    """Return the cheapest changes with which the recipe fits into memory, cheapest first.
 
-    A change is a dictionary of new values by field. Each change is enough alone, and all of its fields are needed.
-    `before` are values set in any case. If no change is enough, the search is repeated with the optimizer on the host.
+    A change has new values by field; all are needed, and each change is enough alone. `before`: values set in any case.
+    If no change is enough, the search is repeated with the optimizer on the host.
     """
     first_values = dict(before or {})
     changed_recipe = with_field_values(recipe, first_values)

@@ -18,9 +18,9 @@ rows are harder to balance over ranks.
 
 
 def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
-    """Return the greatest row length in tokens at which training fits in memory, below the recipe's row length.
+    """Return the greatest row length in tokens at which training fits in memory, below the recipe's.
 
-    Only multiples of `_row_length_step` are possible. None: even a row with one sample does not fit.
+    None: even a row with one sample does not fit.
     """
     step_tokens = _row_length_step(recipe, judge.models)
     # A reward model reads one token more than the policy is trained on.

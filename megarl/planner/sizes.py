@@ -1,6 +1,6 @@
 """Parallel sizes of a recipe, and rules about them: whether ranks, batches and lengths fit each other.
 
-The search of layouts proposes only sizes that obey them. `preflight.sizes` checks each recipe by them.
+`preflight.sizes` checks each recipe by them.
 """
 
 from __future__ import annotations

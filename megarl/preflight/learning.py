@@ -465,10 +465,9 @@ def updates_like_adam(optimizer: OptimizerConfig) -> bool:
 
 
 def find_unusual_learning_rate(recipe: Recipe, step: int = 0) -> BrokenRule | None:
-    """Return a finding if the learning rate is unusual for the model; None: it is usual, or nothing is trained.
+    """Return a finding if the learning rate is unusual for the model, or None.
 
-    `step` is the last step before the start. Optimizers whose updates differ in size from Adam's have a usual range
-    only if the recipe sets one.
+    `step`: the last one before the start. Optimizers unlike Adam have a usual range only if the recipe sets one.
     """
     usual_rates = recipe.health.learning_rate
     if (

@@ -173,10 +173,9 @@ def _format_value(section: str, field: str, value: Any) -> str:
 
 
 def accepts(annotation: ast.expr, value: Any) -> bool:
-    """Return whether a recipe's value fits the type annotation of a library's field.
+    """Return whether a value fits a library field's annotation: bool, int, float, str, literals, lists, unions.
 
-    Checked are bool, int, float, str, literals, lists of them, and unions. All other annotations accept everything.
-    None always fits, because libraries annotate fields with default None as if they had another type.
+    Other annotations accept everything, and None always fits: libraries annotate fields with default None otherwise.
     """
     if value is None:
         return True

@@ -75,8 +75,8 @@ def become_user(user: int) -> None:
 def enter(trees: Sequence[str], prepare: bool) -> None:
     """Move this process into namespaces with a root of only `trees` (read-only), some devices and an empty /tmp.
 
-    With `prepare` the process must be root. It builds the root folder before it drops root's rights, because perhaps
-    only root can read Python. Raises OSError with the failed step. This process is then useless.
+    `prepare`: the process is root, and builds the root folder before it drops root's rights: perhaps only root can read
+    Python. Raises OSError with the failed step; the process is then useless.
     """
     # Open it first, because the new root has no /proc.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -367,12 +367,10 @@ class _Run:
                 self._connection.send(b"kill")
 
     def _extend_deadline(self) -> float:
-        """Return the next deadline of a run that has reached its deadline, in seconds of `time.monotonic`.
+        """Return the next deadline of a run at its deadline, in seconds of `time.monotonic`; in the past: kill the run.
 
-        Only idle time counts towards the wall-clock limit. So busy time (computing or waiting for a CPU) extends the
-        deadline. A result in the past means that the run must be killed.
-
-        Raises SandboxError if the program has not begun.
+        Only idle time counts, so busy time (computing or waiting for a CPU) extends the deadline. Raises SandboxError
+        if the program has not begun.
         """
         if self._began_at is None:
             status = bytes(self._content[self._status]).decode(errors="replace")

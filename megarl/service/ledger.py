@@ -122,9 +122,9 @@ class _Sequence:
 
 
 def _make_failing_work(sequence: _Sequence, reason: str | None, message: str) -> Work:
-    """Return the work that a refused request runs instead of its own. It fails the request with `message`.
+    """Return the work that fails a refused request with `message`, and with a `reason` the model's next step.
 
-    A `reason` also fails the model's next step. The work runs when the request's turn comes, so no earlier step fails.
+    The work runs when the request's turn comes, so no earlier step fails.
     """
 
     async def fail_request() -> Reply:
@@ -217,11 +217,10 @@ class Ledger:
         return promise
 
     def fail_in_turn(self, model_id: str, number: int, error: Exception, *, is_training: bool) -> Promise:
-        """Use a model's number for a request that cannot run. It fails when its turn comes. With `is_training` the
-        model's next step fails too.
+        """Use a model's number for a request that cannot run: it fails in turn. `is_training`: the next step fails too.
 
-        A repetition gets the same promise, whatever its body. If the number has an earlier promise, it stays. A
-        BusyError is raised again while the client repeats the request.
+        A repetition gets the same promise, and an earlier promise of the number stays. A BusyError is raised again
+        while the client repeats the request.
         """
         sequence, message = self._sequences[model_id], str(error)
         if (promise := self._find_promise_of_used_number(sequence, model_id, number)) is None:
@@ -246,7 +245,7 @@ class Ledger:
     ) -> Promise:
         """Run a request that waits for no earlier one. A repetition, with equal key and body, gets the same promise.
 
-        `tokens` is the request's number of tokens, which count against the owner's limit. Raises BusyError above it.
+        Raises BusyError if `tokens` exceed the owner's limit.
         """
         if (earlier_promise := self._unordered.get(request_key)) is not None:
             if earlier_promise.digest == digest:

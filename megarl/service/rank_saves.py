@@ -1,7 +1,7 @@
 """A model's save on the ranks of a service. A fault of the disk fails only this save.
 
-A save consists of collectives. A rank that raised an error in between would keep the others waiting, and end the
-service. So rank 0 reserves the room first, and the ranks compare their outcomes before the next collective.
+A rank that raised an error between two collectives would keep the others waiting. So rank 0 reserves the room first,
+and the ranks compare their outcomes before the next collective.
 """
 
 from __future__ import annotations

@@ -136,7 +136,6 @@ class RankTrainer:
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
     ) -> NDArray[np.float32]:
-        """Compute log-probs and losses on the ranks, in the model's turn. Unless `is_forward_only`, add gradients."""
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
         async def run_in_turn() -> NDArray[np.float32]:
@@ -167,7 +166,6 @@ class RankTrainer:
         await asyncio.to_thread(complete_manifest, folder, files, {"format": "torch_dist"})
 
     async def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Load a checkpoint on all ranks. After a rank's fault, the model is gone: StorageError."""
         await asyncio.to_thread(check_intact, folder)
         faults = await self._call_adapters(
             "load",
@@ -193,7 +191,6 @@ class RankTrainer:
             raise StorageError(fault)
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
-        """Free the memory of idle models. Raises OSError if a disk fails."""
         # `_make_room` may have moved some already. An empty turn would put engines on shared ranks to sleep.
         in_memory = [model_id for model_id in models if model_id not in self._on_disk]
         if not in_memory:
@@ -231,7 +228,6 @@ class RankTrainer:
     async def sample(
         self, version: str | None, prompt: NDArray[np.int32], settings: SamplingSettings, seeds: Sequence[int]
     ) -> list[Sample]:
-        """Sample one completion per seed from a version's adapter. Raises UserError if an engine refuses the prompt."""
         self._check_prompt(prompt)
 
         async def generate() -> list[Completion]:
@@ -268,7 +264,6 @@ class RankTrainer:
     async def score(
         self, version: str | None, prompt: NDArray[np.int32], num_top_tokens: int
     ) -> tuple[NDArray[np.float32], TopTokens]:
-        """Compute the log-probs of a prompt's tokens and the most likely tokens, in a trainer's forward pass."""
         self._check_prompt(prompt)
         if len(prompt) > self.served.row_tokens:
             raise UserError(

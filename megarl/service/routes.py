@@ -215,10 +215,10 @@ class _Routes:
         *,
         is_training: bool,
     ) -> web.StreamResponse:
-        """Answer a numbered request with the promise that `accept_body` returns for its body.
+        """Answer a numbered request with the promise that `accept_body` returns.
 
-        An unreadable request gets a failed promise. The SDK repeats a request above the limit of bytes, until it gets a
-        failed promise too. `find_address` returns model and number from the body's first bytes.
+        An unreadable or too large request gets a failed promise, the latter after the SDK's repetitions. `find_address`
+        returns model and number from the body's first bytes.
         """
         body_start = bytearray()
         try:

@@ -1,7 +1,4 @@
-"""Sessions of the service's clients, with their models and sampling sessions, looked up by id and owner.
-
-Another owner's id counts as unknown.
-"""
+"""Sessions of the service's clients, with their models and sampling sessions, by id and owner."""
 
 from __future__ import annotations
 

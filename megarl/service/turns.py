@@ -1,7 +1,6 @@
 """Turns of the ranks: which training call runs next, and which sampling requests run together.
 
-Accounts get equal shares of the tokens (`fair_queue`). Separate engines sample while the trainer trains. Engines on the
-trainer's ranks take turns with it, in one queue.
+Accounts get equal shares of the tokens (`fair_queue`). Engines on the trainer's ranks take turns with it, in one queue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The SDK's protobuf messages, as numpy arrays.
 
-The SDK's generated module defines them. It is loaded by its file, because importing the SDK takes seconds and loads
-torch.
+The SDK's generated module is loaded by its file: importing the SDK takes seconds and loads torch.
 """
 
 from __future__ import annotations

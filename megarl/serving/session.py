@@ -351,10 +351,9 @@ class Session:
         caller: Caller,
         request_digest: bytes,
     ) -> Answer:
-        """Sample a completion of a prompt for request `number`.
+        """Sample a completion of a prompt for request `number`. It reuses the token ids of an earlier text.
 
-        A prompt that begins with an earlier prompt and completion reuses their token ids; only the rest is tokenized.
-        `request_digest` identifies repeats of the request. It is written to the journal, and so is `caller`.
+        `request_digest` identifies repeats. It is written to the journal, and so is `caller`.
         """
         continued_number = None
         if not isinstance(prompt, str):

@@ -107,9 +107,9 @@ class Meaning:
         return f"{'here' if is_only else programs_text} it is {fields}" + (f" ({notes})" if notes else "")
 
     def _join_notes(self) -> str:
-        """Return the options' notes, which say how an option differs from the recipe field, as one text.
+        """Return the notes, which say how options differ from the recipe field, as one text.
 
-        Empty: in one of the programs the option means the same as the field. Different notes name their programs.
+        Empty: in one of the programs the option means the same. Different notes name their programs.
         """
         programs_by_note: defaultdict[str, list[str]] = defaultdict(list)
         for option in self.options:
@@ -165,10 +165,7 @@ def short_meanings(name: str, value: str | None = None) -> list[Meaning]:
 
 
 def _group_by_meaning(options: Sequence[Option], value: str | None) -> list[Meaning]:
-    """Return what another program's option with this value means in a recipe.
-
-    With `value` None, the meaning for any value counts; if there is none, the meanings of single values.
-    """
+    """Return what another program's option means with this value; None: with any value, else with single values."""
     options_for_value = [
         option for option in options if option.value and value and _plain_name(option.value) == _plain_name(value)
     ]
@@ -186,9 +183,9 @@ def _group_by_meaning(options: Sequence[Option], value: str | None) -> list[Mean
 def describe_replacements(
     option_meanings: Sequence[Meaning], value: str | None = None, *, with_override: bool = False
 ) -> str:
-    """Return the end of an error message about another program's option: the recipe fields that replace it.
+    """Return the end of an error about another program's option: the fields that replace it.
 
-    `value`: the option's value. `with_override`: add the override to write, if a field takes the option's value.
+    `with_override`: add the override to write, if a field takes the option's `value`.
     """
     texts = []
     is_only = len(option_meanings) == 1

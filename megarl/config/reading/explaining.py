@@ -26,8 +26,8 @@ def explain_error(
 ) -> str:
     """Return the message for a pydantic error as one or several lines.
 
-    `kind` is pydantic's type of the error, `loc` its place (keys and indices), `value` the wrong value, `message`
-    pydantic's message. `references` has unresolved texts such as `${model.path}` by place, which the message quotes.
+    `kind`: its type; `loc`: its place (keys and indices). The message quotes `references`, unresolved texts such as
+    `${model.path}` by place.
     """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
@@ -163,10 +163,10 @@ def _find_elsewhere(place: str) -> list[str]:
 
 
 def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
-    """Return the end of the error message for an unknown command-line option, for example `--steps 5`.
+    """Return the end of the error for an unknown command-line option, for example `--steps 5`.
 
-    It explains the first that applies: an option of another program, the recipe field to override, a section, a similar
-    option or field. `options` are the command's valid options.
+    It explains the first that applies: an option of another program, a recipe field to override, a section, a similar
+    option or field. `options`: the command's.
     """
     name, recipe_fields = option.lstrip("-").replace("-", "_"), all_fields()
     matches = [name] if name in recipe_fields else _find_elsewhere(name)

@@ -1,4 +1,4 @@
-"""The recipe file and command-line overrides, merged into plain values (dicts and lists) before validation.
+"""The recipe file and command-line overrides, merged into plain values before validation.
 
 OmegaConf is imported where it is used, so that `megarl --help` is fast.
 """

@@ -70,7 +70,7 @@ def _allow_references(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _allow_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON schema that accepts what `schema` accepts, and a reference to another field.
 
-    Schemas of sections are unchanged. So are schemas that accept every text, because a reference is a text.
+    Unchanged: sections, and schemas that accept every text.
     """
     inner = _allow_references(schema)
     notes = {name: inner.pop(name) for name in _NOTES if name in inner}

@@ -1,5 +1,5 @@
-"""Environment libraries. Each runs in a child process with a Python interpreter that has the library installed.
+"""Environment libraries, each in a child process with an interpreter that has the library.
 
 `child` is the program of every child process, `NAME_adapter` the code for the library NAME. `library_process` is the
-driver's side: it starts the processes, exchanges messages with them and replaces ended ones.
+driver's side.
 """

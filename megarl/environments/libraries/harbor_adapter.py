@@ -67,8 +67,8 @@ class Library:
     def refuse_tasks(self, tasks):
         """Raise ValueError for a task that the environment cannot run: its network modes or its resources.
 
-        Tasks with equal LIMIT_FIELDS are of one kind. One trial of each kind is created, but not started: Harbor checks
-        a task when it creates the trial.
+        Harbor checks a task when it creates a trial, so one trial of each kind (equal LIMIT_FIELDS) is created, but not
+        started.
         """
         os.environ[KEY_NAME] = "check"
         task_of_kind = {}

@@ -201,10 +201,7 @@ class LibraryProcess:
         asyncio.get_running_loop().run_in_executor(None, self._server.close)
 
     async def close(self) -> None:
-        """End the process and all its descendants, and wait for their end.
-
-        Forks get the settings' `end_seconds` to stop what they have started. Then all are killed.
-        """
+        """End the process and its descendants, and wait. Forks get `end_seconds` to stop what they have started."""
         if self._end_seconds and not self.has_ended:
             self._is_closing = True
             self._writer.write_eof()

@@ -129,10 +129,9 @@ class Candidates:
         return engine_sizes
 
     def list_trainers(self, placed: Recipe) -> list[TrainerSizes]:
-        """Return the sizes of a trainer that the recipe's checks accept on the ranks of this placement.
+        """Return the sizes of a trainer that the recipe's checks accept on this placement's ranks.
 
-        First the sizes of the dense layers are checked, with whole experts. Then each accepted combination is checked
-        with each way to split the experts.
+        First the sizes of dense layers are checked, then each way to split the experts.
         """
         trainer_sizes = []
         num_ranks, ranks_per_node = placed.trainer_ranks, placed.cluster.ranks_per_node

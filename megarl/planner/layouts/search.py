@@ -1,8 +1,8 @@
 """Searches the layouts of a recipe that fit its GPUs, and ranks them by the predicted seconds of a step.
 
-Each layout first gets a lower bound: its seconds with a KV cache for all requests at once. Layouts are examined by
-ascending bound. A memory prediction decides whether a layout fits, and gives its real cache and seconds. The search
-ends once every remaining bound is above the slowest layout of the result.
+Each layout first gets a lower bound: its seconds with a KV cache for all requests. Layouts are examined by ascending
+bound. A memory prediction decides whether a layout fits, and gives its real cache and seconds. The search ends when
+every remaining bound is above the slowest result.
 """
 
 from __future__ import annotations
@@ -243,10 +243,9 @@ class LayoutSearch:
         engines: Sequence[EngineSizes],
         offloads: Sequence[Sequence[str]],
     ) -> NDArray[np.bool_]:
-        """Return whether a colocated reshard exceeds a GPU [layouts, engines, offloads].
+        """Return whether a colocated reshard exceeds a GPU, without a KV cache [layouts, engines, offloads].
 
-        Counts the trainer states on the GPU and the engine's weights, without a KV cache. `state_bytes` has a rank's
-        bytes by state, each [layouts].
+        `state_bytes` has a rank's bytes by state, each [layouts].
         """
         states_on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
         # A reshard reads the parameters on the GPU, even if they are offloaded at other times.

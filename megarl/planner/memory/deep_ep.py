@@ -41,8 +41,7 @@ _HEAP_GRANULE = 512 << 20
 def deep_ep_bytes(*, hidden_size: int, itemsize: int, num_ranks: int, num_sms: int = NUM_SMS) -> int:
     """Return the bytes of DeepEP's buffers if `num_ranks` (etp * ep) ranks exchange tokens.
 
-    `itemsize` is in bytes per number of a token. An unsupported number of ranks gives 0; a check of the recipe rejects
-    it.
+    `itemsize`: bytes per number of a token. An unsupported number of ranks gives 0; a check rejects it.
     """
     if num_ranks not in RECEIVED_TOKENS:
         return 0

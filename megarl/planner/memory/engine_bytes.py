@@ -49,12 +49,11 @@ def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantizati
 
 
 def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_bytes: int, stages: int) -> int:
-    """Return the peak bytes of a reshard to an FP8 engine on a rank, in addition to weights and buckets.
+    """Return the peak bytes of a reshard to an FP8 engine on a rank, besides weights and buckets.
 
-    The peak has two parts. First: 16-bit weights that wait until all weights of their module have arrived
-    (`reshard.quantised`). The layers of all pipeline `stages` arrive in parallel, with three buckets in flight.
-    Second: the largest module with padded rows, and vLLM's temporary memory to quantise it. vLLM quantises a layer's
-    experts one by one. For a linear layer it holds a padded copy and its absolute values, both in float32.
+    First: 16-bit weights that wait until their module is complete (`reshard.quantised`). The layers of all pipeline
+    `stages` arrive in parallel, with three buckets in flight. Second: the largest module with padded rows, and vLLM's
+    temporary memory to quantise it: for a linear layer a padded copy and its absolute values in float32.
     """
     module_numels: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
@@ -135,8 +134,8 @@ def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
 def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests: int, itemsize: int) -> int:
     """Return the peak temporary bytes of an engine step: a layer's activations, or the sampler's logits.
 
-    A layer has the residual stream, its norm, and input and output of its wider part. The logits exist three times: in
-    the model's type, in float32, and as probabilities.
+    A layer has the residual stream, its norm, and input and output of its wider part. Logits exist three times: in the
+    model's type, float32, and as probabilities.
     """
     attention_channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
     # The widest feed-forward layer decides.

@@ -36,9 +36,8 @@ def memory_table(
 ) -> MemoryTable:
     """Return a recipe's predicted memory. Each phase has the numbers of its fullest rank.
 
-    `gpu_gib`: GiB of an engine's GPU, for `rollout.gpu_memory_utilization`. One rank per pipeline stage is examined,
-    because ranks of a stage differ only by padding. `stages`: stages to examine; None: all. With separate engines, the
-    first engine rank is examined too.
+    `gpu_gib`: GiB of an engine's GPU, for `rollout.gpu_memory_utilization`. One rank of each pipeline stage in `stages`
+    (None: all) is examined, because ranks of a stage differ only by padding; so is the first separate engine rank.
     """
     parallel = models.policy.parallel
     ranks = [parallel.rank(tp=0, dp=0, pp=stage) for stage in (range(parallel.pp) if stages is None else stages)]

@@ -284,10 +284,9 @@ def _unsharded_states(
 
 
 def _estimate_numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
-    """Return the numbers of elements of the parameters that Megatron-Core would update on the host.
+    """Return the elements of each parameter that Megatron-Core would update on the host: matrices first.
 
-    It moves matrices first, until `fraction` is reached. It has another order within a layer, and treats several model
-    chunks together. So this estimate is wrong by at most one parameter per chunk.
+    Its order within a layer differs, so this is wrong by at most one parameter per model chunk.
     """
     total = sum(max(numel, 0) for numel in numels)
     chosen_numels: list[int] = []

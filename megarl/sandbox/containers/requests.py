@@ -1,7 +1,6 @@
 """Request loop of a container: executes the host's requests within limits, and ends the container with its lease.
 
-Messages are length-prefixed JSON (`processes.frames`). The loop runs in the first process of the container's
-namespaces, or outside the container, where it can see and kill the programs.
+The loop runs in the first process of the container's namespaces, or outside, where it can see and kill the programs.
 """
 
 from __future__ import annotations

@@ -245,9 +245,9 @@ class Containers:
         return int(needed_bytes)
 
     async def _choose_node(self, failed_nodes: Collection[Node], memory_bytes: int) -> Node | None:
-        """Return the node with the most free memory; wait until a node has room. None: no node is left.
+        """Wait until a node has room, and return the one with the most free memory. None: no node is left.
 
-        Nodes in `failed_nodes` have failed. They are chosen only if the run has no other node.
+        Nodes in `failed_nodes` are chosen only if the run has no other node.
         """
         while True:
             # Better wait for another node's memory than fail on the same node again.

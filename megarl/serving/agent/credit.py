@@ -14,10 +14,9 @@ Credit = Literal["attempt", "final_segment", "by_turn"]
 
 
 def trained_answers(answers: Sequence[Answer], credit: Credit, untrained_kinds: Collection[str]) -> list[int]:
-    """Return the indices of the answers to train, in ascending order.
+    """Return the indices of the answers to train, without those to requests of `untrained_kinds`.
 
-    Answers to requests of the kinds `untrained_kinds` are left out. With credit `final_segment` only the token sequence
-    of the main agent's last answer is trained.
+    With credit `final_segment` only the token sequence of the main agent's last answer is trained.
     """
     candidates = [index for index, answer in enumerate(answers) if answer.caller.kind not in untrained_kinds]
     if credit != "final_segment" or not candidates:
