@@ -198,38 +198,8 @@ class Sandbox:
     def _start(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Start a spawner process. Returns its active layers, and the reasons for missing ones by name."""
         own_end, spawner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        packages, listable = _find_packages(self._settings.packages)
-        interpreter, trees, search_path = _find_python()
-        start = {
-            "layers": layers,
-            "trees": sorted({*trees, *packages}),
-            "listable": listable,
-            "packages": self._settings.packages,
-            "search_path": [*search_path, *listable],
-        }
-        root = str(PACKAGE.parent)
         with spawner_end:
-            self._process = LaunchedProgram(
-                # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
-                [
-                    interpreter,
-                    "-P",
-                    "-S",
-                    "-s",
-                    "-B",
-                    "-c",
-                    _SPAWNER,
-                    root,
-                    str(spawner_end.fileno()),
-                    json.dumps(start),
-                ],
-                folder="/",
-                environment=_ENVIRONMENT,
-                # Discard stdout. Read only stderr, because it has the reason if the start fails.
-                stdout=DEVNULL,
-                stderr=PIPE,
-                descriptors=[spawner_end.fileno()],
-            )
+            self._process = self._launch_spawner(layers, spawner_end.fileno())
         self._connection = own_end
         own_end.settimeout(_START_SECONDS)
         text = b""
@@ -245,6 +215,29 @@ class Sandbox:
         self._process.stderr.close()
         answer = json.loads(text)
         return answer["layers"], answer["faults"]
+
+    def _launch_spawner(self, layers: Sequence[str], descriptor: int) -> LaunchedProgram:
+        """Launch the spawner with `descriptor`, its end of the connection. Raises ConfigError for a missing package."""
+        packages, listable = _find_packages(self._settings.packages)
+        interpreter, trees, search_path = _find_python()
+        start = {
+            "layers": layers,
+            "trees": sorted({*trees, *packages}),
+            "listable": listable,
+            "packages": self._settings.packages,
+            "search_path": [*search_path, *listable],
+        }
+        # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
+        python = [interpreter, "-P", "-S", "-s", "-B", "-c", _SPAWNER]
+        return LaunchedProgram(
+            [*python, str(PACKAGE.parent), str(descriptor), json.dumps(start)],
+            folder="/",
+            environment=_ENVIRONMENT,
+            # Discard stdout. Read only stderr, because it has the reason if the start fails.
+            stdout=DEVNULL,
+            stderr=PIPE,
+            descriptors=[descriptor],
+        )
 
     def _run_trial(self) -> None:
         """Run the trial program. Raises SandboxError if its output or user is not as expected."""

@@ -124,81 +124,94 @@ def answer(play, request):
     return {"value": value}
 
 
-def answer_in_forks(connection, answer, frames, process_tree, end_seconds):
-    """Fork a process for each request, until the driver closes the connection.
+class ForkServer:
+    """Answers each request in a fork of this process, until the driver closes the connection.
 
-    A fork that must end gets SIGTERM, and is killed `end_seconds` later.
+    `answer` carries out a request. A fork that must end gets SIGTERM, and is killed `end_seconds` later.
     """
-    # Through this pipe SIGCHLD wakes `select`, so ended forks are noticed at once.
-    wake_read_end, wake_write_end = os.pipe()
-    os.set_blocking(wake_write_end, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_write_end, warn_on_full_buffer=False)
 
-    def answer_in_fork(request):
-        # The fork must not wake the parent's loop.
-        signal.set_wakeup_fd(-1)
-        frames.answer_request(connection, request, answer)
+    def __init__(self, connection, answer, frames, process_tree, end_seconds):
+        self.connection, self.answer, self.end_seconds = connection, answer, end_seconds
+        self.frames, self.process_tree = frames, process_tree
+        self.request_by_pid, self.deadline_by_pid = {}, {}
+        # Through this pipe SIGCHLD wakes `select`, so ended forks are noticed at once.
+        self.wake_read_end, wake_write_end = os.pipe()
+        os.set_blocking(wake_write_end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write_end, warn_on_full_buffer=False)
 
-    request_by_pid, deadline_by_pid = {}, {}
+    def run(self):
+        """Answer requests until the connection ends, then end all forks."""
+        while True:
+            if self.connection not in self.wait_for_events([self.connection]):
+                continue
+            try:
+                request = self.frames.receive(self.connection, None)
+            except (EOFError, OSError):
+                break
+            if "cancel" not in request:
+                self.start_fork(request)
+                continue
+            for pid in [pid for pid, number in self.request_by_pid.items() if number == request["cancel"]]:
+                self.request_end(pid)
+        for pid in self.request_by_pid:
+            self.request_end(pid)
+        while self.request_by_pid:
+            self.wait_for_events([])
 
-    def request_end(pid):
-        if pid not in deadline_by_pid:
-            deadline_by_pid[pid] = time.monotonic() + end_seconds
-            if end_seconds:
-                process_tree.send_signal(pid, signal.SIGTERM)
+    def start_fork(self, request):
+        """Fork a process that answers the request. If no process can be forked, answer with this error."""
 
-    def wait_for_events(descriptors):
-        seconds = max(0.0, min(deadline_by_pid.values()) - time.monotonic()) if deadline_by_pid else None
-        ready, _, _ = select.select([*descriptors, wake_read_end], [], [], seconds)
-        for pid in [pid for pid, deadline in deadline_by_pid.items() if deadline <= time.monotonic()]:
-            process_tree.kill_tree(pid)
-            del deadline_by_pid[pid]
-        if wake_read_end in ready:
-            os.read(wake_read_end, 512)
-            for number, status in reap_forks(request_by_pid, deadline_by_pid, process_tree.kill_tree):
+        def answer_in_fork():
+            # The fork must not wake the parent's loop.
+            signal.set_wakeup_fd(-1)
+            self.frames.answer_request(self.connection, request, self.answer)
+
+        try:
+            self.request_by_pid[self.process_tree.fork_child(answer_in_fork)] = request["id"]
+        except OSError as error:
+            text = f"no process can be forked: {error}"
+            self.frames.send(self.connection, {"id": request["id"], "error": text})
+
+    def request_end(self, pid):
+        if pid not in self.deadline_by_pid:
+            self.deadline_by_pid[pid] = time.monotonic() + self.end_seconds
+            if self.end_seconds:
+                self.process_tree.send_signal(pid, signal.SIGTERM)
+
+    def wait_for_events(self, descriptors):
+        """Wait until a descriptor is readable, a fork has ended, or a deadline is over. Returns what is readable.
+
+        Overdue forks are killed. Failed forks are reported as the errors of their requests.
+        """
+        deadlines = self.deadline_by_pid.values()
+        seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        ready, _, _ = select.select([*descriptors, self.wake_read_end], [], [], seconds)
+        now = time.monotonic()
+        for pid in [pid for pid, deadline in self.deadline_by_pid.items() if deadline <= now]:
+            self.process_tree.kill_tree(pid)
+            del self.deadline_by_pid[pid]
+        if self.wake_read_end in ready:
+            os.read(self.wake_read_end, 512)
+            for number, status in self.reap_forks():
                 error = f"ended with {os.waitstatus_to_exitcode(status)}"
                 # After the end of the driver, its other forks still stop what they have started.
                 with contextlib.suppress(OSError):
-                    frames.send(connection, {"id": number, "error": error})
+                    self.frames.send(self.connection, {"id": number, "error": error})
         return ready
 
-    while True:
-        if connection not in wait_for_events([connection]):
-            continue
-        try:
-            request = frames.receive(connection, None)
-        except (EOFError, OSError):
-            break
-        if "cancel" not in request:
-            try:
-                request_by_pid[process_tree.fork_child(functools.partial(answer_in_fork, request))] = request["id"]
-            except OSError as error:
-                frames.send(connection, {"id": request["id"], "error": f"no process can be forked: {error}"})
-            continue
-        for pid in [pid for pid, number in request_by_pid.items() if number == request["cancel"]]:
-            request_end(pid)
-    for pid in request_by_pid:
-        request_end(pid)
-    while request_by_pid:
-        wait_for_events([])
-
-
-def reap_forks(request_by_pid, deadline_by_pid, kill_tree):
-    """Collect ended forks, and kill their descendants. Yields the request number and exit status of failed forks.
-
-    `request_by_pid` and `deadline_by_pid` have the living forks. Ended forks are removed from both.
-    """
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            kill_tree(pid)
-            deadline_by_pid.pop(pid, None)
-            number = request_by_pid.pop(pid, None)
-            if number is not None and status != 0:
-                yield number, status
+    def reap_forks(self):
+        """Collect ended forks, and kill their descendants. Yields request number and exit status of failed ones."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                self.process_tree.kill_tree(pid)
+                self.deadline_by_pid.pop(pid, None)
+                number = self.request_by_pid.pop(pid, None)
+                if number is not None and status != 0:
+                    yield number, status
 
 
 def limit_address_space(limit_bytes):
@@ -253,7 +266,7 @@ def main():
     with contextlib.suppress(EOFError, OSError):
         answer_request = frames.introduce(connection, start)
         if answer_request is not None:
-            answer_in_forks(connection, answer_request, frames, process_tree, end_seconds)
+            ForkServer(connection, answer_request, frames, process_tree, end_seconds).run()
 
 
 if __name__ == "__main__":

@@ -166,7 +166,30 @@ class Library:
         with the errors of a trial without rewards.
         """
         create = self.environments.create_environment_from_config
-        stops = set()
+        stop_tasks = set()
+        # This process makes one trial only.
+        self.environments.create_environment_from_config = self.make_noting_create(create, live_trial, stop_tasks)
+        try:
+            result = await (await self.trial_class.create(config)).run()
+        finally:
+            self.environments.create_environment_from_config = create
+            # Harbor does not wait for the stop if the trial is cancelled meanwhile.
+            stop_results = await asyncio.gather(*stop_tasks, return_exceptions=True)
+        errors = [f"{error.exception_type}: {error.exception_message}" for error in result.recorded_exceptions()]
+        # Harbor does not record the error of a verifier's environment.
+        stop_errors = [f"{type(error).__name__}: {error}" for error in stop_results if error is not None]
+        errors += [error for error in stop_errors if error not in errors]
+        rewards = None if result.verifier_result is None else result.verifier_result.rewards
+        # A verifier also judges an agent that ran out of time. After the verdict the environment may fail to stop.
+        if errors and not rewards:
+            raise RuntimeError("; ".join(errors))
+        return rewards, errors
+
+    def make_noting_create(self, create, live_trial, stop_tasks):
+        """Return `create` with notes in `live_trial` of each environment: when it is created, and when it has stopped.
+
+        Each stop runs in a task of its own, added to `stop_tasks`, so that a cancelled trial does not cut it.
+        """
 
         def create_and_note(*arguments, **options):
             environment = create(*arguments, **options)
@@ -179,30 +202,14 @@ class Library:
                 live_trial.note(session, None)
 
             async def stop_in_own_task(delete):
-                stopping = asyncio.create_task(stop_and_note(delete))
-                stops.add(stopping)
-                await asyncio.shield(stopping)
+                stop_task = asyncio.create_task(stop_and_note(delete))
+                stop_tasks.add(stop_task)
+                await asyncio.shield(stop_task)
 
             environment.stop = stop_in_own_task
             return environment
 
-        # This process makes one trial only.
-        self.environments.create_environment_from_config = create_and_note
-        try:
-            result = await (await self.trial_class.create(config)).run()
-        finally:
-            self.environments.create_environment_from_config = create
-            # Harbor does not wait for the stop if the trial is cancelled meanwhile.
-            stopped = await asyncio.gather(*stops, return_exceptions=True)
-        errors = [f"{error.exception_type}: {error.exception_message}" for error in result.recorded_exceptions()]
-        # Harbor does not record the error of a verifier's environment.
-        stop_errors = [f"{type(error).__name__}: {error}" for error in stopped if error is not None]
-        errors += [error for error in stop_errors if error not in errors]
-        rewards = None if result.verifier_result is None else result.verifier_result.rewards
-        # A verifier also judges an agent that ran out of time. After the verdict the environment may fail to stop.
-        if errors and not rewards:
-            raise RuntimeError("; ".join(errors))
-        return rewards, errors
+        return create_and_note
 
     def describe_environment(self, options):
         """Return what another process needs to stop an environment created with these options, as JSON values."""
@@ -261,10 +268,7 @@ class Library:
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
                 try:
-                    facts, *changes = map(json.loads, file)
-                    running = {session: values for session, values in dict(changes).items() if values is not None}
-                    if not all(isinstance(values, dict) for values in running.values()):
-                        raise TypeError("an environment has no description")
+                    facts, running = read_live_trial(file)
                     is_here = facts["machine"] == os.uname().nodename
                 # A crash of the machine may leave an empty file. It must not stop all later trials.
                 except (ValueError, TypeError, KeyError) as error:
@@ -367,3 +371,15 @@ class LiveTrial:
         self.environments[session] = values
         self.file.write(json.dumps([session, values]) + "\n")
         self.file.flush()
+
+
+def read_live_trial(file):
+    """Return a trial's facts, and the descriptions of its unstopped environments, by session.
+
+    Raises ValueError, TypeError or KeyError for a damaged file.
+    """
+    facts, *changes = map(json.loads, file)
+    running = {session: values for session, values in dict(changes).items() if values is not None}
+    if not all(isinstance(values, dict) for values in running.values()):
+        raise TypeError("an environment has no description")
+    return facts, running
