@@ -125,10 +125,12 @@ def plan(recipe: RecipeSource, overrides: Overrides | None = None) -> dict[str, 
     ConfigError for a recipe that cannot run.
     """
     with _recipe_file(recipe) as file:
-        code, output, error = _run_program("plan", file, *_override_texts(overrides), "--json", captures_output=True)
+        exit_code, output, error_output = _run_program(
+            "plan", file, *_override_texts(overrides), "--json", captures_output=True
+        )
     # A plan that does not fit has exit code 2 too, but prints its object.
-    if code and not output.strip():
-        raise _make_error(code, error)
+    if exit_code and not output.strip():
+        raise _make_error(exit_code, error_output)
     return json.loads(output)
 
 
@@ -234,9 +236,9 @@ def _run_path(recipe: str, overrides: Sequence[str]) -> Path:
 
 
 def _run_megarl(*arguments: str | Path) -> None:
-    code, _, error = _run_program(*arguments, captures_output=False)
-    if code:
-        raise _make_error(code, error)
+    exit_code, _, error_output = _run_program(*arguments, captures_output=False)
+    if exit_code:
+        raise _make_error(exit_code, error_output)
 
 
 def _run_program(*arguments: str | Path, captures_output: bool) -> tuple[int, str, str]:

@@ -14,12 +14,12 @@ def ends_in_thoughts(text: str, *, begins_in_thoughts: bool = False) -> bool:
 
     `begins_in_thoughts`: the prompt opens the thoughts, as some chat templates do.
     """
-    opened = max(text.rfind(opening) for opening, _ in MARKS)
-    closed = max(text.rfind(closing) for _, closing in MARKS)
+    last_opening = max(text.rfind(opening) for opening, _ in MARKS)
+    last_closing = max(text.rfind(closing) for _, closing in MARKS)
     channel = text.rfind(_CHANNEL)
-    if channel > max(opened, closed):
+    if channel > max(last_opening, last_closing):
         return text.startswith("analysis", channel + len(_CHANNEL))
-    return opened > closed if max(opened, closed) >= 0 else begins_in_thoughts
+    return last_opening > last_closing if max(last_opening, last_closing) >= 0 else begins_in_thoughts
 
 
 def without_thoughts(text: str) -> str:

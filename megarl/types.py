@@ -412,8 +412,8 @@ class Trajectory:
         """The prompt of the first model call, int64 [tokens]. None if nothing was sampled."""
         if not self.segments or not self.segments[0].loss_mask.any():
             return None
-        first = self.segments[0]
-        return first.token_ids[: int(first.loss_mask.argmax())]
+        first_segment = self.segments[0]
+        return first_segment.token_ids[: int(first_segment.loss_mask.argmax())]
 
     @property
     def num_sampled(self) -> int:
@@ -443,8 +443,8 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """Weight version of the oldest sampled token. Raises ValueError if no token was sampled."""
-        sampled = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
-        return min(int(versions.min()) for versions in sampled if len(versions))
+        versions_by_segment = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
+        return min(int(versions.min()) for versions in versions_by_segment if len(versions))
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
         """Return the trajectory as JSON values. Arrays and times go to the archive, under names beginning with

@@ -249,8 +249,8 @@ class Recipe(Section):
         """
         if self.loop != "distillation" or not self.train.steps:
             return ()
-        named = {source.recipe.distillation.teacher for source in self.sources}
-        return (*self.teachers, *(name for teacher, name in SELF_TEACHERS.items() if teacher in named))
+        teacher_names = {source.recipe.distillation.teacher for source in self.sources}
+        return (*self.teachers, *(name for teacher, name in SELF_TEACHERS.items() if teacher in teacher_names))
 
     @property
     def teacher_numbers(self) -> dict[str, int]:
@@ -372,8 +372,8 @@ class Recipe(Section):
     def teacher_tokens(self) -> int:
         """Maximum tokens of a sequence with the teacher's own prompt; 0: it reads the policy's prompt."""
         recipes = [source.recipe for source in self.sources] if self.loop == "distillation" else []
-        longest = self.distillation.max_teacher_tokens or 2 * self.trained_tokens
-        return longest if any(recipe.distillation.teacher_prompt is not None for recipe in recipes) else 0
+        max_teacher_tokens = self.distillation.max_teacher_tokens or 2 * self.trained_tokens
+        return max_teacher_tokens if any(recipe.distillation.teacher_prompt is not None for recipe in recipes) else 0
 
     @property
     def longest_trajectory(self) -> int:
@@ -394,8 +394,8 @@ class Recipe(Section):
 
     @property
     def _context_tokens(self) -> int:
-        longest = max(self.rollout.sampling.max_new_tokens, self.evaluation_sampling.max_new_tokens)
-        return self.data.max_prompt_tokens + longest
+        max_new_tokens = max(self.rollout.sampling.max_new_tokens, self.evaluation_sampling.max_new_tokens)
+        return self.data.max_prompt_tokens + max_new_tokens
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:

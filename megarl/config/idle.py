@@ -53,16 +53,16 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
     """
     notices: list[str] = []
     faults: list[str] = []
-    while superseded := _find_superseded(recipe, merged.references, origin):
-        dropped_fields = {field for field in superseded if take_value(merged.values, field.split("."))}
+    while superseded_fields := _find_superseded(recipe, merged.references, origin):
+        dropped_fields = {field for field in superseded_fields if take_value(merged.values, field.split("."))}
         # The file has none of these fields: another pass would find the same ones.
         if not dropped_fields:
             break
-        reasons = dict.fromkeys(reason for field, (_, reason) in superseded.items() if field in dropped_fields)
+        reasons = dict.fromkeys(reason for field, (_, reason) in superseded_fields.items() if field in dropped_fields)
         for reason in reasons:
             assignments = ", ".join(
                 text
-                for field, (text, field_reason) in superseded.items()
+                for field, (text, field_reason) in superseded_fields.items()
                 if field_reason == reason and field in dropped_fields
             )
             notices.append(f"{origin.path}: {assignments}: dropped, {reason}")
@@ -70,8 +70,8 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
             place for place in merged.references if any(_is_within(place, field) for field in dropped_fields)
         ]:
             del merged.references[place]
-        recipe, missing, unread = validate_values(merged.values, merged.references)
-        faults += missing
+        recipe, missing_faults, unread = validate_values(merged.values, merged.references)
+        faults += missing_faults
         origin.unread.update(unread)
     return recipe, notices, faults
 
@@ -84,16 +84,16 @@ def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
         role_place, field_place = f"{place}.fields.answer", f"{place}.answer_field"
         if (role_place in merged.overridden) == (field_place in merged.overridden):
             continue
-        replaced, replacement = (
+        replaced_field, replacing_field = (
             (field_place, role_place) if role_place in merged.overridden else (role_place, field_place)
         )
-        replaced_place: Any = tuple(replaced.split("."))
-        name = data_set["answer_field"] if replaced == field_place else data_set["fields"]["answer"]
+        replaced_place: Any = tuple(replaced_field.split("."))
+        name = data_set["answer_field"] if replaced_field == field_place else data_set["fields"]["answer"]
         value = reference_around(replaced_place, merged.references) or name
         take_value(merged.values, replaced_place)
         merged.references.pop(replaced_place, None)
-        reason = f"replaced by {replacement} of the command line"
-        notices.append(f"{path}: {replaced} = {shorten_value(value)}: dropped, {reason}")
+        reason = f"replaced by {replacing_field} of the command line"
+        notices.append(f"{path}: {replaced_field} = {shorten_value(value)}: dropped, {reason}")
     return notices
 
 
@@ -104,26 +104,26 @@ def _is_within(place: Place, field: str) -> bool:
 # A field that is idle even without overrides is the user's mistake, and stays an error.
 def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> dict[str, tuple[str, str]]:
     """Return the file's fields that overrides make idle, each with its value as written and the reason."""
-    superseded: dict[str, tuple[str, str]] = {}
+    superseded_fields: dict[str, tuple[str, str]] = {}
     idle_in_file: list[Idle] = []
     # An idle field of an override supersedes the file's value only if both are ways to write one setting.
     for idle in _drop_unread(idle_fields(recipe), origin.unread):
         if not origin.by_override(idle.place):
             idle_in_file.append(idle)
         elif idle.need.is_alternative and not origin.by_override(alternative := idle.need.fields[0]):
-            superseded[alternative] = (
+            superseded_fields[alternative] = (
                 _assignment_text(recipe, alternative, alternative, references),
                 f"replaced by {idle.place} of the command line",
             )
     # A field that was idle without overrides is an error of the file, not superseded.
     if origin.is_of_run or not origin.has_overrides or not idle_in_file:
-        return superseded
+        return superseded_fields
     idle_before = _idle_without_overrides(origin.path)
     for place, name, source, need in idle_in_file:
         if place not in idle_before:
             reason = f"without effect {need.state(source)}"
-            superseded[place] = (_assignment_text(source, name, place, references), reason)
-    return superseded
+            superseded_fields[place] = (_assignment_text(source, name, place, references), reason)
+    return superseded_fields
 
 
 def _idle_without_overrides(path: Path) -> set[str]:

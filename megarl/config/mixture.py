@@ -99,20 +99,22 @@ def check_sources(recipe: Recipe) -> None:
         # A source may override only some fields, and must have valid values and its own names of sets.
         for section, permitted_fields in OWN.items():
             values: Mapping[str, Any] = getattr(source_config, section)
-            for key in values:
-                if key not in permitted_fields:
+            for field_name in values:
+                if field_name not in permitted_fields:
                     text = (
                         "cannot differ by source; set it for the whole run. A source may set "
                         f"{', '.join(permitted_fields)}"
                     )
-                    faults.append(_fault(text, ("mixture", name, section, key), values[key]))
-            permitted_values = {key: value for key, value in values.items() if key in permitted_fields}
+                    faults.append(_fault(text, ("mixture", name, section, field_name), values[field_name]))
+            permitted_values = {
+                field_name: value for field_name, value in values.items() if field_name in permitted_fields
+            }
             try:
-                merged = _merge(getattr(recipe, section), permitted_values)
+                merged_section = _merge(getattr(recipe, section), permitted_values)
             except ValidationError as error:
                 faults += _place_errors(error, ("mixture", name, section))
                 continue
-            for set_name in getattr(merged, "validation", ()):
+            for set_name in getattr(merged_section, "validation", ()):
                 if (first_source := source_by_set.setdefault(set_name, name)) != name:
                     text = f"source {first_source} has a validation set with this name; choose another"
                     faults.append(_fault(text, ("mixture", name, "data", "validation"), set_name))

@@ -120,8 +120,8 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
     from megarl.config import Recipe
 
-    required = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
-    defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
+    required_values = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
+    defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required_values})
     new_values = _flatten_settings(yaml.safe_load(to_yaml(recipe)))
     default_settings = _flatten_settings(defaults.model_dump(mode="json"))
     earlier_settings = {
@@ -140,7 +140,7 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _flatten_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {rest[1:]: value for rest, value in leaves_of(recipe) if value != {}}
+    return {dotted_name[1:]: value for dotted_name, value in leaves_of(recipe) if value != {}}
 
 
 def _write_section(

@@ -32,8 +32,8 @@ def all_fields() -> dict[str, FieldInfo]:
 def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         yield prefix + name, field
-        if (inner := section_of(field)) is not None:
-            yield from _fields(inner, f"{prefix}{name}.")
+        if (inner_section := section_of(field)) is not None:
+            yield from _fields(inner_section, f"{prefix}{name}.")
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -64,12 +64,14 @@ def section_at(place: str) -> type[Section] | None:
         field = section.model_fields.get(part)
         if field is None:
             return None
-        inner = section_of(field) or _find_section(field, (Union, UnionType))
-        if inner is None and next(parts, None) is not None:  # skips the number of an item, or the name of an entry
-            inner = _find_section(field, (tuple, dict))
-        if inner is None:
+        inner_section = section_of(field) or _find_section(field, (Union, UnionType))
+        if (
+            inner_section is None and next(parts, None) is not None
+        ):  # skips the number of an item, or the name of an entry
+            inner_section = _find_section(field, (tuple, dict))
+        if inner_section is None:
             return None
-        section = inner
+        section = inner_section
     return section
 
 

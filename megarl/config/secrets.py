@@ -133,8 +133,8 @@ def literal_secrets(values: Any, references: Mapping[Place, str], place: Place =
     # A text with references: examine what is left without them.
     if place in references:
         literal = references[place]
-        while (shorter := _REFERENCE.sub("", literal)) != literal:
-            literal = shorter
+        while (shorter_literal := _REFERENCE.sub("", literal)) != literal:
+            literal = shorter_literal
         if not is_secret_place(place) and holds_secret(place, literal):
             yield _secret_error(place)
     elif isinstance(values, Mapping):

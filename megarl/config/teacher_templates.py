@@ -36,5 +36,5 @@ def template_faults(template: str, context: tuple[str, ...]) -> Iterator[str]:
                 f"distillation.context = {source}: is not a context; use success, feedback, or record.NAME for a field "
                 "of the record"
             )
-    if repeated := sorted({source for source in context if context.count(source) > 1}):
-        yield f"distillation.context = {list(context)}: names {', '.join(repeated)} twice; name each once"
+    if repeated_sources := sorted({source for source in context if context.count(source) > 1}):
+        yield f"distillation.context = {list(context)}: names {', '.join(repeated_sources)} twice; name each once"

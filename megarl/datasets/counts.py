@@ -71,20 +71,20 @@ def with_steps(recipe: Recipe) -> Recipe:
     if epochs is None:
         return recipe
     try:
-        records = num_made(data.train)
+        num_records = num_made(data.train)
         # Records are counted after dropping too long ones, which needs the tokenizer. Otherwise lines are enough.
-        if records is None and data.overlong == "drop":
-            records = count_records(recipe)["train"]
-        elif records is None:
-            records = sum(1 for _ in read_records(data.train))
+        if num_records is None and data.overlong == "drop":
+            num_records = count_records(recipe)["train"]
+        elif num_records is None:
+            num_records = sum(1 for _ in read_records(data.train))
     except (MegarlError, ValueError):
         return recipe
     # Compute with the decimal as written: in floating point 1.1 epochs of 100 records exceed 110.
-    steps = math.ceil(Fraction(str(epochs)) * records / recipe.train.prompts_per_step)
-    resolved = recipe.train.model_copy(update={"steps": steps})
+    steps = math.ceil(Fraction(str(epochs)) * num_records / recipe.train.prompts_per_step)
+    train_section = recipe.train.model_copy(update={"steps": steps})
     # The user did not set the computed `steps`.
-    resolved.model_fields_set.discard("steps")
-    return recipe.model_copy(update={"train": resolved})
+    train_section.model_fields_set.discard("steps")
+    return recipe.model_copy(update={"train": train_section})
 
 
 def _count_source(

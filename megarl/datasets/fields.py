@@ -117,10 +117,10 @@ def max_tokens(recipe: Recipe, kind: KindName) -> int:
         return recipe.data.max_prompt_tokens
     # A row is padded up to a multiple, so the longest sequence is the limit rounded down.
     multiple = row_multiple(recipe)
-    longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple
+    longest_sequence = recipe.trainer.max_tokens_per_microbatch // multiple * multiple
     if kind == "conversations":
-        return longest
+        return longest_sequence
     # Both answers of a pair share a row and are padded one by one. Padding may then take up to two multiples.
-    longest -= 2 * multiple if multiple > 1 else 0
+    longest_sequence -= 2 * multiple if multiple > 1 else 0
     # A scored answer has one more position.
-    return longest - 2 if recipe.loop == "reward_model" else longest
+    return longest_sequence - 2 if recipe.loop == "reward_model" else longest_sequence

@@ -95,8 +95,8 @@ def read_problems(
     """
     path = path_of(data_set)
     if (count := num_made(path)) is not None:
-        generated = made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
-        return [replace(problem, source=name) for problem in generated] if name else generated
+        generated_problems = made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
+        return [replace(problem, source=name) for problem in generated_problems] if name else generated_problems
     curriculum = recipe.data.curriculum
     # The curriculum groups training problems by this field, so each record must have it. Validation has none.
     by = curriculum.by if curriculum.band is not None and not is_heldout else None
@@ -155,13 +155,13 @@ def read_preferences(
 
     In the loop reward_model, each answer is scored at its last token only.
     """
-    longest, prompt = max_tokens(recipe, "pairs"), system_prompt(recipe)
+    max_record_tokens, system_text = max_tokens(recipe, "pairs"), system_prompt(recipe)
     kind: Judged | Pairs
     if kind_of_set(recipe, "data.train") == "judged":
-        kind = Judged(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest)
+        kind = Judged(tokenizer=tokenizer, system_prompt=system_text, max_tokens=max_record_tokens)
     else:
         is_scored = recipe.loop == "reward_model"
-        kind = Pairs(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest, is_scored=is_scored)
+        kind = Pairs(tokenizer=tokenizer, system_prompt=system_text, max_tokens=max_record_tokens, is_scored=is_scored)
     return _read_examples(recipe, data_set, kind, dropped, collect)
 
 

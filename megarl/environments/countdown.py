@@ -130,8 +130,8 @@ def _evaluate_node(node: ast.expr, depth: int) -> Fraction:
 def find_guess(text: str) -> str | None:
     """Return a text's last expression, without tags, \boxed{} and any text after `=`; None: there is none."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
-        boxed = re.search(r"\\boxed\{(.*)\}", line)
-        text_before_equals = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)
+        box_match = re.search(r"\\boxed\{(.*)\}", line)
+        text_before_equals = (box_match.group(1) if box_match else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)
         runs = re.findall(r"[0-9(-][0-9\s+\-*/%().]*", text_before_equals)
         expressions = [run.strip(" .") for run in runs if re.search("[0-9]", run)]
         if expressions:

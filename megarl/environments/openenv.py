@@ -191,9 +191,9 @@ class OpenEnv:
             if self._observation not in observation:
                 raise ServerError(f"the observation has no field {self._observation!r}, only {', '.join(observation)}")
             return _read_result(observation[self._observation])
-        parts = {name: value for name, value in observation.items() if name not in _HIDDEN_FIELDS}
-        texts = [value for value in parts.values() if isinstance(value, str)]
-        return texts[0] if len(texts) == 1 else json.dumps(parts, ensure_ascii=False)
+        shown_fields = {name: value for name, value in observation.items() if name not in _HIDDEN_FIELDS}
+        texts = [value for value in shown_fields.values() if isinstance(value, str)]
+        return texts[0] if len(texts) == 1 else json.dumps(shown_fields, ensure_ascii=False)
 
 
 class _FullError(Exception):
@@ -225,8 +225,12 @@ def _read_reward(answer: Mapping[str, Any]) -> float | None:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    named = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": named}
+    function_schema = {
+        "name": tool["name"],
+        "description": tool.get("description", ""),
+        "parameters": tool["input_schema"],
+    }
+    return {"type": "function", "function": function_schema}
 
 
 class _Server:
@@ -260,9 +264,9 @@ class _Server:
             self._process = SupervisedProcess(command)
             while not await self._is_healthy():
                 if self._process.has_ended:
-                    ended = await self._process.stop()
-                    output = " ".join((ended.stderr or ended.stdout).split())[-400:]
-                    raise ServerError(f"{self._command[0]} {ended}: {output}")
+                    server_end = await self._process.stop()
+                    output = " ".join((server_end.stderr or server_end.stdout).split())[-400:]
+                    raise ServerError(f"{self._command[0]} {server_end}: {output}")
                 await asyncio.sleep(0.1)
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:

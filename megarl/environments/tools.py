@@ -104,11 +104,11 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
         for name in properties.keys() & parameter_texts.keys():
             properties[name]["description"] = parameter_texts[name]
         named_parameters = inspect.signature(function).parameters
-        required = [name for name in properties if named_parameters[name].default is inspect.Parameter.empty]
+        required_names = [name for name in properties if named_parameters[name].default is inspect.Parameter.empty]
         parameters = {
             "type": "object",
             "properties": properties,
-            "required": required,
+            "required": required_names,
             "additionalProperties": False,
         } | ({"$defs": definitions} if definitions else {})
     function_schema = {"name": function.__name__, "description": description, "parameters": dict(parameters)}
@@ -117,9 +117,9 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into the tool's description and its parameters' descriptions by name."""
-    description, _, rest = text.partition("\n\n")
+    description, _, parameter_lines = text.partition("\n\n")
     parameter_texts = {}
-    for line in rest.splitlines():
+    for line in parameter_lines.splitlines():
         name, colon, words = line.strip().partition(":")
         if colon and name.isidentifier() and words.strip():
             parameter_texts[name] = words.strip()

@@ -34,12 +34,12 @@ def storage_faults_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = path if error.filename is None else error.filename
+        faulty_path = path if error.filename is None else error.filename
         reason = error.strerror or str(error)
         if error.errno in _FULL_NUMBERS:
-            raise DiskFullError(f"{place}: no room on its disk ({reason}). {_MAKE_ROOM}") from None
+            raise DiskFullError(f"{faulty_path}: no room on its disk ({reason}). {_MAKE_ROOM}") from None
         raise StorageError(
-            f"{place}: cannot be read or written ({reason}). Check the disk and the permissions, then try again."
+            f"{faulty_path}: cannot be read or written ({reason}). Check the disk and the permissions, then try again."
         ) from None
 
 
@@ -198,19 +198,19 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None) -> DiskFullError:
     """Return the error for a write of `num_bytes` into `folder` on a full disk; None: unknown."""
-    place = error.filename
+    full_place = error.filename
     # Unlike an error of an open, an error of a write has no file name.
-    if place is None:
-        place = _find_full_place(folder)
-    if folder is not None and (place is None or _is_below(folder, place)):
+    if full_place is None:
+        full_place = _find_full_place(folder)
+    if folder is not None and (full_place is None or _is_below(folder, full_place)):
         return _no_space_error(folder, num_bytes)
-    if place is None:
+    if full_place is None:
         return DiskFullError(f"no room on a disk ({error.strerror}). {_MAKE_ROOM}")
-    if _is_below(Path(tempfile.gettempdir()), place):
+    if _is_below(Path(tempfile.gettempdir()), full_place):
         remedy = "It is for temporary files: make room, or set TMPDIR to a folder on another disk."
     else:
         remedy = "Make room there, or write to another disk."
-    return DiskFullError(f"{os.fsdecode(place)}: no room on its disk ({error.strerror}). {remedy}")
+    return DiskFullError(f"{os.fsdecode(full_place)}: no room on its disk ({error.strerror}). {remedy}")
 
 
 def _find_full_place(folder: Path | None) -> str | None:

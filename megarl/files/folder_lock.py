@@ -129,10 +129,10 @@ class FolderLock:
         """
         if self._is_owner() or self._restore():
             return
-        newest = _newest_owner_file(self._home)
+        newest_file = _newest_owner_file(self._home)
         raise RunFolderLockedError(
             f"{self._folder}: this process gave no sign of life for {DEAD_SECONDS:.0f} s, or {HOME}/ was removed, so "
-            f"the folder was taken over by {_describe_owner_in(newest)}. This process writes no more; leave the "
+            f"the folder was taken over by {_describe_owner_in(newest_file)}. This process writes no more; leave the "
             "other one running."
         )
 
@@ -152,9 +152,9 @@ class FolderLock:
                 return True
             self._home.mkdir(exist_ok=True)
             if _newest_owner_file(self._home) is None:
-                restored = self._home / f"{int(self._file.name) + 1:08d}"
-                _create(restored, self._content)
-                self._file = restored
+                restored_file = self._home / f"{int(self._file.name) + 1:08d}"
+                _create(restored_file, self._content)
+                self._file = restored_file
                 return self._is_owner()
         return False
 
@@ -280,12 +280,12 @@ class Heartbeats:
         if newest_file is None:
             return ""
         try:
-            content, touched = _read_owner_file(newest_file)
+            content, touch_time = _read_owner_file(newest_file)
         # A later owner removed the file.
         except FileNotFoundError:
             return ""
-        if self._last_touch != (newest_file.name, touched):
-            self._last_touch, self._changed_at = (newest_file.name, touched), time.monotonic()
+        if self._last_touch != (newest_file.name, touch_time):
+            self._last_touch, self._changed_at = (newest_file.name, touch_time), time.monotonic()
         owner = Owner.parse(content)
         if owner is None:
             return ""
@@ -307,10 +307,10 @@ def owner_is_gone(folder: Path) -> bool:
     False: it runs, is on another machine, or its state is unknown. Raises no error, and writes nothing.
     """
     try:
-        newest = _newest_owner_file(folder / HOME)
-        if newest is None:
+        newest_file = _newest_owner_file(folder / HOME)
+        if newest_file is None:
             return False
-        content, _ = _read_owner_file(newest)
+        content, _ = _read_owner_file(newest_file)
     except OSError:
         return False
     owner = Owner.parse(content)

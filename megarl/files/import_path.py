@@ -83,7 +83,11 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     value = getattr(module, attribute, None)
     if callable(value):
         return value
-    names = [key for key, member in vars(module).items() if callable(member) and not key.startswith("_")]
+    names = [
+        member_name
+        for member_name, member in vars(module).items()
+        if callable(member) and not member_name.startswith("_")
+    ]
     similar_name = nearest(attribute, names)
     hint = f"; did you mean {similar_name!r}?" if similar_name else f"; give the name of a {kind}."
     if hasattr(module, attribute):

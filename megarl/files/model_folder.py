@@ -80,9 +80,9 @@ def check_model_folder(folder: str | Path) -> list[str]:
 def find_folder(path: str) -> str:
     """Return an existing path, or the cached folder of a Hub name OWNER/NAME; else `path`."""
     # Try a local folder first: OWNER/NAME is a relative path too.
-    if Path(path).exists() or (cached := cached_folder(path, "model", without=UNREAD)) is None:
+    if Path(path).exists() or (hub_folder := cached_folder(path, "model", without=UNREAD)) is None:
         return path
-    return str(cached)
+    return str(hub_folder)
 
 
 _EXPORTED = re.compile(r"hf(_best|_step_\d+)?")

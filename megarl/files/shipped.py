@@ -59,8 +59,8 @@ def schema() -> Path:
 
 def recipe_file(name: str) -> str:
     """Return the file of the delivered recipe `name`, with or without `.yaml`; else `name`, as if it exists here."""
-    delivered = recipes().get(name.removesuffix(".yaml"))
-    return name if delivered is None or Path(name).exists() else str(delivered)
+    delivered_file = recipes().get(name.removesuffix(".yaml"))
+    return name if delivered_file is None or Path(name).exists() else str(delivered_file)
 
 
 def recipes() -> dict[str, Path]:

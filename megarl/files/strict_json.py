@@ -173,10 +173,10 @@ def is_deeper(value: Any, levels: int) -> bool:
     values_of_level = [value]
     for _ in range(levels):
         values_of_level = [
-            inner
+            inner_value
             for item in values_of_level
             if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
+            for inner_value in (item.values() if isinstance(item, dict) else item)
         ]
         if not values_of_level:
             return False

@@ -34,8 +34,8 @@ def default_cache_gib(recipe: Recipe, judge: MemoryJudge) -> float:
     """
     least = least_cache_gib(recipe, judge.models.policy.shape)
     # Plan with the smallest cache. Then add the memory left free in the fullest sampling phase.
-    smallest = with_field_values(recipe, {"rollout.kv_cache_gib": least})
-    return max(least, cache_within(judge.predict(smallest), judge.gpus.engine - MARGIN_GIB))
+    with_least_cache = with_field_values(recipe, {"rollout.kv_cache_gib": least})
+    return max(least, cache_within(judge.predict(with_least_cache), judge.gpus.engine - MARGIN_GIB))
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:

@@ -113,8 +113,10 @@ def with_chunk_tokens(recipe: Recipe) -> Recipe:
     except DataError:
         return recipe  # The checks of the model folder report it.
     is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
-    scored = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
-    chunk_tokens = min(logprob_chunk_tokens(recipe, built.shape, built.parallel, is_gpu=is_gpu) for built in scored)
+    scoring_models = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
+    chunk_tokens = min(
+        logprob_chunk_tokens(recipe, built.shape, built.parallel, is_gpu=is_gpu) for built in scoring_models
+    )
     return with_field_values(recipe, {_CHUNK: chunk_tokens})
 
 

@@ -47,10 +47,10 @@ def _find_tp_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool) -> I
     for field, (tp, whole_experts, padded_vocabulary) in tp_of_field.items():
         if misfits := _list_tp_misfits(shape, tp, whole_experts, vocabulary=padded_vocabulary):
             sizes = range(1, shape.num_heads + 1)
-            fitting = [
+            fitting_sizes = [
                 size for size in sizes if not _list_tp_misfits(shape, size, whole_experts, vocabulary=padded_vocabulary)
             ]
-            yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {either(fitting)}"
+            yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {either(fitting_sizes)}"
 
 
 def _find_pipeline_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

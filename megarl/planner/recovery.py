@@ -35,8 +35,12 @@ def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
     Fields set in the recipe are unchanged.
     """
     # The prediction includes copies only for a recipe that asks for them.
-    changed = with_field_values(recipe, _open_fields(recipe))
-    return changed if fullest_node_bytes(changed, judge.predict(changed)) <= _HOST_SHARE * machine_bytes() else recipe
+    recovering_recipe = with_field_values(recipe, _open_fields(recipe))
+    return (
+        recovering_recipe
+        if fullest_node_bytes(recovering_recipe, judge.predict(recovering_recipe)) <= _HOST_SHARE * machine_bytes()
+        else recipe
+    )
 
 
 def _open_fields(recipe: Recipe) -> dict[str, Any]:

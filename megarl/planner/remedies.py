@@ -96,9 +96,9 @@ def list_memory_moves(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
 
 
 def _more_offloads(recipe: Recipe) -> list[dict[str, Any]]:
-    present = set(recipe.trainer.offload)
+    present_states = set(recipe.trainer.offload)
     larger_offloads = (
-        in_written_order({*present, *states}) for states in offloads(recipe) if not set(states) <= present
+        in_written_order({*present_states, *states}) for states in offloads(recipe) if not set(states) <= present_states
     )
     return [{"trainer.offload": states} for states in dict.fromkeys(larger_offloads)]
 
@@ -190,16 +190,18 @@ def find_wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | No
         {"trainer.pp": 2 * trainer.pp, "cluster.nodes": 2 * cluster.nodes},
     )
 
-    def accept(wider: Recipe, choice: Choice) -> dict[str, Any] | None:
+    def accept(wider_recipe: Recipe, choice: Choice) -> dict[str, Any] | None:
         # The data-parallel size follows from the other sizes.
-        wider = wider if wider.trainer.dp is None else with_field_values(wider, {"trainer.dp": None})
-        models = models_of(wider, sizes.parallel_of(wider))
-        if next(_size_faults(wider, models), None) is not None:
+        wider_recipe = (
+            wider_recipe if wider_recipe.trainer.dp is None else with_field_values(wider_recipe, {"trainer.dp": None})
+        )
+        models = models_of(wider_recipe, sizes.parallel_of(wider_recipe))
+        if next(_size_faults(wider_recipe, models), None) is not None:
             return None
-        widened = MemoryJudge(models, judge.gpus)
-        if widened.accept(wider) is not None:
+        wider_judge = MemoryJudge(models, judge.gpus)
+        if wider_judge.accept(wider_recipe) is not None:
             return {}
-        return next(iter(remedies(wider, widened, max_remedies=1)), None)
+        return next(iter(remedies(wider_recipe, wider_judge, max_remedies=1)), None)
 
     choices = iterate_in_order(wider_sizes)
     ranking = search(recipe, choices, accept, lambda change: change.choice.cost, bound=lambda choice: choice.cost)
@@ -221,7 +223,7 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
     if share is not None:
         # Try shares in hundredths, the smallest first.
         shares = [percent / 100 for percent in range(1, 101) if percent / 100 > share]
-        return _find_first_change(recipe, judge, [{_SHARE: larger} for larger in shares])
+        return _find_first_change(recipe, judge, [{_SHARE: larger_share} for larger_share in shares])
     if _find_first_change(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):
         return [{_CACHE: None}]
     # With the smallest cache the run does not fit, so it needs another change.
@@ -248,9 +250,9 @@ def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> 
     Empty: it exceeds `limit_bytes` of a node's memory, or cannot hold the longest request.
     """
     values = {_CACHE: least_cache_gib(recipe, models.policy.shape)}
-    changed = with_field_values(recipe, values)
-    table = memory_table(changed, models, CPU)
-    fits = fullest_node_bytes(changed, table) <= limit_bytes
+    changed_recipe = with_field_values(recipe, values)
+    table = memory_table(changed_recipe, models, CPU)
+    fits = fullest_node_bytes(changed_recipe, table) <= limit_bytes
     return [values] if fits and holds_longest_request(table) else []
 
 

@@ -27,8 +27,10 @@ def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
     longest_sample = max(recipe.trained_tokens + bool(recipe.reward.model), recipe.teacher_tokens)
 
     def fits(num_row_steps: int) -> bool:
-        shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": num_row_steps * step_tokens})
-        return judge.pass_bytes(shorter).largest <= judge.gpus.trainer * _GIB
+        with_shorter_rows = with_field_values(
+            recipe, {"trainer.max_tokens_per_microbatch": num_row_steps * step_tokens}
+        )
+        return judge.pass_bytes(with_shorter_rows).largest <= judge.gpus.trainer * _GIB
 
     num_row_steps = greatest(
         fits,
@@ -53,8 +55,8 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
         return None
 
     def fits(num_row_steps: int) -> bool:
-        longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": num_row_steps * step_tokens})
-        return judge.pass_bytes(longer).scoring <= pass_bytes.training
+        with_longer_rows = with_field_values(recipe, {"trainer.max_tokens_per_forward": num_row_steps * step_tokens})
+        return judge.pass_bytes(with_longer_rows).scoring <= pass_bytes.training
 
     num_row_steps = greatest(
         fits, low=math.ceil(update_tokens / step_tokens), high=_LONGEST_FORWARD * update_tokens // step_tokens

@@ -164,8 +164,10 @@ def search(
         if choice.key not in best_by_key or choice_score < best_by_key[choice.key][0]:
             best_by_key[choice.key] = choice_score, change
             worst_scores = sorted(choice_score for choice_score, _ in best_by_key.values())[count - 1 : count]
-    ranked = sorted(best_by_key.values(), key=lambda scored: scored[0])[:count]
-    return Ranking(changes=tuple(change for _, change in ranked), num_judged=num_judged, is_complete=is_complete)
+    ranked_changes = sorted(best_by_key.values(), key=lambda scored: scored[0])[:count]
+    return Ranking(
+        changes=tuple(change for _, change in ranked_changes), num_judged=num_judged, is_complete=is_complete
+    )
 
 
 def _judge(
@@ -175,14 +177,14 @@ def _judge(
     values = dict(choice.values)
     fitted_values = {field: value for field, value in values.items() if isinstance(value, Fitted)}
     fixed_values = {field: value for field, value in values.items() if field not in fitted_values}
-    changed = with_field_values(recipe, fixed_values)
+    changed_recipe = with_field_values(recipe, fixed_values)
     for field, placeholder in fitted_values.items():
-        if (value := placeholder.find(changed)) is None:
+        if (value := placeholder.find(changed_recipe)) is None:
             return None
         values[field] = value
-        changed = with_field_values(changed, {field: value})
-    outcome = judge(changed, choice)
-    return None if outcome is None else Change(choice, values, changed, outcome)
+        changed_recipe = with_field_values(changed_recipe, {field: value})
+    outcome = judge(changed_recipe, choice)
+    return None if outcome is None else Change(choice, values, changed_recipe, outcome)
 
 
 def total_cost(recipe: Recipe, change: Change[Choice, Any]) -> float:

@@ -50,8 +50,8 @@ def row_multiple(recipe: Recipe) -> int:
     Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts of whole blocks.
     """
     trainer = recipe.trainer
-    parts = trainer.tp if trainer.sequence_parallel is not False else 1
-    return parallel_of(recipe).sequence_multiple * parts * trainer.token_block
+    sequence_parts = trainer.tp if trainer.sequence_parallel is not False else 1
+    return parallel_of(recipe).sequence_multiple * sequence_parts * trainer.token_block
 
 
 def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> ParallelConfig:

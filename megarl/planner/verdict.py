@@ -116,24 +116,28 @@ def _too_long_request(table: MemoryTable) -> str | None:
 
 def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
     """Return whether a prediction for CPUs fits: the sum over a node's ranks is compared with this machine's memory."""
-    needed, limit = fullest_node_bytes(recipe, table), machine_bytes()
+    needed_bytes, limit_bytes = fullest_node_bytes(recipe, table), machine_bytes()
     phases = " and ".join(phase.name for phase in table.fullest_host)
-    text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
-    limits = {phase.name: limit for phase in table.phases}
-    if needed <= limit and (too_long := _too_long_request(table)) is not None:
-        changes = tuple(map(_as_overrides, cache_remedies_on_cpus(recipe, models, limit)))
+    text = (
+        f"the ranks take {needed_bytes / _GIB:.1f} GiB of host memory in {phases}, this machine has "
+        f"{limit_bytes / _GIB:.1f}"
+    )
+    limits_by_phase = {phase.name: limit_bytes for phase in table.phases}
+    if needed_bytes <= limit_bytes and (too_long := _too_long_request(table)) is not None:
+        changes = tuple(map(_as_overrides, cache_remedies_on_cpus(recipe, models, limit_bytes)))
         too_long = too_long if changes else f"{too_long}; {_NOTHING_ON_CPUS}"
-        return Verdict(False, f"does not fit on CPUs: {too_long}", limits, {}, changes)
-    if needed <= limit:
-        return Verdict(True, f"fits on CPUs: {text}", limits, {})
-    excess = {phase.name: needed - limit for phase in table.fullest_host}
+        return Verdict(False, f"does not fit on CPUs: {too_long}", limits_by_phase, {}, changes)
+    if needed_bytes <= limit_bytes:
+        return Verdict(True, f"fits on CPUs: {text}", limits_by_phase, {})
+    excess_bytes = {phase.name: needed_bytes - limit_bytes for phase in table.fullest_host}
     text = f"does not fit on CPUs: {text}; for GPUs {NAME_THE_GPU}"
-    return Verdict(False, text, limits, excess)
+    return Verdict(False, text, limits_by_phase, excess_bytes)
 
 
 def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
-    named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
-    text = f"cluster.gpu_memory_gib = {named if named is not None else f'{judge.gpus.trainer:.1f} (of this machine)'}"
+    named_gib, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
+    gib_text = f"{judge.gpus.trainer:.1f} (of this machine)" if named_gib is None else named_gib
+    text = f"cluster.gpu_memory_gib = {gib_text}"
     if engines is not None and engines.gpu_memory_gib is not None:
         text += f", cluster.groups.engines.gpu_memory_gib = {engines.gpu_memory_gib}"
     return text

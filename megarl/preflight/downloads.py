@@ -65,7 +65,7 @@ def _download(
 ) -> None:
     """Download a model or data set from the Hub. Raises DataError with the `commands` to run elsewhere."""
     notify(f"downloading {name} ({field}) from the Hub")
-    started = time.monotonic()
+    start_time = time.monotonic()
     try:
         folder = download(name, kind, only=only, without=without)
     except DataError as error:
@@ -73,4 +73,4 @@ def _download(
             f"{field} = {name}: not a local path, not in the Hub's cache, and not downloaded: {error}. To download it "
             f"where there is a network: {commands}"
         ) from None
-    notify(f"downloaded {name} in {time.monotonic() - started:.0f} s: {folder}")
+    notify(f"downloaded {name} in {time.monotonic() - start_time:.0f} s: {folder}")

@@ -81,9 +81,9 @@ def _find_call_faults(
     }
     settings |= value_at(recipe, kwargs_name)
     if field == "algorithm.policy_loss":
-        needed = recipe.algorithm.needed_loss_metrics
+        needed_metrics = recipe.algorithm.needed_loss_metrics
         # Import by name, because an import statement would load torch for every recipe.
-        fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings, needed)
+        fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings, needed_metrics)
     else:
         samples = recipe.train.samples_per_prompt
         fault = import_object(f"{_TRIAL}:advantage_fault", field)(function, settings, samples_per_group=samples)
@@ -175,10 +175,10 @@ def _find_idle_field_faults(recipe: Recipe, field: str, name: str, keywords: Key
 
 def _find_missing_faults(recipe: Recipe, field: str, kwargs_name: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each keyword that the function requires and nothing supplies."""
-    supplied = (
+    supplied_keywords = (
         keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, kwargs_name).keys()
     )
     for keyword, parameter in keywords.items():
-        if parameter.is_required and keyword not in supplied:
+        if parameter.is_required and keyword not in supplied_keywords:
             remedy = "give it, or a default in its definition" if is_import_path(name) else "give it"
             yield f"{kwargs_name}.{keyword}: missing; {name} needs it: {remedy}"

@@ -87,16 +87,16 @@ def check_best_metric(recipe: Recipe) -> Iterator[str]:
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
     if metric is None or not sets:
         return
-    parts = metric.split("/")
+    metric_parts = metric.split("/")
     if old_name := renamed_error(metric):
         yield f"checkpoint.best = {old_name}"
-    elif len(parts) < 3 or parts[0] != "val" or parts[1] not in sets:
+    elif len(metric_parts) < 3 or metric_parts[0] != "val" or metric_parts[1] not in sets:
         yield (
             f"checkpoint.best = {metric}: is not val/SET/METRIC; SET is {either(sets)}, METRIC is for example accuracy"
         )
     elif "@" in metric:
         yield f"checkpoint.best = {metric}: is written pass_at_4 or majority_at_4; avg@n is accuracy"
-    elif fault := _find_metric_fault(recipe, parts[1], "/".join(parts[2:])):
+    elif fault := _find_metric_fault(recipe, metric_parts[1], "/".join(metric_parts[2:])):
         yield f"checkpoint.best = {metric}: {fault}"
 
 
@@ -257,11 +257,11 @@ def check_adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
     # transformers packs experts in memory, whatever the files' form, so PEFT's names do not depend on the files.
     aliases = list_aliases(replace(shape, packs_experts=False))
-    packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases else []
-    if lora.rank and packed:
+    packed_targets = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases else []
+    if lora.rank and packed_targets:
         yield (
-            f"lora.targets: {' and '.join(packed)} of a {shape.family} model are packed experts, and PEFT has no names "
-            "for adapters of one; use qkv_proj and o_proj"
+            f"lora.targets: {' and '.join(packed_targets)} of a {shape.family} model are packed experts, and PEFT has "
+            "no names for adapters of one; use qkv_proj and o_proj"
         )
     if lora.rank and recipe.optimizer.name == "muon":
         yield (
@@ -413,12 +413,12 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
     yield from _find_dynamic_sampling_faults(algorithm)
     if algorithm.reward_order == "normalize_then_sum":
         yield from _find_reward_order_faults(recipe)
-    longest = recipe.rollout.sampling.max_new_tokens
-    if algorithm.overlong_buffer and algorithm.overlong_buffer >= longest:
+    max_new_tokens = recipe.rollout.sampling.max_new_tokens
+    if algorithm.overlong_buffer and algorithm.overlong_buffer >= max_new_tokens:
         yield (
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: penalises every length up to "
-            f"rollout.sampling.max_new_tokens {longest}; use fewer tokens, for example DAPO's fifth: "
-            f"{max(1, longest // 5)}"
+            f"rollout.sampling.max_new_tokens {max_new_tokens}; use fewer tokens, for example DAPO's fifth: "
+            f"{max(1, max_new_tokens // 5)}"
         )
     budget = recipe.rollout.budget.sampled_tokens if recipe.rollout.turns_of_attempt > 1 else None
     if algorithm.overlong_buffer and budget is not None and algorithm.overlong_buffer >= budget:

@@ -33,12 +33,12 @@ def check_megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not settings:
         return
     # Some settings are decided by the recipe or the model only in certain models and modes.
-    reserved = reserved_settings("megatron") | reserved_settings("architecture")
+    reserved_fields = reserved_settings("megatron") | reserved_settings("architecture")
     has_sinks = "softmax_type" in FAMILIES[shape.family].settings(shape)
-    reserved |= reserved_settings("sinks") if has_sinks else {}
-    reserved |= reserved_settings("recompute") if recipe.trainer.recompute != "none" else {}
-    reserved |= reserved_settings("experts") if shape.num_experts else {}
-    reserved |= reserved_settings("fp8") if recipe.trainer.fp8 != "none" else {}
+    reserved_fields |= reserved_settings("sinks") if has_sinks else {}
+    reserved_fields |= reserved_settings("recompute") if recipe.trainer.recompute != "none" else {}
+    reserved_fields |= reserved_settings("experts") if shape.num_experts else {}
+    reserved_fields |= reserved_settings("fp8") if recipe.trainer.fp8 != "none" else {}
     known_fields: dict[str, ast.expr] = {}
     for file, name in (
         ("core/model_parallel_config.py", "ModelParallelConfig"),
@@ -62,12 +62,12 @@ def check_megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
     if recipe.trainer.router_replay:
         yield from _find_replay_faults(settings)
-    free_settings = {field: value for field, value in settings.items() if field not in reserved}
+    free_settings = {field: value for field, value in settings.items() if field not in reserved_fields}
     yield from without_effect(free_settings, has_experts=bool(shape.num_experts))
     # Without Megatron-Core, `known_fields` is empty, and no field can be called unknown.
     for field, value in settings.items():
-        if field in reserved:
-            yield f"trainer.megatron.{field} = {value!r}: megarl sets this from {reserved[field]}; remove it"
+        if field in reserved_fields:
+            yield f"trainer.megatron.{field} = {value!r}: megarl sets this from {reserved_fields[field]}; remove it"
         elif known_fields and field not in known_fields and field in fields_elsewhere:
             yield (
                 f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {fields_elsewhere[field]}, but "
@@ -189,16 +189,16 @@ def accepts(annotation: ast.expr, value: Any) -> bool:
             return accepts(ast.parse(text, mode="eval").body, value)
         case ast.BinOp(op=ast.BitOr(), left=left, right=right):
             return accepts(left, value) or accepts(right, value)
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return accepts(inner, value)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner_annotation):
+            return accepts(inner_annotation, value)
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
             return any(accepts(member, value) for member in members)
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            choices = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner_annotation):
+            choices = inner_annotation.elts if isinstance(inner_annotation, ast.Tuple) else [inner_annotation]
             return value in [choice.value for choice in choices if isinstance(choice, ast.Constant)]
-        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
-            inner = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
-            return isinstance(value, list | tuple | set) and all(accepts(inner, item) for item in value)
+        case ast.Subscript(value=ast.Name(id=name), slice=inner_annotation) if name in _LISTS:
+            inner_annotation = inner_annotation.elts[0] if isinstance(inner_annotation, ast.Tuple) else inner_annotation
+            return isinstance(value, list | tuple | set) and all(accepts(inner_annotation, item) for item in value)
         case ast.Subscript(value=ast.Name(id="dict" | "Dict")):
             return isinstance(value, Mapping)
     return True

@@ -105,18 +105,18 @@ def _derive_method(model: object) -> str | None:
     if model in ("ngram", "[ngram]"):
         return "ngram"
     # vLLM 0.30 takes a dotted import path for a custom drafter class.
-    parts = model.split(".") if isinstance(model, str) else []
-    is_class = len(parts) > 1 and all(part.isidentifier() for part in parts)
+    name_parts = model.split(".") if isinstance(model, str) else []
+    is_class = len(name_parts) > 1 and all(part.isidentifier() for part in name_parts)
     return "custom_class" if is_class else None
 
 
 def _find_head_size_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if vLLM's attention on CPUs has no kernel for the size of the model's heads."""
     if isinstance(shape.attention, Latent):
-        cached = shape.attention.cached_numbers(tp=1)
-        if runs_on_cpu() and cached != _CPU_LATENT_CHANNELS:
+        cached_channels = shape.attention.cached_numbers(tp=1)
+        if runs_on_cpu() and cached_channels != _CPU_LATENT_CHANNELS:
             yield (
-                f"model.path = {recipe.model.path}: kv_lora_rank + qk_rope_head_dim = {cached}, vLLM's latent "
+                f"model.path = {recipe.model.path}: kv_lora_rank + qk_rope_head_dim = {cached_channels}, vLLM's latent "
                 f"attention on CPU takes {_CPU_LATENT_CHANNELS}; take another model, or a machine with GPUs"
             )
         return

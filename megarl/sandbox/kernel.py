@@ -62,8 +62,8 @@ def _check_result(result: int, call: str) -> int:
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     number = _SINCE_5.get(name) or _NUMBERS[machine()][name]
-    converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    return _check_result(_LIBC.syscall(ctypes.c_long(number), *converted), name)
+    c_arguments = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return _check_result(_LIBC.syscall(ctypes.c_long(number), *c_arguments), name)
 
 
 def clone(flags: int) -> int:

@@ -28,7 +28,7 @@ def version() -> int:
 
 def ungoverned_operations(landlock_version: int) -> list[str]:
     since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
-    return [operation for first, operation in since.items() if landlock_version < first]
+    return [operation for first_version, operation in since.items() if landlock_version < first_version]
 
 
 def restrict(

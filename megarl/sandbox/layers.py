@@ -42,15 +42,15 @@ class Layers:
 
     def require(self, required: Collection[str]) -> None:
         """Raise ConfigError with remedies if one of these layers is missing."""
-        if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
-            reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
-            other_layers = ", ".join(layer for layer in required if layer not in missing)
+        if missing_layers := [layer for layer in LAYERS if layer in required and layer not in self.active]:
+            reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing_layers)
+            other_layers = ", ".join(layer for layer in required if layer not in missing_layers)
             # Never offer to run programs as root, whatever the recipe requires.
             weaker_choice = f"or with less, at your own risk: sandbox.require=[{other_layers}]; "
             raise ConfigError(
-                f"sandbox.require: this machine lacks isolation layers for running programs: {', '.join(missing)} "
-                f"({reasons}); "
-                f"{'' if 'unprivileged' in missing else weaker_choice}or run programs on another machine, with "
+                "sandbox.require: this machine lacks isolation layers for running programs: "
+                f"{', '.join(missing_layers)} ({reasons}); "
+                f"{'' if 'unprivileged' in missing_layers else weaker_choice}or run programs on another machine, with "
                 "sandbox.url"
             )
 
@@ -73,8 +73,8 @@ class Layers:
 
     def notice(self, required: Collection[str]) -> str | None:
         """Return a notice that programs run without some layers; None: no layer is missing."""
-        missing = [layer for layer in LAYERS if layer not in self.active and layer not in required]
-        if not missing:
+        missing_layers = [layer for layer in LAYERS if layer not in self.active and layer not in required]
+        if not missing_layers:
             return None
-        lost = "; ".join(f"{layer}: {PURPOSES[layer]}" for layer in missing)
+        lost = "; ".join(f"{layer}: {PURPOSES[layer]}" for layer in missing_layers)
         return f"sandbox.require leaves out what this machine lacks; programs run without {lost}"

@@ -269,7 +269,7 @@ class Sandbox:
                 read, write = os.pipe2(os.O_CLOEXEC)
                 own_pipe_ends.append(read)
                 sent_files.append(write)
-            started = time.monotonic()
+            start_time = time.monotonic()
             socket.send_fds(self._connection, [json.dumps(limits).encode()], sent_files)
             # Close these copies, because a pipe ends only when all its writers are closed.
             while sent_files:
@@ -290,7 +290,7 @@ class Sandbox:
         finally:
             for descriptor in (*sent_files, *own_pipe_ends):
                 os.close(descriptor)
-        return run.result(cpu_seconds, time.monotonic() - started)
+        return run.result(cpu_seconds, time.monotonic() - start_time)
 
 
 class _Run:

@@ -103,7 +103,7 @@ class RemoteSandbox:
         }
         body = json.dumps(request).encode()
         wait_seconds, fault = _FIRST_WAIT_SECONDS, ""
-        started = time.monotonic()
+        start_time = time.monotonic()
         for retries in range(MAX_TRIES):
             if retries:
                 self._sleep(wait_seconds)
@@ -111,7 +111,7 @@ class RemoteSandbox:
             try:
                 answer = self._post(body, seconds + _PATIENCE_SECONDS)
                 max_bytes = max(self._settings.output_kib << 10, output_bytes or 0)
-                return _read_result(answer, max_bytes, time.monotonic() - started, retries)
+                return _read_result(answer, max_bytes, time.monotonic() - start_time, retries)
             except (OSError, http.client.HTTPException, _BusyError) as error:
                 fault = f"{type(error).__name__}: {error}"
         raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last one failed with {fault}")

@@ -119,8 +119,8 @@ def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
     A test is (code, argument number, constant), and reads the argument's low 32 bits.
     """
     instructions: list[_Instruction] = []
-    for code, argument, constant in tests:
-        instructions += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (code, 0, 1, constant), (_RETURN, 0, 0, _ALLOW)]
+    for test_code, argument, constant in tests:
+        instructions += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (test_code, 0, 1, constant), (_RETURN, 0, 0, _ALLOW)]
     return [*instructions, (_RETURN, 0, 0, _REFUSE | errno.EPERM)]
 
 
@@ -146,8 +146,8 @@ _SENDTO: list[_Instruction] = [
 
 def apply(*, is_alone: bool) -> None:
     """Filter all later system calls of this process. Raises KernelError."""
-    code = program(machine(), is_alone=is_alone)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)), 16)
+    instructions = program(machine(), is_alone=is_alone)
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    header = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(instructions) // 8, ctypes.addressof(buffer)), 16)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     syscall("seccomp", _SET_MODE_FILTER, 0, header)

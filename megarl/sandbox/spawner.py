@@ -105,12 +105,12 @@ def _kernel() -> tuple[int, ...]:
 
 def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
     """Import packages once for all programs, with their rights. A failing import fails again in the program."""
-    before = list(sys.path)
+    earlier_path = list(sys.path)
     sys.path += folders
     for name in names:
         with contextlib.suppress(BaseException):  # Some packages call sys.exit.
             importlib.import_module(name)
-    sys.path[:] = before
+    sys.path[:] = earlier_path
 
 
 def _probe_landlock() -> None:
@@ -182,8 +182,8 @@ def _run_and_report(
 
 
 def _exit_code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    exit_code = os.waitstatus_to_exitcode(status)
+    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 def _run_first_process(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:

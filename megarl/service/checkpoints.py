@@ -112,10 +112,10 @@ class Checkpoints:
     def find(self, path: str, owner: str) -> tuple[Path, dict[str, Any]]:
         """Return the folder and the record of an owner's checkpoint. Raises NotFoundError."""
         not_found = NotFoundError(f"path = {path:.200}: does not exist")
-        parts = path.removeprefix("tinker://").split("/")
-        if not path.startswith("tinker://") or len(parts) != 3:
+        path_parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(path_parts) != 3:
             raise not_found
-        run_name, kind, name = parts
+        run_name, kind, name = path_parts
         # Check the client's text before it becomes a path.
         if not _RUN.match(run_name) or kind not in KINDS or not _NAME.match(name):
             raise not_found

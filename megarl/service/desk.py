@@ -49,10 +49,10 @@ class Desk:
         """Called with errors of the service."""
         self.ledger = Ledger(report, clock, limits)
         self.sessions = Sessions(clock)
-        published = PublishedWeights(trainer, checkpoints)
-        parts = (trainer, checkpoints, self.sessions, self.ledger, published, Background(), clock)
-        self.models, self.training = Models(*parts), TrainingCalls(*parts)
-        self.saves, self.sampling = Saves(*parts), Sampling(*parts)
+        published_weights = PublishedWeights(trainer, checkpoints)
+        shared_parts = (trainer, checkpoints, self.sessions, self.ledger, published_weights, Background(), clock)
+        self.models, self.training = Models(*shared_parts), TrainingCalls(*shared_parts)
+        self.saves, self.sampling = Saves(*shared_parts), Sampling(*shared_parts)
 
     def finish_session(self, session_id: str, owner: str) -> None:
         """End a session, and free its memory soon. Saved checkpoints stay."""

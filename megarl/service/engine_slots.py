@@ -40,8 +40,8 @@ class EngineSlots:
 
     def find_unused(self) -> EngineSlot | None:
         """Return an empty slot, else the least recently used one without users, or None."""
-        unused = [slot for slot in self._slots if not slot.num_users]
-        return min(unused, key=lambda slot: slot.is_used, default=None)
+        unused_slots = [slot for slot in self._slots if not slot.num_users]
+        return min(unused_slots, key=lambda slot: slot.is_used, default=None)
 
     def assign(self, slot: EngineSlot, version: str | None, ready: asyncio.Future[None]) -> None:
         """Assign a slot to a version (None: the base model). `ready` completes when engines have loaded it."""

@@ -31,16 +31,16 @@ class Listing:
         self._served, self._checkpoints = served, checkpoints
 
     def list_checkpoints(self, owner: str, page: Page) -> dict[str, Any]:
-        stored = self._checkpoints.list_stored(owner)
-        checkpoints, cursor = _cut_page(stored, page)
+        stored_checkpoints = self._checkpoints.list_stored(owner)
+        checkpoints, cursor = _cut_page(stored_checkpoints, page)
         return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in checkpoints], "cursor": cursor}
 
     def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
         """Return a run's checkpoints, newest first. Raises NotFoundError unless some exist or it is `in_memory`."""
-        stored = self._checkpoints.list_stored(owner, run)
-        if not stored and all(state.run != run for state in in_memory):
+        stored_checkpoints = self._checkpoints.list_stored(owner, run)
+        if not stored_checkpoints and all(state.run != run for state in in_memory):
             raise _unknown_run(run)
-        return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in stored]}
+        return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in stored_checkpoints]}
 
     def list_runs(self, owner: str, page: Page, in_memory: Sequence[RunState]) -> dict[str, Any]:
         """Return one page of an account's runs in memory or with checkpoints, most recently used first."""
@@ -48,9 +48,9 @@ class Listing:
         return {"training_runs": runs, "cursor": cursor}
 
     def describe_run(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
-        for described in self._describe_runs(owner, in_memory):
-            if described["training_run_id"] == run:
-                return described
+        for description in self._describe_runs(owner, in_memory):
+            if description["training_run_id"] == run:
+                return description
         raise _unknown_run(run)
 
     def _describe_runs(self, owner: str, in_memory: Sequence[RunState]) -> list[dict[str, Any]]:
@@ -77,8 +77,8 @@ class Listing:
             "user_metadata": state.metadata,
         }
         for name, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
-            newest = next((stored for stored in checkpoints if stored.kind == kind), None)
-            fields[name] = None if newest is None else _describe_checkpoint(newest)
+            newest_checkpoint = next((stored for stored in checkpoints if stored.kind == kind), None)
+            fields[name] = None if newest_checkpoint is None else _describe_checkpoint(newest_checkpoint)
         return fields
 
 

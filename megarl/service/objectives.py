@@ -88,5 +88,5 @@ def measure(
     output: Tensor, batch: Microbatch, non_loss_data: bool, *, name: str, settings: Mapping[str, float]
 ) -> Measured:
     """Return log-probs and losses [2, tokens], in a pass without gradients."""
-    _, _, measured = make_objective(name, settings)(output, batch)
-    return measured
+    _, _, logprobs_and_losses = make_objective(name, settings)(output, batch)
+    return logprobs_and_losses

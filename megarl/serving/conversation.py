@@ -51,11 +51,13 @@ class Conversation:
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
         """Return this conversation with further messages. These have the form expected by chat templates."""
-        added = tuple(messages)
-        together = (*self.messages, *added)
-        keys = [_make_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
-        reasoning = tuple(_reasoning(message) for message in added)
-        return Conversation(together, self.tools, tuple(keys), (*self.reasoning, *reasoning))
+        added_messages = tuple(messages)
+        all_messages = (*self.messages, *added_messages)
+        keys = [
+            _make_key(message, places) for message, places in zip(all_messages, _call_places(all_messages), strict=True)
+        ]
+        reasoning = tuple(_reasoning(message) for message in added_messages)
+        return Conversation(all_messages, self.tools, tuple(keys), (*self.reasoning, *reasoning))
 
     def digests(self) -> list[bytes]:
         """Return hashes of the conversation's beginnings, [messages + 1]: the tools alone, then up to each message."""

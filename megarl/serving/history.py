@@ -106,5 +106,5 @@ class History:
 
     def find_text(self, prompt: str) -> AnsweredText | None:
         """Return the longest stored text that `prompt` begins with, or None."""
-        matches = [stored for stored in self._texts if prompt.startswith(stored.text)]
-        return max(matches, key=lambda stored: len(stored.text), default=None)
+        matches = [stored_text for stored_text in self._texts if prompt.startswith(stored_text.text)]
+        return max(matches, key=lambda stored_text: len(stored_text.text), default=None)

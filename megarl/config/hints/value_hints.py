@@ -19,9 +19,9 @@ def nearest_value(place: str, value: object) -> str | None:
     if not isinstance(value, str):
         return None
     choices = _list_valid_words(place)
-    normalised = value.lower().replace("-", "_")
+    normalised_value = value.lower().replace("-", "_")
     for translation, spellings in VALUES.get(recipe_field(place), {}).items():
-        if normalised in spellings.split() and translation in choices:
+        if normalised_value in spellings.split() and translation in choices:
             return translation
     return nearest(value, choices)
 

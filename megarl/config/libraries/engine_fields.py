@@ -139,12 +139,12 @@ def accepted_fields() -> dict[str, str]:
 @cache
 def refusals_by_field() -> dict[str, str]:
     """Return the refused fields of `rollout.vllm`, each with reason and remedy for the end of an error."""
-    refused = {name: f"{reason}; remove it" for name, reason in _index_by_name(_REFUSED).items()}
+    refused_always = {name: f"{reason}; remove it" for name, reason in _index_by_name(_REFUSED).items()}
     set_by_megarl = {
         name: f"megarl sets it: {reason}; remove it" for name, reason in _index_by_name(_SET_BY_MEGARL).items()
     }
     decided_elsewhere = {name: f"set {field} instead" for name, field in reserved_settings("vllm").items()}
-    return refused | set_by_megarl | decided_elsewhere
+    return refused_always | set_by_megarl | decided_elsewhere
 
 
 def engine_field_fault(name: str) -> str | None:

@@ -58,8 +58,8 @@ def explain_error(
 def _explain_missing(place: str) -> str:
     """Return an error for a missing field, or for each required field of a missing section."""
     fields = all_fields()
-    required = [name for name, field in fields.items() if name.startswith(place + ".") and field.is_required()]
-    lines = [(name, field_at(name)) for name in required or [place]]
+    required_fields = [name for name, field in fields.items() if name.startswith(place + ".") and field.is_required()]
+    lines = [(name, field_at(name)) for name in required_fields or [place]]
     return "\n".join(f"{name}: missing; add it: {description(field) if field else ''}" for name, field in lines)
 
 
@@ -115,16 +115,20 @@ def key_hint(place: str, value: str | None = None) -> str:
     if foreign_meanings := meanings(place, value) or ([] if fields else short_names):
         return describe_replacements(foreign_meanings)
     if place.startswith("mixture."):
-        inner = recipe_field(place)
-        return key_hint(inner, value) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
+        source_field = recipe_field(place)
+        return (
+            key_hint(source_field, value)
+            if source_field != place
+            else f"a source has {', '.join(SourceConfig.model_fields)}"
+        )
     if fields:
         parents = [name.rpartition(".")[0] or "the top level" for name in fields]
         also_text = f"; ColossalRL's -{place}: {describe_replacements(short_names)}" if short_names else ""
         return f"it belongs under {' or '.join(parents)}: {', '.join(fields)}{also_text}"
-    key, siblings = place.rpartition(".")[2], _list_siblings(place)
+    last_name, siblings = place.rpartition(".")[2], _list_siblings(place)
     if nearest_name := _find_nearest_field(place):
         return f"did you mean {nearest_name}?"
-    return f"known are {', '.join(siblings.values())}" if siblings else f"no section has a field like {key}"
+    return f"known are {', '.join(siblings.values())}" if siblings else f"no section has a field like {last_name}"
 
 
 def _is_in_item(place: str) -> bool:
@@ -135,12 +139,12 @@ def _is_in_item(place: str) -> bool:
 
 def _find_nearest_field(place: str) -> str | None:
     """Return the recipe fields with the most similar name, as `a or b`. Fields of the same section come first."""
-    key = place.rpartition(".")[2]
+    last_name = place.rpartition(".")[2]
     siblings = _list_siblings(place)
-    if (nearest_name := nearest(key, siblings)) is not None:
+    if (nearest_name := nearest(last_name, siblings)) is not None:
         return siblings[nearest_name]
     candidates = {} if _is_in_item(place) else all_fields()
-    nearest_name = nearest(key, [name.rpartition(".")[2] for name in candidates])
+    nearest_name = nearest(last_name, [name.rpartition(".")[2] for name in candidates])
     return (
         None
         if nearest_name is None
@@ -158,8 +162,8 @@ def _list_siblings(place: str) -> dict[str, str]:
 
 def _find_elsewhere(place: str) -> list[str]:
     """Return all recipe fields with this name, in any section."""
-    key = place.rpartition(".")[2]
-    return [name for name in all_fields() if name.rpartition(".")[2] == key]
+    last_name = place.rpartition(".")[2]
+    return [name for name in all_fields() if name.rpartition(".")[2] == last_name]
 
 
 def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:

@@ -127,7 +127,7 @@ class _Merging:
         _empty_mappings(self.tree, key, value)
         # `OmegaConf.merge` copies the whole tree, which took two thirds of a search of layouts.
         self.tree.merge_with(OmegaConf.from_dotlist([f"{key}={text}"]))
-        self.overridden |= {key + rest for rest, _ in leaves_of(value)}
+        self.overridden |= {key + subfield for subfield, _ in leaves_of(value)}
 
     def _list_around(self, key: str) -> str | None:
         """Return the dotted name of the list if a key is in a list item (`reward.functions.0`), else None."""
@@ -221,9 +221,9 @@ def _empty_mappings(tree: Any, key: str, value: Any) -> None:
     if value == {}:
         OmegaConf.update(tree, key, {}, merge=False, force_add=True)
     elif isinstance(value, dict):
-        for name, inner in value.items():
+        for name, inner_value in value.items():
             # Names in brackets may have dots.
-            _empty_mappings(tree, f"{key}[{name}]", inner)
+            _empty_mappings(tree, f"{key}[{name}]", inner_value)
 
 
 def _item_numbers_text(place: str, items: list[Any], remedy: str) -> str:
@@ -315,15 +315,15 @@ def _find_environment_references(tree: Any) -> dict[Place, str]:
             # Resolve the value alone, and see whether that reads a variable.
             if "${" in raw_value:
                 reads_environment = False
-                resolved = container[place[-1]]
-                if OmegaConf.is_config(resolved):
-                    OmegaConf.to_container(resolved, resolve=True)
+                resolved_value = container[place[-1]]
+                if OmegaConf.is_config(resolved_value):
+                    OmegaConf.to_container(resolved_value, resolve=True)
                 if reads_environment:
                     yield place, raw_value
         elif raw_value and isinstance(raw_value, dict | list):
-            inner = container[place[-1]] if place else container
+            inner_container = container[place[-1]] if place else container
             for key in raw_value if isinstance(raw_value, dict) else range(len(raw_value)):
-                yield from find_references(raw_value[key], inner, (*place, key))
+                yield from find_references(raw_value[key], inner_container, (*place, key))
 
     # Replace OmegaConf's resolver for a moment, to notice when a variable is read.
     OmegaConf.register_resolver("oc.env", read_variable, replace=True)

@@ -32,11 +32,11 @@ def recipe_schema() -> dict[str, Any]:
     schema = Recipe.model_json_schema(schema_generator=_WithoutTitles)
     for name, field in all_fields().items():
         if annotated_with(name, UntriedOnGpu):
-            parent, _, key = name.rpartition(".")
+            parent, _, field_name = name.rpartition(".")
             section = section_at(parent)
             assert section is not None
             # pydantic's description is the docstring without the notes of annotations.
-            schema["$defs"][section.__name__]["properties"][key]["description"] = description(field)
+            schema["$defs"][section.__name__]["properties"][field_name]["description"] = description(field)
     definitions = {name: _allow_references(kind) for name, kind in schema.pop("$defs").items()}
     # data.train is not required: a mixture's source may have it, which JSON Schema cannot express.
     definitions["DataConfig"].pop("required")
@@ -56,14 +56,16 @@ def _allow_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema with a reference (`${a.b}`) accepted in place of each value inside, except sections."""
     new_schema = dict(schema)
     if "properties" in new_schema:
-        new_schema["properties"] = {name: _allow_reference(inner) for name, inner in new_schema["properties"].items()}
-    for key in ("items", "additionalProperties"):
-        if isinstance(new_schema.get(key), Mapping):
-            new_schema[key] = _allow_reference(new_schema[key])
+        new_schema["properties"] = {
+            name: _allow_reference(inner_schema) for name, inner_schema in new_schema["properties"].items()
+        }
+    for keyword in ("items", "additionalProperties"):
+        if isinstance(new_schema.get(keyword), Mapping):
+            new_schema[keyword] = _allow_reference(new_schema[keyword])
     if "prefixItems" in new_schema:
-        new_schema["prefixItems"] = [_allow_reference(inner) for inner in new_schema["prefixItems"]]
+        new_schema["prefixItems"] = [_allow_reference(inner_schema) for inner_schema in new_schema["prefixItems"]]
     if "anyOf" in new_schema:
-        new_schema["anyOf"] = [_allow_references(inner) for inner in new_schema["anyOf"]]
+        new_schema["anyOf"] = [_allow_references(inner_schema) for inner_schema in new_schema["anyOf"]]
     return new_schema
 
 
@@ -72,10 +74,10 @@ def _allow_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     Unchanged: sections, and schemas that accept every text.
     """
-    inner = _allow_references(schema)
-    notes = {name: inner.pop(name) for name in _NOTES if name in inner}
-    branches = inner.get("anyOf", [inner])
+    inner_schema = _allow_references(schema)
+    notes = {name: inner_schema.pop(name) for name in _NOTES if name in inner_schema}
+    branches = inner_schema.get("anyOf", [inner_schema])
     # No alternative for a section: editors would report all errors inside it at the section's own line.
-    if "$ref" in inner or any(branch in ({}, {"type": "string"}) for branch in branches):
-        return {**notes, **inner}
+    if "$ref" in inner_schema or any(branch in ({}, {"type": "string"}) for branch in branches):
+        return {**notes, **inner_schema}
     return {**notes, "anyOf": [*branches, {"$ref": "#/$defs/Reference"}]}

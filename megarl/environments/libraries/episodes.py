@@ -69,8 +69,8 @@ class ForeignEnvironment:
     async def reset(self, problem: Problem, seed: int) -> Start:
         """Start an episode in the child process of this problem, and return its question."""
         # Attempts at one problem share a child, which makes the problem only once.
-        key = (self._command, problem.index % self._processes)
-        self._child = get_shared(key, lambda: _EpisodeChild(*self._command))
+        child_key = (self._command, problem.index % self._processes)
+        self._child = get_shared(child_key, lambda: _EpisodeChild(*self._command))
         split = problem.record.get("split")
         request = {"do": "reset", "settings": self._settings, "index": problem.index}
         # Without a split (no `environment:COUNT` data) all problems are for training and validation alike.
@@ -130,8 +130,8 @@ class ForeignEnvironment:
         return value
 
     async def _send(self, child: _EpisodeChild, process: LibraryProcess, request: dict[str, Any]) -> dict[str, Any]:
-        closed, child.closed_sessions = child.closed_sessions, []
-        return await process.request({"session": self._session, "closed": closed, **request}, self._seconds)
+        closed_sessions, child.closed_sessions = child.closed_sessions, []
+        return await process.request({"session": self._session, "closed": closed_sessions, **request}, self._seconds)
 
 
 def _text(value: Mapping[str, Any]) -> str:

@@ -43,11 +43,11 @@ class LibraryTasks:
 
     async def process(self) -> LibraryProcess:
         """Return the process that has loaded the tasks, started at the first call. Raises ChildError."""
-        key = self._library, self._python, json.dumps(self._settings)
+        child_key = self._library, self._python, json.dumps(self._settings)
         settings = make_child_settings(
             self._library, self._settings, python=self._python, end_seconds=self._end_seconds
         )
-        child = get_shared(key, lambda: LibraryChild(settings))
+        child = get_shared(child_key, lambda: LibraryChild(settings))
         return await child.process()
 
     def number_for(self, problem: Mapping[str, Any], process: LibraryProcess) -> int:

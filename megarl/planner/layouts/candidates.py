@@ -189,8 +189,8 @@ class Candidates:
         if multiple is None:
             multiple = sizes.row_multiple(with_field_values(placed, trainer.values))
             self._row_multiples[trainer.tp, trainer.cp] = multiple
-        longest = max(placed.trained_tokens + bool(placed.reward.model), placed.teacher_tokens)
-        return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
+        longest_sample = max(placed.trained_tokens + bool(placed.reward.model), placed.teacher_tokens)
+        return [-(-longest_sample * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
 
     def _find_model_faults(self, candidate: Recipe) -> Iterator[str]:
         yield from model_sizes.find_size_faults(candidate, self.shape, is_sampled=False)

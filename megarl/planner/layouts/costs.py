@@ -110,13 +110,13 @@ class LayoutCosts:
 
         `recomputations` has one item per layout. `row_tokens` [layouts]: capacity of a row.
         """
-        recomputed = Recomputed(
+        recomputed_shares = Recomputed(
             attention=np.array([recomputation.attention_share for recomputation in recomputations]),
             feed_forward=np.array([recomputation.feed_forward_share for recomputation in recomputations]),
         )
         return self.trainer_cost.update_seconds(
             layouts,
-            recomputed,
+            recomputed_shares,
             tokens=self.workload.tokens,
             updates=self.workload.updates,
             row_tokens=row_tokens,
@@ -170,9 +170,9 @@ class LayoutCosts:
     ) -> NDArray[np.float64]:
         """Return the seconds to move states to host memory and back [layouts]. Gradients are dropped instead."""
         moved_bytes = np.zeros_like(state_bytes["weights"])
-        for state, key in (("optimizer", "optimizer"), ("parameters", "weights")):
+        for state, bytes_key in (("optimizer", "optimizer"), ("parameters", "weights")):
             if state in states:
-                moved_bytes = moved_bytes + state_bytes[key]
+                moved_bytes = moved_bytes + state_bytes[bytes_key]
         return 2 * moved_bytes / self.speeds.pcie
 
     def model_loading_seconds(self, layouts: Layouts) -> NDArray[np.float64]:

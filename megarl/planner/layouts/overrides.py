@@ -27,11 +27,11 @@ def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
     `algorithm.importance_sampling` is set if samples would be stale and uncorrected.
     """
     values = dict(placement.values)
-    placed = with_field_values(recipe, values)
-    for field in _idle(recipe, placed):
+    placed_recipe = with_field_values(recipe, values)
+    for field in _idle(recipe, placed_recipe):
         values[field] = all_fields()[field].get_default(call_default_factory=True)
-    placed = with_field_values(recipe, values)
-    if lacks_correction(placed):
+    placed_recipe = with_field_values(recipe, values)
+    if lacks_correction(placed_recipe):
         values[_CORRECTION] = "tis"
     return values
 
@@ -45,7 +45,7 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
     idle = _idle(recipe, changed_recipe)
     recipe_fields = set(fields_set_by_user(recipe))
     # Write these fields even with their default value. Otherwise a start would compute another value.
-    changed = {
+    changed_values = {
         field: value
         for field, value in values.items()
         if field != "rollout.vllm"
@@ -53,8 +53,8 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
         and (value_at(recipe, field) != value or (field in _PLANNED and field not in recipe_fields))
     }
     if has_whole_experts(changed_recipe) != has_whole_experts(recipe):
-        changed[f"rollout.vllm.{WHOLE_EXPERTS}"] = True if has_whole_experts(changed_recipe) else None
-    return tuple(short_override(field, value) for field, value in (changed | dict.fromkeys(idle)).items())
+        changed_values[f"rollout.vllm.{WHOLE_EXPERTS}"] = True if has_whole_experts(changed_recipe) else None
+    return tuple(short_override(field, value) for field, value in (changed_values | dict.fromkeys(idle)).items())
 
 
 def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:

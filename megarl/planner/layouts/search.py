@@ -70,9 +70,9 @@ class LayoutSearch:
 
     def search(self, max_layouts: int = 10) -> SearchResult:
         """Return at most `max_layouts` layouts, fastest first, one for each pair of trainer and engine sizes."""
-        started = time.monotonic()
-        refused: Counter[str] = Counter()
-        candidates = Candidates(self.recipe, self.shape, refused)
+        start_time = time.monotonic()
+        refusal_counts: Counter[str] = Counter()
+        candidates = Candidates(self.recipe, self.shape, refusal_counts)
         groups = [
             group
             for placement in candidates.list_placements(self.costs.staleness)
@@ -81,7 +81,7 @@ class LayoutSearch:
         ranking = search(
             self.recipe,
             iterate_by_bound(groups),
-            lambda recipe, choice: self._plan_layout(recipe, choice, refused),
+            lambda recipe, choice: self._plan_layout(recipe, choice, refusal_counts),
             lambda change: change.outcome.seconds.step,
             count=max_layouts,
             bound=lambda choice: choice.bound,
@@ -92,8 +92,8 @@ class LayoutSearch:
             layouts=tuple(change.outcome for change in ranking.changes),
             num_candidates=sum(group.least_seconds.size for group in groups),
             num_planned=ranking.num_judged,
-            refused=dict(refused.most_common()),
-            search_seconds=time.monotonic() - started,
+            refused=dict(refusal_counts.most_common()),
+            search_seconds=time.monotonic() - start_time,
             is_complete=ranking.is_complete,
             lengths=self.costs.lengths.source,
         )
@@ -250,8 +250,8 @@ class LayoutSearch:
         states_on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
         # A reshard reads the parameters on the GPU, even if they are offloaded at other times.
         state_bytes_of_offloads = [
-            state_bytes["weights"] + sum(state_bytes[state] for state in states_on_gpu if state not in offloaded)
-            for offloaded in offloads
+            state_bytes["weights"] + sum(state_bytes[state] for state in states_on_gpu if state not in offloaded_states)
+            for offloaded_states in offloads
         ]
         engine_bytes = self.costs.engine_item_bytes * model_work(self.shape).weights
         engine_bytes_of_rank = np.array([engine_bytes / engine.tp for engine in engines])
@@ -335,8 +335,8 @@ class LayoutSearch:
 
     def _least_cache_gib(self, engine: EngineSizes) -> float:
         # vLLM reserves one block of 16 tokens, and one block is partly filled.
-        needed = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
-        return math.ceil(needed / _GIB * 100) / 100
+        needed_bytes = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
+        return math.ceil(needed_bytes / _GIB * 100) / 100
 
 
 def _fullest_stages(parallel: ParallelConfig) -> list[int]:

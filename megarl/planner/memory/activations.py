@@ -366,8 +366,8 @@ def _saved_core_bytes(width: Widths, parallel: ParallelConfig, settings: PassSet
     if settings.pads_attention:
         return tokens * ((2 * width.query + 2 * width.key) * size + FLOAT32 * width.heads)
     # One float32 per token and head: the log-sum-exp of the attention scores.
-    values = width.key * size if settings.spec == "transformer_engine" else 0
-    return tokens * (values + FLOAT32 * width.heads)
+    value_bytes = width.key * size if settings.spec == "transformer_engine" else 0
+    return tokens * (value_bytes + FLOAT32 * width.heads)
 
 
 def _dense_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -432,12 +432,14 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
 def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes saved by the head: the last norm, the hidden states of all tokens, and tensors for log-probs."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
-    split = _count_sequence_parts(parallel, settings)
+    sequence_parts = _count_sequence_parts(parallel, settings)
     # If shared prefixes are stored once, the head also copies a hidden state for each prediction, about one per token.
     gathered_bytes = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
     # The norm's weight is frozen with LoRA, so the normalised values for its gradient are not saved.
     normed_bytes = 0 if settings.lora_rank else size
-    return tokens / split * shape.hidden_size * (FLOAT32 + normed_bytes) + gathered_bytes + tokens * _LOSS_BYTES
+    return (
+        tokens / sequence_parts * shape.hidden_size * (FLOAT32 + normed_bytes) + gathered_bytes + tokens * _LOSS_BYTES
+    )
 
 
 def _draft_layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:

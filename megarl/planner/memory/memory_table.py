@@ -46,8 +46,8 @@ class Phase:
     @property
     def metric(self) -> str:
         """PHASE of the metric `memory/PHASE_gib` that measures this phase."""
-        first = self.name.partition(" ")[0]
-        return "checkpoint" if first == "save" else first
+        first_word = self.name.partition(" ")[0]
+        return "checkpoint" if first_word == "save" else first_word
 
     def use(self, kind: str) -> Use:
         return next((use for use in self.uses if use.kind == kind), Use(kind))
@@ -138,11 +138,11 @@ class MemoryTable:
 
     def bytes_by_metric(self) -> dict[str, int]:
         """Return the peak bytes of a GPU (on CPUs: of a rank's process), keyed by PHASE of `memory/PHASE_gib`."""
-        largest: dict[str, int] = {}
+        peak_bytes: dict[str, int] = {}
         for phase in self.phases:
             num_bytes = phase.device_bytes if self.is_gpu else phase.host_bytes
-            largest[phase.metric] = max(largest.get(phase.metric, 0), num_bytes)
-        return largest
+            peak_bytes[phase.metric] = max(peak_bytes.get(phase.metric, 0), num_bytes)
+        return peak_bytes
 
     def as_json(self) -> dict[str, Any]:
         phases = [

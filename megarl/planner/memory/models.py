@@ -49,14 +49,14 @@ def read_models(
     # Under LoRA the reference is the policy without adapters: it needs no memory.
     if recipe.has_reference and not recipe.lora.rank:
         frozen["reference"] = Built(policy, parallel)
-    further = recipe.further_models
-    if (folder := further.get("reward.model")) is not None:
+    folder_by_field = recipe.further_models
+    if (folder := folder_by_field.get("reward.model")) is not None:
         frozen["reward_model"] = Built(shape_of(folder).with_value_head(), parallel)
     for name, folder in recipe.teachers.items():
         frozen[name] = Built(shape_of(folder), teacher_parallel or parallel)
     critic = None
     if recipe.has_critic:
-        source = further.get("critic.path", recipe.model.folder)
+        source = folder_by_field.get("critic.path", recipe.model.folder)
         critic = Built(shape_of(source).with_value_head(), parallel)
     trained_shape = policy.with_value_head() if recipe.loop == "reward_model" else policy
     return Models(Built(trained_shape.with_draft_layers(recipe.trainer.trains_draft_layers), parallel), critic, frozen)

@@ -50,12 +50,12 @@ def node_terms(recipe: Recipe, table: MemoryTable) -> dict[str, int]:
     """Return the bytes of host memory of the fullest node, by part in words: each kind of rank, and the driver."""
     ranks = fullest_node(recipe, table)
     # Without separate engines, every rank trains.
-    parts = {
+    bytes_by_part = {
         f"{count} ranks in {phase.name}": count * phase.host_bytes
         for count, phase in zip((ranks.trainers, ranks.engines), table.fullest_host, strict=False)
         if count
     }
-    return parts | {"driver": DRIVER_BYTES}
+    return bytes_by_part | {"driver": DRIVER_BYTES}
 
 
 def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:

@@ -220,16 +220,16 @@ class RankPhases:
 
     def _list_save_uses(self) -> list[Use]:
         """Return the uses while a checkpoint is staged in host memory."""
-        saved = (self.memory.policy + self.memory.critic).saved
+        staged_bytes = (self.memory.policy + self.memory.critic).saved
         # Checkpoints are staged in whole blocks of page-locked memory.
         if self.memory.platform.is_gpu:
-            saved = -(-saved // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
+            staged_bytes = -(-staged_bytes // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
         return [
             *self._list_state_uses(self.memory.policy, _ALL),
             *self._list_critic_uses(_ALL),
             *self._list_idle_engine(),
             *self._list_idle_models(),
-            Use("checkpoint", host_bytes=saved),
+            Use("checkpoint", host_bytes=staged_bytes),
         ]
 
     def _list_uses_of_pass(self, name: str) -> list[Use]:

@@ -246,10 +246,15 @@ class RankMemory:
     @property
     def _shares_embedding(self) -> bool:
         """Whether this rank is on the first or last pipeline stage and both stages copy one embedding."""
-        shape, last = self.models.policy.shape, self.parallel.pp - 1
+        shape, last_stage = self.models.policy.shape, self.parallel.pp - 1
         trained_shape = shape.with_draft_layers(self.recipe.trainer.trains_draft_layers)
         has_copy = shape.tie_word_embeddings or trained_shape.num_draft_layers > 0 or self.recipe.trains_drafter
-        return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
+        return (
+            self.has_trainer
+            and has_copy
+            and last_stage > 0
+            and self.parallel.coordinates(self.rank).pp in (0, last_stage)
+        )
 
     def _trainer_states(self, built: Built, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
         """Return the bytes of a trained model's states on this rank. The policy's include a trained drafter."""
@@ -314,16 +319,16 @@ class RankMemory:
         megatron = trainer_config.megatron
         granularity = megatron.get("recompute_granularity")
         # ("core_attn",) is Megatron-Core's default for recompute_modules.
-        recomputed = megatron.get("recompute_modules", ("core_attn",)) if granularity == "selective" else ()
+        recomputed_modules = megatron.get("recompute_modules", ("core_attn",)) if granularity == "selective" else ()
         if trainer_config.recompute == "selective":
-            recomputed = trainer_config.recompute_modules
+            recomputed_modules = trainer_config.recompute_modules
         return PassSettings(
             row_tokens=trainer_config.max_tokens_per_microbatch,
             chunk_tokens=logprob_chunk_tokens(self.recipe, built.shape, built.parallel, is_gpu=self.platform.is_gpu),
             itemsize=self.itemsize,
             sequence_parallel=built.parallel.tp > 1 and trainer_config.sequence_parallel is not False,
             recomputes_layers="full" in (trainer_config.recompute, granularity),
-            recomputed=frozenset(recomputed),
+            recomputed=frozenset(recomputed_modules),
             spec="transformer_engine" if self.platform.has_transformer_engine else "local",
             fuses_activation=bool(megatron.get("bias_activation_fusion", self.platform.is_gpu)),
             pads_attention=not self.platform.is_gpu or not is_bf16,

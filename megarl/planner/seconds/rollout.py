@@ -169,8 +169,8 @@ class RolloutCost:
         `waits`: the requests began at different times, so their remaining lengths count. The tail ends with the longest
         sample of all engines.
         """
-        longest = lengths.longest(num_samples)
-        token_points = np.linspace(0.0, longest, _POINTS)
+        longest_tokens = lengths.longest(num_samples)
+        token_points = np.linspace(0.0, longest_tokens, _POINTS)
         share_longer = lengths.survival(token_points)
         if not waits:
             return token_points, share_longer

@@ -48,8 +48,10 @@ class ModelWork:
         `context` [n]: tokens already in the cache. A window limits it per layer.
         """
         windows = Counter(kind.window for kind in self.shape.layers if kind.mixer == "attention")
-        reached = (count * (np.minimum(context, window) if window else context) for window, count in windows.items())
-        return np.sum([*reached], axis=0)
+        tokens_by_window = (
+            count * (np.minimum(context, window) if window else context) for window, count in windows.items()
+        )
+        return np.sum([*tokens_by_window], axis=0)
 
     def score_flops(self, lengths: NDArray[np.floating]) -> float:
         """Return the FLOPs of attention scores per token, averaged over sequences of `lengths` [sequences]."""

@@ -85,10 +85,11 @@ def warn_of_untried_fields(recipe: Recipe) -> Iterator[str]:
         if not marks or unmet(recipe, name) is not None:
             continue
         value, default = value_at(recipe, name), field.get_default(call_default_factory=True)
-        tried = default if marks[0].tried is None else marks[0].tried
-        if value not in (default, tried):
+        tried_value = default if marks[0].tried is None else marks[0].tried
+        if value not in (default, tried_value):
             set_value = short_override(name, value).partition("=")[2]
-            yield f"{name} = {set_value}: untried on a GPU; compare the first steps with {short_override(name, tried)}"
+            tried_override = short_override(name, tried_value)
+            yield f"{name} = {set_value}: untried on a GPU; compare the first steps with {tried_override}"
 
 
 def warn_of_slower_layout(recipe: Recipe) -> Iterator[str]:

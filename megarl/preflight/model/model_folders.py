@@ -103,18 +103,7 @@ def check_further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             yield error
             continue
         is_teacher = field.endswith("distillation.teacher")
-        size_faults = (
-            *model_rules.find_size_faults(recipe, further_shape, is_sampled=False),
-            *model_sizes.check_positions(recipe, further_shape),
-        )
-        if is_teacher:
-            # A teacher scores samples of training only, so lengths of evaluations do not matter.
-            size_faults = (
-                *layout_fit(recipe, further_shape),
-                *model_sizes.check_positions(recipe, further_shape, is_evaluated=False),
-                *longest_teacher_sequence(recipe, further_shape),
-            )
-        size_faults += tuple(model_rules.find_fp8_faults(recipe.for_teachers if is_teacher else recipe, further_shape))
+        size_faults = _find_further_size_faults(recipe, further_shape, is_teacher=is_teacher)
         yield from (f"{field} = {folder}: {text}" for text in size_faults)
         try:
             if _read_vocabulary(folder) != _read_vocabulary(recipe.model.folder):
@@ -133,6 +122,19 @@ def check_further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
         if is_teacher:
             yield from teacher_fit(recipe, field, further_shape, shape)
             yield from (DataError(f"{field}: {fault}") for fault in _find_vocabulary_faults(folder, further_shape))
+
+
+def _find_further_size_faults(recipe: Recipe, shape: ModelShape, *, is_teacher: bool) -> Iterator[str]:
+    """Yield errors of a further model's sizes and positions. A teacher has its own parallel sizes."""
+    if is_teacher:
+        yield from layout_fit(recipe, shape)
+        # A teacher scores samples of training only, so lengths of evaluations do not matter.
+        yield from model_sizes.check_positions(recipe, shape, is_evaluated=False)
+        yield from longest_teacher_sequence(recipe, shape)
+    else:
+        yield from model_rules.find_size_faults(recipe, shape, is_sampled=False)
+        yield from model_sizes.check_positions(recipe, shape)
+    yield from model_rules.find_fp8_faults(recipe.for_teachers if is_teacher else recipe, shape)
 
 
 def _find_vocabulary_faults(folder: str, shape: ModelShape) -> Iterator[str]:

@@ -76,10 +76,10 @@ class ApptainerPlace:
 
     def _run(self, script: str, *arguments: str, stdin: str = "") -> str:
         command = [self._program, *exec_arguments(self._settings, None), "sh", "-c", script, "sh", *arguments]
-        done = run_command(command, seconds=SHORT_SECONDS, stdin=stdin)
-        if done.returncode != 0:
-            raise OSError(" ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}")
-        return done.stdout
+        command_end = run_command(command, seconds=SHORT_SECONDS, stdin=stdin)
+        if command_end.returncode != 0:
+            raise OSError(" ".join(command_end.stderr.split())[-400:] or f"exit code {command_end.returncode}")
+        return command_end.stdout
 
 
 def hold(

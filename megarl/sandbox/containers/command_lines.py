@@ -183,10 +183,10 @@ class CommandLinePlace:
                     self._run("rm", "--force", container)
 
     def _run(self, *arguments: str, stdin: str = "") -> str:
-        done = run_command([self._program, *arguments], seconds=SHORT_SECONDS, stdin=stdin)
-        if done.returncode != 0:
-            raise OSError(" ".join(done.stderr.split())[-400:] or f"exit code {done.returncode}")
-        return done.stdout
+        command_end = run_command([self._program, *arguments], seconds=SHORT_SECONDS, stdin=stdin)
+        if command_end.returncode != 0:
+            raise OSError(" ".join(command_end.stderr.split())[-400:] or f"exit code {command_end.returncode}")
+        return command_end.stdout
 
 
 def _owner_label() -> str:

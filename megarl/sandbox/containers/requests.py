@@ -343,15 +343,15 @@ def _limit_process(max_tasks: int | None) -> None:
 
 def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
     """Return processes' anonymous memory in bytes: exact if above the limit, else an upper estimate."""
-    pages = 0
+    anonymous_pages = 0
     for pid in ids:
         try:
-            _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+            _, resident_pages, shared_pages, *_ = Path(f"/proc/{pid}/statm").read_text().split()
         except OSError:
             continue
-        pages += int(resident) - int(shared)
+        anonymous_pages += int(resident_pages) - int(shared_pages)
     # Do not count pages shared with files: the kernel can drop them at any time.
-    anonymous_bytes = pages * resource.getpagesize()
+    anonymous_bytes = anonymous_pages * resource.getpagesize()
     return anonymous_bytes if anonymous_bytes <= limit_bytes else sum(map(_proportional_bytes, ids))
 
 

@@ -118,8 +118,8 @@ class AttemptContainer:
 
     async def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
         """Replace a folder by `files`: relative path to (mode, content). Raises ContainerError."""
-        encoded = {path: (mode, base64.b64encode(content).decode()) for path, (mode, content) in files.items()}
-        await self.node.ask("put", name=self.name, folder=folder, files=encoded)
+        encoded_files = {path: (mode, base64.b64encode(content).decode()) for path, (mode, content) in files.items()}
+        await self.node.ask("put", name=self.name, folder=folder, files=encoded_files)
 
     async def get(self, path: str, max_bytes: int) -> bytes:
         """Return the content of a file. Raises ContainerError if it is missing or longer than `max_bytes`."""
@@ -221,7 +221,7 @@ class Containers:
             name = f"megarl-{os.getpid()}-{attempt.replace(' ', '-')}-{next(_NUMBERS)}"
             # Reserve before the start, so that attempts starting together choose different nodes.
             self._reserve(node, name, memory_bytes)
-            started = time.monotonic()
+            start_time = time.monotonic()
             try:
                 answer = await node.ask("start", settings=self._make_settings(name, node, image, limits))
             except ContainerError as error:
@@ -232,7 +232,7 @@ class Containers:
             except BaseException:
                 await self._stop(node, name)
                 raise
-            node.start_seconds.append(time.monotonic() - started)
+            node.start_seconds.append(time.monotonic() - start_time)
             self._report_slow_node(node)
             return node, name, answer
         raise failure

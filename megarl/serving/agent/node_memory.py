@@ -60,11 +60,11 @@ class RunMemory:
 
     def account_of(self, machine: str, account: MachineMemory) -> MachineMemory:
         """Return the account of `machine`. Containers in the node's own `account` move to it."""
-        shared = self._by_machine.setdefault(machine, account)
-        if shared is not account:
-            shared.reserved_bytes |= account.reserved_bytes
+        machine_account = self._by_machine.setdefault(machine, account)
+        if machine_account is not account:
+            machine_account.reserved_bytes |= account.reserved_bytes
             self._accounts.remove(account)
-        return shared
+        return machine_account
 
     @property
     def num_containers(self) -> int:

@@ -40,17 +40,17 @@ def append_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> N
 
     Clients of other APIs send messages in parts, and many templates refuse two messages of one role in a row.
     """
-    last = messages[-1] if messages else None
-    if last is None or last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
+    last_message = messages[-1] if messages else None
+    if last_message is None or last_message["role"] != message["role"] or message["role"] not in ("user", "assistant"):
         messages.append(message)
     elif message["role"] == "user":
-        last["content"] += "\n" + message["content"]
+        last_message["content"] += "\n" + message["content"]
     else:
-        last["content"] += message["content"]
+        last_message["content"] += message["content"]
         if reasoning := message.get("reasoning_content"):
-            last["reasoning_content"] = last.get("reasoning_content", "") + reasoning
+            last_message["reasoning_content"] = last_message.get("reasoning_content", "") + reasoning
         if calls := message.get("tool_calls"):
-            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
+            last_message["tool_calls"] = [*last_message.get("tool_calls", ()), *calls]
 
 
 def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
@@ -203,5 +203,9 @@ def _make_message(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    num_prompt_tokens, num_sampled_tokens = answer.num_prompt_tokens, answer.num_sampled_tokens
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_sampled_tokens,
+        "total_tokens": num_prompt_tokens + num_sampled_tokens,
+    }

@@ -95,7 +95,7 @@ class _Reply:
     stops: Sequence[str]
 
     def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
-        content = [_make_block(kind, parts) for kind, parts in _list_blocks(answer)]
+        content = [_make_block(kind, block_content) for kind, block_content in _list_blocks(answer)]
         return self._head(answer) | {"content": content, **self._stop(answer), "usage": _usage(answer)}
 
     def begin(self) -> bytes:

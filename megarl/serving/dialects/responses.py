@@ -236,10 +236,10 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         if body.get(name) is not None and not isinstance(body[name], Mapping):
             raise RequestError(f"{name}: must be an object", param=name)
     text_format = (body.get("text") or {}).get("format")
-    unsupported = changed_fields(body, _NEUTRAL)
+    unsupported_fields = changed_fields(body, _NEUTRAL)
     if text_format not in (None, {"type": "text"}):
-        unsupported.append("text")
-    for name in unsupported:
+        unsupported_fields.append("text")
+    for name in unsupported_fields:
         raise unsupported_field(name, body[name], "; remove it, and send the whole history as input")
 
 
@@ -292,9 +292,11 @@ def _convert_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add_reasoning(message: dict[str, Any], item: Mapping[str, Any]) -> None:
-    parts = item.get("summary") or item.get("content") or []
+    summary_parts = item.get("summary") or item.get("content") or []
     texts = [
-        part["text"] for part in read_objects(parts, "input.summary", form=_FORM) if isinstance(part.get("text"), str)
+        part["text"]
+        for part in read_objects(summary_parts, "input.summary", form=_FORM)
+        if isinstance(part.get("text"), str)
     ]
     message["reasoning_content"] = message.get("reasoning_content", "") + "".join(texts)
 
