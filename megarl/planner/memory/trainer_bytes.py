@@ -94,7 +94,7 @@ def trainer_states(
     (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`: share of the
     parameters whose optimizer is on the host.
     """
-    states = NO_STATES if adapters is None else _frozen_states(layouts, adapters, rank, itemsize)
+    states = NO_STATES if adapters is None else _frozen_states(layouts, adapters, rank, itemsize=itemsize)
     trained_layouts = layouts if adapters is None else adapters
     parallel, coordinates = layouts.parallel, layouts.parallel.coordinates(rank)
     num_moments = 0 if optimizer == "sgd" else 2
@@ -120,7 +120,7 @@ def trainer_states(
     return states
 
 
-def _frozen_states(layouts: MegatronLayouts, adapters: MegatronLayouts, rank: int, itemsize: int) -> TrainerStates:
+def _frozen_states(layouts: MegatronLayouts, adapters: MegatronLayouts, rank: int, *, itemsize: int) -> TrainerStates:
     """Return the bytes of base weights under LoRA: they have no gradients and no optimizer, but may be offloaded."""
     coordinates = layouts.parallel.coordinates(rank)
     shapes = parameter_shapes(layouts, coordinates)
@@ -222,7 +222,7 @@ def _buffer_states(
     # The optimizer updates float32 main weights. Float32 parameters serve as their own.
     has_main = itemsize < FLOAT32
     if not is_distributed:
-        return _unsharded_states(parameters, num_shards, itemsize, has_main=has_main)
+        return _unsharded_states(parameters, num_shards=num_shards, itemsize=itemsize, has_main=has_main)
     numel = sum(parameter.numel for parameter in parameters)
     buckets = _make_buckets(parameters, num_shards)
     padded_numel = buckets[-1].stop
@@ -269,7 +269,7 @@ def _buffer_states(
 
 
 def _unsharded_states(
-    parameters: Sequence[Parameter], num_shards: int, itemsize: int, *, has_main: bool
+    parameters: Sequence[Parameter], *, num_shards: int, itemsize: int, has_main: bool
 ) -> TrainerStates:
     """Return the bytes of a buffer whose optimizer is not distributed. `has_main`: main weights exist in float32."""
     numel = sum(parameter.numel for parameter in parameters)
