@@ -133,10 +133,14 @@ def check_containers(recipe: Recipe) -> Iterator[str]:
     faults += [fault for image in images if (fault := _find_image_fault(image, agent)) is not None]
     yield from faults
     # With these errors a trial start would fail too, with a less clear message.
-    if faults:
-        return
-    # Start one unpacked image: the others would start too. Images by name are all tried, because each may be missing.
-    for image in list(images)[: 1 if agent.images_are_files else None]:
+    if not faults:
+        # One unpacked image is enough: the others would start too. Each image by name may be missing.
+        yield from _find_start_faults(agent, list(images)[: 1 if agent.images_are_files else None])
+
+
+def _find_start_faults(agent: AgentConfig, images: Sequence[str | None]) -> Iterator[str]:
+    """Yield an error for each image with which no container starts here."""
+    for image in images:
         settings = ContainerSettings(
             kind=agent.sandbox,
             name=f"megarl-check-{os.getpid()}",

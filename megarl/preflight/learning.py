@@ -369,6 +369,34 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if not recipe.is_on_policy:
         return
+    yield from _find_correction_faults(recipe)
+    if algorithm.advantage == "rae" and recipe.loop == "distillation":
+        yield (
+            "algorithm.advantage = rae: the loop distillation keeps no baselines of roles; set loop=rl, or "
+            "algorithm.advantage=grpo"
+        )
+    if algorithm.state_weight and algorithm.turn_discount is not None:
+        yield (
+            f"algorithm.state_weight = {algorithm.state_weight:g}: adds to one advantage for the whole sample, but "
+            f"algorithm.turn_discount = {algorithm.turn_discount} gives each turn its own; leave one of both out"
+        )
+    # With k = n there is only one set of k samples, and no other set to compare it with.
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= samples:
+        yield (
+            f"algorithm.pass_k = {algorithm.pass_k}: compares sets of k of a prompt's train.samples_per_prompt "
+            f"{samples} completions, so all advantages would be zero; lower it, or sample at least "
+            f"{algorithm.pass_k + 1}"
+        )
+    yield from _find_dynamic_sampling_faults(algorithm)
+    if algorithm.reward_order == "normalize_then_sum":
+        yield from _find_reward_order_faults(recipe)
+    yield from _find_overlong_faults(recipe)
+    yield from _find_ptx_faults(recipe)
+
+
+def _find_correction_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of importance sampling, and of entropies that no pass before the update computes."""
+    algorithm = recipe.algorithm
     # entropy_top_share needs the trainer's pass before the update. old_logprobs = rollout skips it.
     if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
         yield (
@@ -393,26 +421,11 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.importance_sampling_low = {algorithm.importance_sampling_low}: "
             f"set it below algorithm.importance_sampling_high = {algorithm.importance_sampling_high}"
         )
-    if algorithm.advantage == "rae" and recipe.loop == "distillation":
-        yield (
-            "algorithm.advantage = rae: the loop distillation keeps no baselines of roles; set loop=rl, or "
-            "algorithm.advantage=grpo"
-        )
-    if algorithm.state_weight and algorithm.turn_discount is not None:
-        yield (
-            f"algorithm.state_weight = {algorithm.state_weight:g}: adds to one advantage for the whole sample, but "
-            f"algorithm.turn_discount = {algorithm.turn_discount} gives each turn its own; leave one of both out"
-        )
-    # With k = n there is only one set of k samples, and no other set to compare it with.
-    if algorithm.advantage == "pass_at_k" and algorithm.pass_k >= samples:
-        yield (
-            f"algorithm.pass_k = {algorithm.pass_k}: compares sets of k of a prompt's train.samples_per_prompt "
-            f"{samples} completions, so all advantages would be zero; lower it, or sample at least "
-            f"{algorithm.pass_k + 1}"
-        )
-    yield from _find_dynamic_sampling_faults(algorithm)
-    if algorithm.reward_order == "normalize_then_sum":
-        yield from _find_reward_order_faults(recipe)
+
+
+def _find_overlong_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if `algorithm.overlong_buffer` is as long as a completion or an attempt may be."""
+    algorithm = recipe.algorithm
     max_new_tokens = recipe.rollout.sampling.max_new_tokens
     if algorithm.overlong_buffer and algorithm.overlong_buffer >= max_new_tokens:
         yield (
@@ -426,6 +439,11 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: penalises every length up to "
             f"rollout.budget.sampled_tokens {budget}; use fewer tokens"
         )
+
+
+def _find_ptx_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of the conversations trained next to samples (`data.ptx`)."""
+    algorithm = recipe.algorithm
     if recipe.data.ptx and algorithm.ptx_conversations < recipe.train.updates_per_step:
         yield (
             f"algorithm.ptx_conversations = {algorithm.ptx_conversations}: each of train.updates_per_step "

@@ -25,6 +25,18 @@ _SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float"
 _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 
+def _find_reserved_fields(recipe: Recipe, shape: ModelShape) -> dict[str, str]:
+    """Return Megatron-Core's settings that this recipe and model decide, each with what decides it."""
+    reserved_fields = reserved_settings("megatron") | reserved_settings("architecture")
+    # Some settings are decided only in certain models and modes.
+    has_sinks = "softmax_type" in FAMILIES[shape.family].settings(shape)
+    reserved_fields |= reserved_settings("sinks") if has_sinks else {}
+    reserved_fields |= reserved_settings("recompute") if recipe.trainer.recompute != "none" else {}
+    reserved_fields |= reserved_settings("experts") if shape.num_experts else {}
+    reserved_fields |= reserved_settings("fp8") if recipe.trainer.fp8 != "none" else {}
+    return reserved_fields
+
+
 @checks("trainer")
 def check_megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of `trainer.megatron`: fields unknown to Megatron-Core's TransformerConfig, or without effect."""
@@ -32,13 +44,7 @@ def check_megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # Parsing the libraries' sources below takes 0.1 s of CPU time.
     if not settings:
         return
-    # Some settings are decided by the recipe or the model only in certain models and modes.
-    reserved_fields = reserved_settings("megatron") | reserved_settings("architecture")
-    has_sinks = "softmax_type" in FAMILIES[shape.family].settings(shape)
-    reserved_fields |= reserved_settings("sinks") if has_sinks else {}
-    reserved_fields |= reserved_settings("recompute") if recipe.trainer.recompute != "none" else {}
-    reserved_fields |= reserved_settings("experts") if shape.num_experts else {}
-    reserved_fields |= reserved_settings("fp8") if recipe.trainer.fp8 != "none" else {}
+    reserved_fields = _find_reserved_fields(recipe, shape)
     known_fields: dict[str, ast.expr] = {}
     for file, name in (
         ("core/model_parallel_config.py", "ModelParallelConfig"),

@@ -19,36 +19,7 @@ def check_machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
     cluster = recipe.cluster
     # A run resized within its job may have fewer ranks than the job has tasks.
     if cluster.launcher == "slurm" and is_start:
-        # Slurm sets these variables only inside a job, so a dry run on a login node finds none.
-        job_nodes, job_tasks_per_node = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
-        if job_nodes is None:
-            yield (
-                "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
-                "cluster.launcher=local"
-            )
-        elif shutil.which("srun") is None:
-            yield (
-                "cluster.launcher = slurm: this job has no program srun on its PATH; add Slurm's folder of programs to "
-                "PATH, or set cluster.launcher=local"
-            )
-        elif cluster.groups.engines is not None:
-            yield from _find_component_faults(cluster)
-        elif int(job_nodes) != cluster.nodes + cluster.spare_nodes:
-            num_needed_nodes, num_spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
-            spare_text = f" and cluster.spare_nodes = {num_spare}" if num_spare else ""
-            yield (
-                f"cluster.nodes = {cluster.nodes}{spare_text}: the job has {job_nodes} nodes, not {num_needed_nodes}; "
-                f"set cluster.nodes={int(job_nodes) - num_spare}, or submit it with sbatch --nodes={num_needed_nodes}"
-            )
-        elif (
-            job_tasks_per_node is not None
-            and job_tasks_per_node.isdigit()
-            and int(job_tasks_per_node) != cluster.ranks_per_node
-        ):
-            yield (
-                f"cluster.ranks_per_node = {cluster.ranks_per_node}: the job has {job_tasks_per_node} tasks a node; "
-                f"set cluster.ranks_per_node={job_tasks_per_node}, or sbatch --ntasks-per-node"
-            )
+        yield from _find_job_faults(cluster)
     if cluster.launcher == "ray" and find_spec("ray") is None:
         yield "cluster.launcher = ray: Ray is not installed; run launch/setup.sh ray, or set cluster.launcher=local"
     if cluster.launcher == "local" and cluster.groups.engines is not None and is_start:
@@ -60,6 +31,40 @@ def check_machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
         yield (
             f"cluster.nodes = {cluster.nodes}: cluster.launcher local uses this machine only; set cluster.nodes=1 "
             f"cluster.ranks_per_node={cluster.world_size}, or run megarl slurm submit"
+        )
+
+
+def _find_job_faults(cluster: ClusterConfig) -> Iterator[str]:
+    """Yield an error if this Slurm job does not have the recipe's nodes and tasks, or if this is no Slurm job."""
+    # Slurm sets these variables only inside a job, so a dry run on a login node finds none.
+    job_nodes, job_tasks_per_node = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
+    if job_nodes is None:
+        yield (
+            "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
+            "cluster.launcher=local"
+        )
+    elif shutil.which("srun") is None:
+        yield (
+            "cluster.launcher = slurm: this job has no program srun on its PATH; add Slurm's folder of programs to "
+            "PATH, or set cluster.launcher=local"
+        )
+    elif cluster.groups.engines is not None:
+        yield from _find_component_faults(cluster)
+    elif int(job_nodes) != cluster.nodes + cluster.spare_nodes:
+        num_needed_nodes, num_spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
+        spare_text = f" and cluster.spare_nodes = {num_spare}" if num_spare else ""
+        yield (
+            f"cluster.nodes = {cluster.nodes}{spare_text}: the job has {job_nodes} nodes, not {num_needed_nodes}; "
+            f"set cluster.nodes={int(job_nodes) - num_spare}, or submit it with sbatch --nodes={num_needed_nodes}"
+        )
+    elif (
+        job_tasks_per_node is not None
+        and job_tasks_per_node.isdigit()
+        and int(job_tasks_per_node) != cluster.ranks_per_node
+    ):
+        yield (
+            f"cluster.ranks_per_node = {cluster.ranks_per_node}: the job has {job_tasks_per_node} tasks a node; "
+            f"set cluster.ranks_per_node={job_tasks_per_node}, or sbatch --ntasks-per-node"
         )
 
 
