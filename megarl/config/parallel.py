@@ -122,8 +122,8 @@ class ParallelConfig:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return a rank's position on each axis of the trainer's grid, and of the experts' grid."""
-        dense_coordinates = self._place(self._dense, self.part(rank))
-        expert_coordinates = self._place(self._expert, self.part(rank))
+        dense_coordinates = self._axis_indices(self._dense, self.part(rank))
+        expert_coordinates = self._axis_indices(self._expert, self.part(rank))
         return Coordinates(
             tp=dense_coordinates["tp"],
             dp=dense_coordinates["dp"],
@@ -190,7 +190,7 @@ class ParallelConfig:
         edp = self.world_size // (self.etp * self.ep * self.pp)
         return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": edp, "pp": self.pp}
 
-    def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
+    def _axis_indices(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
         """Return a position's index on each axis: the digits of a mixed-radix number."""
         assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
         indices = {}

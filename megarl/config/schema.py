@@ -65,9 +65,8 @@ def section_at(place: str) -> type[Section] | None:
         if field is None:
             return None
         inner_section = section_of(field) or _find_section(field, (Union, UnionType))
-        if (
-            inner_section is None and next(parts, None) is not None
-        ):  # skips the number of an item, or the name of an entry
+        # `next` skips the number of an item, or the name of an entry.
+        if inner_section is None and next(parts, None) is not None:
             inner_section = _find_section(field, (tuple, dict))
         if inner_section is None:
             return None

@@ -63,9 +63,8 @@ class Interact:
             return Step(done=True)
         problem = self._problem
         values = {"messages": self._messages, "answer": problem.answer, "record": dict(problem.record)}
-        arguments = copy.deepcopy(
-            {name: values[name] for name in self._filled}
-        )  # The function may change its arguments.
+        # Copied, because the function may change its arguments.
+        arguments = copy.deepcopy({name: values[name] for name in self._filled})
         new_messages = await start_call(self._function, arguments | self._settings)
         if not isinstance(new_messages, Sequence) or isinstance(new_messages, str):
             raise TypeError(f"{self._function.__name__} gave {new_messages!r:.80}, not a list of messages")

@@ -159,7 +159,7 @@ class FolderLock:
         return False
 
     def release(self) -> None:
-        """Give the folder up, unless it has another owner by now."""
+        """Release the folder, unless it has another owner by now."""
         if self._is_released.is_set():
             return
         self._is_released.set()

@@ -143,11 +143,11 @@ def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
     return text
 
 
-def _name_excess(judge: MemoryJudge, over: Sequence[Phase]) -> str:
+def _name_excess(judge: MemoryJudge, overfull_phases: Sequence[Phase]) -> str:
     return "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
         f"{phase.device_bytes / _GIB - judge.gpus.gib_for(phase):.1f} too much ({_largest(phase)})"
-        for phase in sorted(over, key=lambda phase: -phase.device_bytes)
+        for phase in sorted(overfull_phases, key=lambda phase: -phase.device_bytes)
     )
 
 

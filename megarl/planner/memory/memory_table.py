@@ -20,8 +20,8 @@ class Use:
 class Phase:
     """A phase of a run, with its peak memory on the fullest rank.
 
-    `name` is the phase's name in metrics. Appended are a model other than the policy (`train critic`), or `engine` for
-    separate engines (`reshard engine`).
+    `name` is the phase's name in metrics. A model other than the policy is appended (`train critic`), and so is
+    `engine` for separate engines (`reshard engine`).
     """
 
     name: str

@@ -251,8 +251,8 @@ def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:
 def _convert_call(block: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a tool_use block to OpenAI's tool call."""
     arguments: Any = block["input"]
-    # Unwrap only what `_input` would wrap: a text that is not a JSON object.
-    if arguments.keys() == {_INVALID_ARGUMENTS} and _input(arguments[_INVALID_ARGUMENTS]) == arguments:
+    # Unwrap only what `_as_object` would wrap: a text that is not a JSON object.
+    if arguments.keys() == {_INVALID_ARGUMENTS} and _as_object(arguments[_INVALID_ARGUMENTS]) == arguments:
         arguments = arguments[_INVALID_ARGUMENTS]
     return {
         "id": str(block.get("id", "")),
@@ -292,7 +292,7 @@ def _make_empty_block(kind: str, content: Any) -> dict[str, Any]:
 
 def _make_block(kind: str, content: Any) -> dict[str, Any]:
     if kind == "tool_use":
-        return _make_empty_block(kind, content) | {"input": _input(content[2])}
+        return _make_empty_block(kind, content) | {"input": _as_object(content[2])}
     return {"type": kind, kind: content} | ({"signature": _SIGNATURE} if kind == "thinking" else {})
 
 
@@ -300,7 +300,7 @@ def _list_deltas(kind: str, content: Any) -> Iterator[dict[str, Any]]:
     """Yield a block's text in several events. `content` is a tool call's (id, name, arguments), or a text."""
     if kind == "tool_use":
         _, _, arguments = content
-        text, name, field = json.dumps(_input(arguments), ensure_ascii=False), "input_json_delta", "partial_json"
+        text, name, field = json.dumps(_as_object(arguments), ensure_ascii=False), "input_json_delta", "partial_json"
     else:
         text, name, field = content, f"{kind}_delta", kind
     for piece in split_text(text):
@@ -309,7 +309,7 @@ def _list_deltas(kind: str, content: Any) -> Iterator[dict[str, Any]]:
         yield {"type": "signature_delta", "signature": _SIGNATURE}
 
 
-def _input(arguments: Any) -> dict[str, Any]:
+def _as_object(arguments: Any) -> dict[str, Any]:
     """Return a tool call's arguments as an object, the only form that this API has."""
     try:
         value = json.loads(arguments, object_pairs_hook=make_object)
