@@ -115,6 +115,7 @@ class MtpHead:
         embedding_table = model.embedding_table()
 
         def embed_next(tokens: Tensor) -> Tensor:
+            # Some families read no embedding at a sequence's first position.
             positions = None if self._sees_first else row.positions
             embeddings = embed_tokens(tokens, positions, embedding_table, model.first_token_id, model.pg_collection.tp)
             return scatter_to_sequence_parallel_region(embeddings) if model.config.sequence_parallel else embeddings

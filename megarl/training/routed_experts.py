@@ -194,11 +194,11 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[RankTokens]) -> list[t
 
     Padding is routed to the first top_k experts. Raises DataError if a token's route names an expert twice.
     """
-    fetched = exchange.fetch(np.concatenate([row.runs for row in rows]))
-    _refuse_repeated(fetched, exchange.layers)
+    experts_of_tokens = exchange.fetch(np.concatenate([row.runs for row in rows]))
+    _refuse_repeated(experts_of_tokens, exchange.layers)
     ends = np.cumsum([row.is_token.sum() for row in rows])
     routes = []
-    for row, experts in zip(rows, np.split(fetched, ends[:-1]), strict=True):
+    for row, experts in zip(rows, np.split(experts_of_tokens, ends[:-1]), strict=True):
         row_experts = np.empty((len(row.is_token), *experts.shape[1:]), np.int16)
         # Megatron's router replay needs experts for every position of a row, padding included.
         row_experts[:] = np.arange(experts.shape[-1])

@@ -132,7 +132,6 @@ def hybrid_rules(
     `tensors` and `blocks` compose a delta-net's input projection, in the order queries, keys, values, gates, beta,
     alpha.
     """
-    linear = delta_net(model)
     is_linear = model.layers_where(lambda kind: kind.mixer == "linear_attention")
     is_full = model.layers_where(lambda kind: kind.mixer == "attention")
     mixer_prefix = llama.DECODER + "self_attention."
@@ -140,6 +139,23 @@ def hybrid_rules(
         replace(rule, layers=is_full) if rule.parameter.startswith((mixer_prefix, llama.DECODER + "input_")) else rule
         for rule in qwen3.rules(model)
     )
+    delta_net_rules = _delta_net_rules(model, tensors, blocks)
+    # Rules without layers are dropped: a model of few layers may have only one kind.
+    mixed_rules = tuple(
+        rule
+        for rule in (*attention_rules, *(replace(rule, layers=is_linear) for rule in delta_net_rules))
+        if rule.layers != frozenset()
+    )
+    if model.router is None:
+        return mixed_rules
+    return with_shared_expert(with_experts(mixed_rules, model), model, "shared_expert")
+
+
+def _delta_net_rules(
+    model: ModelShape, tensors: tuple[tuple[str, tuple[int, ...]], ...], blocks: tuple[tuple[Segment, ...], ...]
+) -> tuple[Rule, ...]:
+    """Return the rules of a delta-net, which Megatron names `self_attention`. Arguments as in `hybrid_rules`."""
+    linear, mixer_prefix = delta_net(model), llama.DECODER + "self_attention."
     convolution, key_channels = LINEAR + "conv1d.weight", linear.key_channels
     convolved_rows = (
         (0, key_channels),
@@ -147,8 +163,7 @@ def hybrid_rules(
         (2 * key_channels, linear.convolved_channels),
     )
     heads = (linear.num_value_heads,)
-    # In delta-net layers, Megatron's `self_attention` is the delta-net.
-    delta_net_rules = (
+    return (
         replicate(
             llama.DECODER + "input_layernorm.weight",
             llama.LAYER + "input_layernorm.weight",
@@ -177,15 +192,6 @@ def hybrid_rules(
         replicate(mixer_prefix + "out_norm.weight", LINEAR + "norm.weight", (linear.value_dim,)),
         row(mixer_prefix + "out_proj.weight", LINEAR + "out_proj.weight", (model.hidden_size, linear.value_channels)),
     )
-    # Rules without layers are dropped: a model of few layers may have only one kind.
-    mixed_rules = tuple(
-        rule
-        for rule in (*attention_rules, *(replace(rule, layers=is_linear) for rule in delta_net_rules))
-        if rule.layers != frozenset()
-    )
-    if model.router is None:
-        return mixed_rules
-    return with_shared_expert(with_experts(mixed_rules, model), model, "shared_expert")
 
 
 def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:

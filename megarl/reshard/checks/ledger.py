@@ -77,10 +77,10 @@ class Ledger:
     ) -> None:
         self._holder = f"{rank_name} on {socket.gethostname()}"
         self._cast_to = cast_to
-        self._numbers: dict[str, list[int]] = defaultdict(list)
+        self._piece_indices: dict[str, list[int]] = defaultdict(list)
         """Indices of the layout's pieces in each storage."""
         for index, piece in enumerate(layout):
-            self._numbers[piece.storage].append(index)
+            self._piece_indices[piece.storage].append(index)
         self._layout, self._tensors, self._is_converted = layout, tensors, is_converted
         self._boxes = tuple(piece.box for piece in layout)
         self._dtypes = tuple(str(tensors[piece.storage].dtype) for piece in layout)
@@ -119,7 +119,7 @@ class Ledger:
 
     @property
     def storages(self) -> Collection[str]:
-        return self._numbers.keys()
+        return self._piece_indices.keys()
 
     @torch.no_grad()
     def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
@@ -127,7 +127,7 @@ class Ledger:
         layout.
         """
         names = self.storages if storages is None else storages
-        return {number: self._checksum(number) for name in names for number in self._numbers.get(name, ())}
+        return {number: self._checksum(number) for name in names for number in self._piece_indices.get(name, ())}
 
     def _compute(self) -> NDArray[np.int64]:
         checksums = [self._checksum(number) for number in range(len(self._layout))]

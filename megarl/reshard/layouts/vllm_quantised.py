@@ -105,10 +105,10 @@ class QuantisedModule:
     def loadable(self) -> Iterator[None]:
         """Context in which the module's parameters are unquantised meta tensors, as during vLLM's loading."""
         live = self._module._parameters
-        unquantised = {key: live[key] for key in _unquantised_names(self._module) if key in live}
+        plain_parameters = {key: live[key] for key in _unquantised_names(self._module) if key in live}
         # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged without registering parameters
         # again.
-        vars(self._module)["_parameters"] = {**self._loaded, **unquantised}
+        vars(self._module)["_parameters"] = {**self._loaded, **plain_parameters}
         try:
             yield
         finally:

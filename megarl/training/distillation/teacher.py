@@ -110,10 +110,10 @@ def _store_by_sequence(
 ) -> None:
     """Store a row's targets by sequence. `trained_targets`: uint8 [positions, bytes]."""
     assert row.target_keys is not None
-    counts = np.bincount(positions.sequence, minlength=row.num_sequences)
-    values = trained_targets.cpu().numpy()
+    targets_per_sequence = np.bincount(positions.sequence, minlength=row.num_sequences)
+    host_targets = trained_targets.cpu().numpy()
     for number, sequence_targets in zip(
-        row.target_keys[:, 1].tolist(), np.split(values, np.cumsum(counts)[:-1]), strict=True
+        row.target_keys[:, 1].tolist(), np.split(host_targets, np.cumsum(targets_per_sequence)[:-1]), strict=True
     ):
         stored.store(number, sequence_targets)
 

@@ -295,8 +295,8 @@ def set_optimizer_step(optimizer: Any, step: int | None) -> None:
         set_step(optimizer, step)
         return
     inner = optimizer.optimizer
-    for counts in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
-        counts["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
+    for step_holder in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
+        step_holder["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
 
 
 def changed_models(models: Mapping[str, Model]) -> list[str]:
