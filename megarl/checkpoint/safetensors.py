@@ -142,12 +142,13 @@ def load(
     override: Mapping[str, Any] | None = None,
     with_draft_layers: bool = False,
 ) -> None:
-    """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's dtype.
+    """Load a rank's parameters from a model folder.
 
-    `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each,
-    written in place. A value head keeps its values if the folder's model has none. `override` changes fields of
-    config.json (`config.override`). `with_draft_layers` also loads draft layers. Raises DataError for an invalid
-    folder, for a weight that is not finite, and for a weight that changed since its export.
+    Only the rank's boxes are read, and cast to each parameter's dtype. `layout` is this rank's layout of
+    `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each, written in place. A value head
+    keeps its values if the folder's model has none. `override` changes fields of config.json. `with_draft_layers` also
+    loads draft layers. Raises DataError for an invalid folder, and for a weight that is not finite or changed since its
+    export.
     """
     model = read_model_shape(folder, override)
     model = model.with_draft_layers(with_draft_layers)
@@ -213,14 +214,14 @@ def export(
     other_texts: Mapping[str, str] | None = None,
     override: Mapping[str, Any] | None = None,
 ) -> None:
-    """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
+    """Export the model in all ranks' `parameters` to a Hugging Face folder.
 
-    `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. Tensors are
-    stored as `dtype`, except tensors that are float32 in every model. Untrained tensors (`checkpoint.kept`) and all
-    files except weights are copied from the folder `source`. `override` changes fields of config.json
-    (`config.override`). `other_texts` maps names of further files to their texts, replacing copied files. A rank stages
-    at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger. The folder is replaced
-    atomically. Raises OSError if the disk is full.
+    A collective. `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each.
+    Tensors are stored as `dtype`, except those that are float32 in every model. Untrained tensors (`checkpoint.kept`)
+    and all files except weights are copied from the folder `source`. `override` changes fields of config.json.
+    `other_texts` maps names of further files to their texts. A rank stages at most `bucket_bytes`. A file has at most
+    `shard_bytes`, unless a single tensor is larger. The folder is replaced atomically. Raises OSError if the disk is
+    full.
     """
     tensors = checkpoint_tensors(model)
     unchanged_tensors, copies = split_unchanged_tensors(source, model)
@@ -392,10 +393,10 @@ def changed_config(
     model: ModelShape | None = None,
     override: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the config.json at `path` with the exported dtype; transformers loads the weights in it.
+    """Return the config.json at `path` with the exported dtype, which transformers loads.
 
-    Also adds fields that vLLM reads and transformers 5 does not write (`families.shape.completed_config`), and the
-    fields of `model`'s value head. `override` changes fields (`config.override`).
+    Also adds fields that vLLM reads and transformers 5 does not write (`families.shape.completed_config`), and those of
+    `model`'s value head. `override` changes fields.
     """
     content = path.read_bytes()
     fields = loads(content, max_values_of(path.name))

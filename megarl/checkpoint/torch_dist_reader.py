@@ -216,10 +216,10 @@ def _loads(content: bytes) -> Metadata:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read a `.metadata` file. Its pickle may contain plain records only. Raises DataError and StorageError.
+    """Read a `.metadata` file.
 
-    A few bytes of pickle can cause endless work. So first a child process with limits of time and memory reads the
-    file.
+    Its pickle may contain plain records only. Raises DataError and StorageError. A few bytes of pickle can cause
+    endless work, so a child process with limits reads the file first.
     """
     with storage_faults_named(path):
         content = path.read_bytes() if path.exists() else None
@@ -238,9 +238,7 @@ def read_metadata(path: Path) -> Metadata:
 
 def check_harmless(folder: Path) -> None:
     """Check that Megatron's loader can unpickle the checkpoint without running code: read all files with
-    `weights_only`.
-
-    Raises DataError naming a file with anything except numbers, texts and tensors, StorageError for an unreadable file.
+    `weights_only`. Raises DataError naming a file with other objects, StorageError for an unreadable file.
     """
     metadata, path = read_metadata(folder / METADATA), folder / COMMON
     try:

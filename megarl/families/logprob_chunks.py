@@ -54,7 +54,7 @@ def chosen_chunk_tokens(
     """Return the smallest chunk of tokens whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
 
     `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows on a rank, `itemsize` the bytes of a
-    weight. The logits of a chunk never exceed `LIMIT_BYTES`, even if blocks then cost more.
+    weight. The logits of a chunk never exceed `LIMIT_BYTES`.
     """
     predict_seconds = partial(
         head_seconds, num_tokens=1, hidden_size=hidden_size, vocabulary_rows=vocabulary_rows, has_kernels=has_kernels

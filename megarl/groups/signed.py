@@ -93,10 +93,10 @@ def _channel(purpose: str, members: Sequence[int]) -> SignedChannel:
 def gather(
     value: Value, group: dist.ProcessGroup | None = None, *, to: int | None = None, purpose: str = "gather"
 ) -> list[Value]:
-    """Gather the values of all ranks, ordered by rank in the group. A collective.
+    """Gather the values of all ranks, ordered by rank in the group.
 
-    `value` may be any picklable object. With `to`, only this global rank receives values; all others return an empty
-    list. A cross-world group is allowed, but not together with `to`. Raises ForgedMessageError.
+    A collective. `value` may be any picklable object. With `to`, not for cross-world groups, all other ranks return an
+    empty list. Raises ForgedMessageError.
     """
     name = cross_world.group_name(group)
     members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -260,7 +260,7 @@ class PackedAttention(nn.Module):
         """Score of each head's sink, [heads of this rank]. A sink takes part in the softmax and has no value vector."""
 
     def _make_sinks(self, config: TransformerConfig) -> nn.Parameter:
-        """Return the sinks of this rank's heads. Megatron initialises them unless a checkpoint replaces them."""
+        """Return the sinks of this rank's heads, a parameter split over the tensor-parallel ranks."""
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         offset = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         if config.perform_initialization:

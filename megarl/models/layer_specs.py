@@ -85,7 +85,7 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
 
 
 def _make_transformer_engine_layer(config: TransformerConfig, common: Mapping[str, Any]) -> Any:
-    """Return Transformer Engine's spec. Its attention also takes trees and, in Megatron's own kernel, sinks."""
+    """Return Transformer Engine's spec. Its attention also takes trees; with sinks it is this package's."""
     layer = get_gpt_layer_with_transformer_engine_spec(**common)
     if config.multi_latent_attention:
         latent_attention.use_transformer_engine_modules(layer)

@@ -66,8 +66,8 @@ def gpu_fault() -> str | None:
 def driver_fault(driver: str | None, cuda: int, supported: int | None) -> str | None:
     """Return why the driver version `driver` is too old for CUDA `cuda` (major version); None: new enough or unknown.
 
-    `supported` is the major version that the loaded driver library supports. If known, it decides, because NVIDIA's
-    compatibility package has a newer library for an older kernel driver.
+    If known, `supported` decides, the major version of the loaded driver library: NVIDIA's compatibility package has a
+    newer one for an older kernel driver.
     """
     least = LEAST_DRIVERS.get(cuda)
     if driver is None or least is None:

@@ -54,9 +54,9 @@ _NUM_ERROR_LINES = 200
 def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[int, str, str]:
     """Run a program to its end, and copy its error output to sys.stderr as it comes.
 
-    Its standard output goes to sys.stdout, unless `captures_output`. Returns the exit code, the captured standard
-    output ("" otherwise) and the last lines of the error output. On Ctrl-C the terminal sends the program the same
-    signal: wait for its end, then raise KeyboardInterrupt.
+    Its standard output goes to sys.stdout, unless `captures_output`. Returns the exit code, the captured output and the
+    last lines of the error output. On Ctrl-C the program gets the same signal: wait for its end, then raise
+    KeyboardInterrupt.
     """
     sys.stdout.flush()
     # A notebook replaces sys.stdout. Its cells do not show a child's output to the inherited file.

@@ -16,13 +16,12 @@ _NODE_LOCAL = Path("/tmp")
 
 
 def use_own_folder() -> None:
-    """Set VLLM_CACHE_ROOT to a folder of this GPU. Call it before an engine is built. Does nothing on a CPU.
+    """Set VLLM_CACHE_ROOT to a folder of this GPU.
 
-    vLLM 0.30 names a cache folder by configuration and rank (compilation/backends.py), but the compiled code contains
-    the device index. In a shared folder, a second engine of the node, or an engine restarted on another device, would
-    run code compiled for another GPU.
-
-    Raises ConfigError if other users can write the folder, because vLLM executes its contents.
+    Call it before an engine is built. Does nothing on a CPU. vLLM 0.30 names a cache folder by configuration and rank,
+    but the compiled code contains the device index. In a shared folder, an engine on another device would run code
+    compiled for another GPU. Raises ConfigError if other users can write the folder, because vLLM executes its
+    contents.
     """
     rank_device = device.current()
     if rank_device.type != "cuda":

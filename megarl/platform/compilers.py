@@ -49,8 +49,8 @@ def c_compiler() -> str | None:
 def toolkit_fault(toolkit: Path) -> str | None:
     """Return why a CUDA toolkit cannot compile FlashInfer's kernels; None: it can, or FlashInfer is not installed.
 
-    FlashInfer's headers require the same CUDA version of compiler and runtime headers. An engine compiles the kernels
-    at its start, minutes into a run. The preprocessor finds a mismatch in seconds, without a GPU.
+    FlashInfer's headers require the same CUDA version of compiler and runtime headers. The preprocessor finds a
+    mismatch in seconds, an engine only minutes into a run.
     """
     spec = find_spec("flashinfer")
     if spec is None or spec.origin is None:

@@ -27,7 +27,7 @@ def disable_collector() -> Iterator[None]:
 def without(library: str) -> Iterator[None]:
     """Make `import library` fail inside this context, unless it is imported already.
 
-    Other libraries import it for functions that ranks do not use. The import takes tenths of a second at each start.
+    Other libraries import it for unused functions, and each import takes tenths of a second.
     """
     if library in sys.modules:
         yield

@@ -185,8 +185,8 @@ def gpu_addresses() -> list[str]:
 def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[Place]:
     """Return the places of this node's ranks, by local rank; empty: do not bind the ranks.
 
-    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses GPU r. With `BY_GPU` each GPU of the machine or
-    container gets its share of the cores, so that ranks of different worker groups get different cores.
+    `gpus` are the PCI addresses of the visible GPUs. With `BY_GPU` each GPU of the machine gets its share of the cores,
+    so worker groups get different cores.
     """
     setting = os.environ.get(VARIABLE, "0")
     if setting != BY_GPU:
@@ -227,8 +227,8 @@ class _Binding:
 def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SYS) -> None:
     """Bind this rank to the cores of its place, unless cluster.bind_to_numa = false.
 
-    `gpus` returns the PCI addresses of the visible GPUs. If binding fails, the rank continues with a notice: it is only
-    slower.
+    `gpus` returns the PCI addresses of the visible GPUs. Without binding the rank is only slower, so a failure is a
+    notice.
     """
     if VARIABLE not in os.environ:
         return

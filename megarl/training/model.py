@@ -318,8 +318,8 @@ class FrozenModel(ModelShard):
     def move_towards(self, tensors: Mapping[str, Tensor], share: float) -> None:
         """Mix other weights into the model, in float32: each tensor becomes share * other + (1 - share) * itself.
 
-        `tensors` [*shape]: the other weights by name, of a model with the same shape and parallel sizes. Source: TR-DPO
-        (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: soft update, and hard update at share 1).
+        `tensors` [*shape]: the other weights by name, split alike. Source: TR-DPO (Gorbatovski et al. 2024, arXiv
+        2404.09656, eq. 3 and 4: soft update, and hard update at share 1).
         """
         with torch.no_grad():
             for name, values in self.tensors.items():

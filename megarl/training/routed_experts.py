@@ -63,8 +63,7 @@ class StoredExperts:
     def read_span(self, number: int, first: int, end: int) -> NDArray[np.int16]:
         """Return the experts [end - first, layers, top_k] of the tokens `first` to `end` of a completion.
 
-        The last token was sampled but never went through the model. No later token depends on its experts, so any are
-        valid.
+        The last token never went through the model. No later token depends on its experts, so any are valid.
         """
         if number not in self._arrays:
             raise KeyError(f"rank {self._rank} does not hold routed experts number {number}")

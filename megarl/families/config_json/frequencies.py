@@ -20,7 +20,7 @@ Where = Callable[[Array, Array, Array], Array]
 def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pairs: Array, where: Where) -> Array:
     """Return the angle per position of each pair of channels, [num_channels / 2], in radians.
 
-    `exponents` are the even numbers below num_channels, divided by num_channels. `pairs` numbers the pairs from 0.
+    `exponents` are the even numbers below num_channels, divided by it. `pairs` numbers the pairs from 0.
     """
     frequencies = 1.0 / rotary.theta**exponents
     if rotary.scaling == "linear":

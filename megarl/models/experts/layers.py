@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class OwnOutput(RowParallelLinear):
-    """The second layer of an expert with biases. Its output [tokens, hidden_size] has memory of its own.
+    """The second layer of an expert with biases.
 
-    Megatron-Core 0.16.1 adds the bias in place. The output of Megatron's layer is a view made by a custom autograd
-    function: after a change in place, torch refuses its backward pass.
+    Its output [tokens, hidden_size] has memory of its own. Megatron-Core 0.16.1 adds the bias in place, which torch
+    refuses for the view that Megatron's layer returns.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:

@@ -133,8 +133,8 @@ def _adapt_experts(rank_device: torch.device) -> None:
 def adapt_hybrid_optimizer() -> None:
     """Patch Megatron's `HybridDeviceOptimizer`, which offloads parameters to the host, for a CPU.
 
-    The original recognises parameters on the device by `is_cuda`. On a CPU a parameter counts as on the device unless
-    the optimizer offloads it to the host.
+    The original recognises parameters on the device by `is_cuda`. Here all parameters that are not offloaded count as
+    on the device.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 

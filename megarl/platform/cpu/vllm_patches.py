@@ -157,10 +157,10 @@ def _without_lora_kernels(select_backend):
 
 
 def _with_sinks_of_any_type(kernel):
-    """Wrap vLLM's attention on a CPU. Its kernel (0.30) reads attention sinks as bfloat16 only.
+    """Wrap vLLM's attention on a CPU.
 
-    Other sinks are rounded to bfloat16 for the kernel. The output is then rescaled as if they had not been rounded.
-    This needs the output without sinks, from a second call of the kernel.
+    Its kernel (0.30) reads attention sinks as bfloat16 only. Other sinks are rounded for the kernel. The output is then
+    rescaled by means of the output without sinks.
     """
 
     @functools.wraps(kernel)
@@ -202,11 +202,11 @@ def _rotate_all_heads(forward_cpu):
 
 
 def _adapt_check(check_and_update_config):
-    """Wrap `CpuPlatform.check_and_update_config`. Choose the plain backend for latent attention, and keep LD_PRELOAD.
+    """Wrap `CpuPlatform.check_and_update_config`.
 
-    On processors with AMX, vLLM's default packs the weight of `kv_b_proj` and replaces the parameter by an empty
-    tensor. vLLM 0.30 adds its allocator and torch's OpenMP to LD_PRELOAD for worker processes. megarl has none: only
-    other programs would load them, and report an error if the path has a blank.
+    Choose the plain backend for latent attention, and keep LD_PRELOAD. On processors with AMX, vLLM's default replaces
+    the weight of `kv_b_proj` by an empty tensor. vLLM 0.30 adds libraries to LD_PRELOAD for worker processes. megarl
+    has none, and other programs would report an error if the path has a blank.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

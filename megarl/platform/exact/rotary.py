@@ -11,10 +11,8 @@ from megarl.platform import libraries
 
 @cache
 def truncates() -> bool:
-    """Return whether vLLM's rotary embedding truncates float32 to bfloat16 on this CPU, instead of rounding.
-
-    vLLM 0.30 converts with an instruction that rounds only on processors with AVX-512 BF16. Others drop the lower 16
-    bits. This function calls the kernel once to find out.
+    """Return whether vLLM's rotary embedding truncates float32 to bfloat16 on this CPU, instead of rounding. vLLM 0.30
+    rounds only on processors with AVX-512 BF16. This function calls the kernel once to find out.
     """
     libraries.prepare_vllm()
     from vllm import _custom_ops

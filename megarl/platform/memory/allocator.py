@@ -11,11 +11,10 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def use_expandable_segments() -> bool:
-    """Let torch's allocator grow and shrink new segments (expandable_segments). Returns whether it does.
+    """Let torch's allocator grow and shrink new segments (expandable_segments).
 
-    Rows of varying lengths then leave little memory unused. Call it after an engine is built: vLLM's custom all-reduce
-    and its memory pool for sleeping need the ordinary allocator. Nothing changes on a CPU, or if the environment sets
-    expandable_segments.
+    Returns whether it does. Rows of varying lengths then leave little memory unused. Call it after an engine is built:
+    vLLM's custom all-reduce and its memory pool for sleeping need the ordinary allocator.
     """
     if device.current().type != "cuda" or any("expandable_segments" in os.environ.get(name, "") for name in _VARIABLES):
         return False

@@ -27,10 +27,10 @@ def allow_free_while_asleep() -> None:
 
 
 def move_constants() -> None:
-    """Move the tensors of Python modules out of the pools. Call it after an engine's model was built.
+    """Move the tensors of Python modules out of the pools.
 
-    A module imported during the build creates its constants in the pool. They would lose their values in the first
-    sleep, and keep the pool's memory after the engine's end.
+    Call it after an engine's model was built. A module imported during the build creates its constants in the pool:
+    they would lose their values in the first sleep.
     """
     if (allocator := _allocator()) is not None:
         modules = list(sys.modules.values())

@@ -62,8 +62,8 @@ def refusal(num_bytes: int, reason: str) -> str:
 def turn(folder: Path | None = None) -> Iterator[None]:
     """Let no other process of this user on this machine lock pages inside this context.
 
-    `folder` holds the lock's file; None: the system's temporary folder. If the file cannot be opened, processes may
-    lock at the same time, which is only slower.
+    `folder` holds the lock's file; None: the system's temporary folder. If the file cannot be opened, locking is only
+    slower.
     """
     path = (folder or Path(tempfile.gettempdir())) / f"megarl-page-lock-{os.getuid()}"
     try:

@@ -20,7 +20,7 @@ def restart_peak() -> None:
 
 
 def fix_peak() -> None:
-    """Fix the peak of the current call. Later memory counts for the next call.
+    """Fix the peak of the current call.
 
     Call it before the last part of a call, if this part prepares the next phase.
     """
@@ -40,10 +40,9 @@ def take_peak_bytes() -> int | None:
 def _measure_and_reset_peak() -> int | None:
     """Return the peak memory in bytes since the last measurement, and start a new peak.
 
-    On a GPU: all memory in use now, by any library or process, plus memory that torch's allocator has returned since
-    its peak. On a CPU: the process's resident set, including shared pages; if the system forbids a reset, its peak
-    since the process started. None in a process without a model: torch was never imported, or the machine's GPUs are
-    not used.
+    On a GPU: all memory in use now, plus memory that torch's allocator has returned since its peak. On a CPU: the
+    process's resident set; if the system forbids a reset, its peak since the process started. None in a process without
+    a model.
     """
     if "torch" not in sys.modules:
         return None

@@ -108,8 +108,7 @@ _buffers = threading.local()
 def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised contiguous tensor [*shape] for a temporary copy of a block.
 
-    A CPU thread reuses one buffer. Freed memory of this size would go back to the system: page faults would take up to
-    90 % of a checksum's time.
+    A CPU thread reuses one buffer, because page faults would take up to 90 % of a checksum's time.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)

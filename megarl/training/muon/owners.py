@@ -7,10 +7,10 @@ from math import prod
 
 
 def assign_owners(costs: Mapping[str, int], holders: Mapping[str, Collection[int]], num_ranks: int) -> dict[str, int]:
-    """Return the rank that updates each matrix, its owner. All ranks get about equal sums of `costs`.
+    """Return the rank that updates each matrix, its owner.
 
-    `holders` are the ranks that store parts of the matrix. One of them is the owner, unless another rank's sum is
-    smaller by more than the matrix costs. Matrices are assigned by falling cost, then by name.
+    All ranks get about equal sums of `costs`. `holders` are the ranks that store parts of the matrix. One of them is
+    the owner, unless another rank's sum is smaller by more than the matrix costs.
     """
     costs_by_rank = [0] * num_ranks
     owners = {}

@@ -320,8 +320,8 @@ def _restore_model(model: Model, state: dict[str, Any]) -> None:
 def without_pickles(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a module's state with empty extra states.
 
-    Transformer Engine stores pickles there, as bytes in a tensor, and its layers load them unchecked. They hold
-    settings and the history of FP8's delayed scaling, which is not supported (`trainer.megatron.fp8_recipe`).
+    Transformer Engine stores pickles there, and its layers load them unchecked. They hold FP8's delayed scaling, which
+    is not supported (`trainer.megatron.fp8_recipe`).
     """
     empty = torch.empty(0, dtype=torch.uint8)
     return {

@@ -204,11 +204,11 @@ class StateCopier:
 def restore(
     step_copies: Sequence[StateCopy], models: Mapping[str, Model], layout: str, topology: RankTopology
 ) -> tuple[dict[str, Any], int]:
-    """Load the state after a step from the copies of all ranks into the models. A collective over the trainer's world.
+    """Load the state after a step from the copies of all ranks into the models.
 
-    `step_copies` are the copies on this rank's node; all ranks together have each copy at least once. Each element
-    comes from the nearest rank with it. Random numbers are restored if `layout`, the parallel sizes in words, is that
-    of the copies. Returns the driver's values, and the bytes received from other nodes.
+    A collective over the trainer's world. `step_copies` are the copies on this rank's node. Each element comes from the
+    nearest rank with it. Random numbers are restored if `layout`, the parallel sizes in words, is that of the copies.
+    Returns the driver's values, and the bytes received from other nodes.
     """
     origins_of_ranks = signed.gather([copy.origin for copy in step_copies])
     # Each copy is described once: the descriptions of a thousand ranks are long.
