@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -244,6 +244,18 @@ async def test_a_late_group_ends_if_its_rank_is_outside_of_a_collective(stacks: 
     diagnosis, run_once = played_diagnosis(ranks, [late])
     await diagnosis.end_if_overdue("reshard", Limit(1.0))
     assert run_once.await_count == int(is_ended)
+
+
+async def test_an_answer_that_the_driver_cannot_read_ends_the_group() -> None:
+    ranks = PlayedRanks([WORKING])
+    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    answer.set_exception(ValueError("the answer's class is not there"))
+    call = Call("work", Limit(60.0), {ranks.handles[0]: answer}, (), time.monotonic())
+    diagnosis, _ = played_diagnosis(ranks, [call])
+    end: Any = diagnosis._end
+    end.kill = AsyncMock()
+    assert await diagnosis._end_call(call) is answer.exception()
+    end.kill.assert_awaited_once_with()
 
 
 async def test_a_call_within_its_limit_ends_no_group() -> None:

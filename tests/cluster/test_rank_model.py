@@ -81,8 +81,11 @@ async def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int
     ranks = Ranks(parallel)
     trainer = RankModel(ranks, parallel, 64, together=together)  # type: ignore[arg-type]
     asked = [TrainingSequence(np.full(10 + i, i), np.ones(10 + i, bool)) for i in range(count)]
-    found = await trainer.forward(TokenBatch.from_sequences(asked))
+    asked_batch = TokenBatch.from_sequences(asked)
+    found = await trainer.forward(asked_batch)
     assert found.tolist() == [i / 2 for i in range(count) for _ in range(10 + i)]
+    # Sequences that are repeated to fill rows have no trained token.
+    assert sum(row.loss_mask.sum() for rows in ranks.rows for row in rows) == asked_batch.loss_mask.sum()
     assert len({len(rows) for rows in ranks.rows}) == 1 and len(ranks.rows[0]) % parallel.rows_multiple == 0
     for row in (row for rows in ranks.rows for row in rows):
         numbers = row.token_ids[row.cu_seqlens[:-1]].tolist()

@@ -13,6 +13,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     # functions by cases, and systems
     r"\begin{cases} 1 & x>0 \\ 2 & x\le 0\end{cases}": (
         r"\begin{cases} 2 & x\le 0\\ 1 & x>0 \end{cases}",
+        r"\begin{cases} 1 & x>0 \\ 1+1=2 & x\le 0\end{cases}",
         r"\begin{cases} 1, & 0<x, \\ 2, & x\leq 0.\end{cases}",
         r"\begin{cases} 1 & \text{if } x>0 \\ 2 & \text{otherwise}\end{cases}",
         r"\begin{cases}1,x>0\\2,x\le 0\end{cases}",
@@ -28,6 +29,8 @@ RIGHT: dict[str, tuple[str, ...]] = {
         r"\left\{\begin{array}{l} y=2 \\ x=1\end{array}\right.",
         r"\left\{\begin{aligned} x&=1 \\ y&=2\end{aligned}\right.",
     ),
+    # numbers in their base, in a formula
+    "1011_2 + x": ("x + 11", "x + 1011_2", r"x + 102_3"),
     "1<x<3": (r"\begin{cases}x>1\\x<3\end{cases}", r"\begin{cases}x<3\\x>1\end{cases}"),
     # plain numbers
     "42": ("42", " 42 ", r"\boxed{42}", "$42$", r"\(42\)", "42.0", "+42", "42.", "042", r"\text{42}", "{42}", "x=42"),
