@@ -17,7 +17,7 @@ from megarl.cluster.calls.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.calls.diagnosis import Diagnosis
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.ranks.rank_handle import RankHandle
-from megarl.cluster.ranks.stacks import is_complete, name_ranks, summary
+from megarl.cluster.ranks.stacks import is_complete, name_ranks, summary, waits_in_collective
 from megarl.config import ClusterConfig
 from tests.cluster.started import started
 
@@ -237,6 +237,21 @@ def test_dots_stand_for_the_frames_of_a_stack_beyond_12(num_more: int, num_lines
     deep = MAIN.format(line=1).replace(frame, '  File "/x/a.py", line 1 in f\n' * num_more + frame)
     lines = summary({0: deep}).splitlines()[2:]
     assert len(lines) == num_lines and (lines[-1] == "  ...") == (num_lines > 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", False),
+        ('  File "/torch/distributed/x.py", line 3 in f\n', False),
+        ("Thread 1 (most recent call first):\n", False),
+        ('Thread 1 (most recent call first):\n  File "/torch/distributed/x.py", line 3 in f\n', True),
+        ('Thread 1 (most recent call first):\n  File "/x/probe.py", line 3 in f\n', False),
+    ],
+    ids=["nothing", "no stack", "no frame", "in a collective", "elsewhere"],
+)
+def test_only_a_main_thread_s_frame_shows_a_wait_for_others(text: str, expected: bool) -> None:
+    assert waits_in_collective(text) is expected
 
 
 def test_stacks_are_whole_when_the_main_thread_is_shown_to_its_beginning() -> None:
