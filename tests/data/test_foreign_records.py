@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ import yaml
 from megarl.data.formats import FieldNames
 from megarl.data.kinds.conversations import Conversations
 from megarl.data.kinds.problems import Problems
-from megarl.data.reader import read_examples
+from megarl.data.reader import read_examples, read_records
 from megarl.types import DataError
 from tests.data.templates import tokenizer_of
 from tests.data.test_record_keys import TOOL, texts_of
@@ -336,6 +337,9 @@ def problems_of(path):
             id="maps",
         ),
         pytest.param(
+            {"prompt": ["q"], "answer": pa.array([UUID(int=4).bytes], pa.uuid())}, ("q", str(UUID(int=4))), id="uuid"
+        ),
+        pytest.param(
             {"prompt": ["q"], "answer": pa.array([[(1, "4")]], pa.map_(pa.int64(), pa.string()))},
             ("q", {"1": "4"}),
             id="map of numbers",
@@ -345,6 +349,9 @@ def problems_of(path):
 def test_columns_of_a_table(tmp_path, columns, problem) -> None:
     pq.write_table(pa.table(columns), tmp_path / "data.parquet")
     assert problems_of(tmp_path / "data.parquet") == [problem]
+    # Reward functions and journals get the record as JSON.
+    [record] = read_records(tmp_path / "data.parquet")
+    json.dumps(record.fields)
 
 
 def test_bytes_that_are_no_text_stay_base64(tmp_path) -> None:
@@ -355,14 +362,16 @@ def test_bytes_that_are_no_text_stay_base64(tmp_path) -> None:
         problems_of(tmp_path / "data.parquet")
 
 
-def test_a_map_with_a_key_twice_is_refused(tmp_path) -> None:
-    columns = {
-        "prompt": ["q"],
-        "answer": ["4"],
-        "info": pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int8())),
-    }
-    pq.write_table(pa.table(columns), tmp_path / "data.parquet")
-    with pytest.raises(DataError, match="duplicate key was 'a'"):
+@pytest.mark.parametrize(
+    ("column", "fault"),
+    [
+        (pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int8())), "duplicate key was 'a'"),
+        (pa.array([10**12], pa.timestamp("s")), "date value out of range"),
+    ],
+)
+def test_values_without_a_form_in_json_are_refused(tmp_path, column, fault) -> None:
+    pq.write_table(pa.table({"prompt": ["q"], "answer": ["4"], "info": column}), tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=f"data.parquet: cannot be read .*{fault}"):
         problems_of(tmp_path / "data.parquet")
 
 

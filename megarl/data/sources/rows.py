@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from megarl.data.sources.compressed import COMPRESSIONS, extension_of, first_bytes, lines_of, stem_of
 from megarl.data.sources.file_kinds import refuse_other_text
@@ -429,8 +430,8 @@ def _arrow_faults(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    # pyarrow's own errors are subclasses of these. KeyError: a map has a key twice.
-    except (ValueError, OSError, NotImplementedError, KeyError) as error:
+    # pyarrow's own errors are subclasses of the first three. A map may have a key twice, and a time no date in Python.
+    except (ValueError, OSError, NotImplementedError, KeyError, OverflowError) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}); write the file again") from None
 
 
@@ -454,7 +455,7 @@ def _to_python(value: Any) -> Any:
         return EncodedBytes(base64.b64encode(value).decode())
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    if isinstance(value, datetime.timedelta | Decimal):
+    if isinstance(value, datetime.timedelta | Decimal | UUID):
         return str(value)
     return value
 
