@@ -27,7 +27,6 @@ def reach(point: str, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
 
 
 def begin_step(number: int) -> None:
-    """Set the number of this process's training step."""
     if _injector is not None:
         _injector.step = number
 

@@ -232,7 +232,6 @@ class Recipe(Section):
 
     @property
     def further_models(self) -> dict[str, str]:
-        """Folders of critic, reward model and teachers, by recipe field."""
         return {field: find_folder(path) for field, path in self.model_paths.items() if field != "model.path"}
 
     @property
@@ -347,7 +346,6 @@ class Recipe(Section):
         return bool(self.validation_sets) and (step == self.train.steps or (interval > 0 and step % interval == 0))
 
     def overlaps_at(self, step: int) -> bool:
-        """Return whether the step's new weights are sent while the next step trains."""
         return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
@@ -364,7 +362,6 @@ class Recipe(Section):
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens of the longest training sequence."""
         recipes = [source.recipe for source in self.sources]
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def one_of(field: str, *values: str, example: str = "") -> Condition:
-    """Return the condition that a recipe field has one of these values."""
     remedy = f"set {field} to {either(values)}"
     return Condition(
         (field,), remedy, lambda recipe: value_at(recipe, field) in values, example or f"{field}={values[0]}"

@@ -51,7 +51,6 @@ class Formula:
     takes_own: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the pydantic schema of the field: check its type, then the formula's name."""
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(self._check_name, handler(source))
@@ -92,7 +91,6 @@ def formula_fields() -> dict[str, Formula]:
 
 
 def formulas(field: str) -> dict[str, Keywords]:
-    """Return a recipe field's formulas by name, with their keyword arguments."""
     return _read_functions(formula_fields()[field])
 
 

@@ -127,7 +127,6 @@ def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Or
 
 
 def _idle_without_overrides(path: Path) -> set[str]:
-    """Return the fields of a recipe file that have no effect even without overrides."""
     merged = merge(path, ())
     recipe, _, unread = validate_values(merged.values, merged.references)
     return {idle.place for idle in _drop_unread(idle_fields(recipe), unread | merged.unread)}

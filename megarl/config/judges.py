@@ -40,7 +40,6 @@ REMEDY = "set judges_answer: true on the function of reward.functions scoring wh
 
 
 def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
-    """Return how each reward function judges, by its name."""
     return {function.name: _find_judging(function, is_only=len(functions) == 1) for function in functions}
 
 

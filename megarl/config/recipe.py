@@ -36,7 +36,6 @@ class Draft:
     """Dotted names of fields with a missing or unreadable value."""
 
     def error(self, further: Sequence[str] = ()) -> ConfigError:
-        """Return one error: the recipe's problems, the `further` ones, then the notices."""
         notices = [f"\n  notice: {notice}" for notice in self.recipe.notices]
         return ConfigError(error_page(self.path, [*self.problems, *further]) + "".join(notices))
 

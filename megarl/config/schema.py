@@ -88,7 +88,6 @@ def field_at(place: str) -> FieldInfo | None:
 
 
 def annotated_with(place: str, kind: type[Item]) -> list[Item]:
-    """Return a field's annotations of one class (`config.annotations`)."""
     field = all_fields().get(place)
     return [] if field is None else [item for item in field.metadata if isinstance(item, kind)]
 
@@ -101,7 +100,6 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 
 def description(field: FieldInfo) -> str:
-    """Return a field's description with its notes, as one line."""
     notes = (str(item) for item in field.metadata if isinstance(item, DescriptionNote))
     return " ".join([*(field.description or "").split(), *notes])
 

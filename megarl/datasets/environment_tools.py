@@ -12,7 +12,6 @@ from megarl.types import ConfigError, MegarlError
 
 
 def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
-    """Return the function that creates the recipe's environments. Raises ConfigError."""
     rollout = recipe.rollout
     settings = with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
     make = environment_maker(rollout.environment, settings)

@@ -42,7 +42,6 @@ def kind_of_set(recipe: Recipe, field: str) -> KindName:
 
 
 def takes_problems(recipe: Recipe, field: str) -> bool:
-    """Return whether a field's records are problems, to which the policy samples answers."""
     return kind_of_set(recipe, field) == "problems"
 
 

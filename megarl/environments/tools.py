@@ -73,7 +73,6 @@ def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Store the tool's schema and its parameters' types as attributes of the method."""
         setattr(method, TOOL_SCHEMA, schema_of(method, schema))
         setattr(method, _PARAMETER_TYPES, _parameter_types(method) if schema is None else {})
         return method
@@ -253,7 +252,6 @@ def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Aw
     result: asyncio.Future[Any] = loop.create_future()
 
     def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        """Set the result or error in the event loop, unless the future is cancelled."""
         if not result.done():
             set_outcome(outcome)
 
@@ -281,5 +279,4 @@ def cut_in_the_middle(text: str, max_characters: int) -> str:
 
 
 def is_shortened(text: str) -> bool:
-    """Return whether a text contains the marker of `cut_in_the_middle`."""
     return _WRITTEN_MARKER.search(text) is not None

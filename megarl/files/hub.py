@@ -33,7 +33,6 @@ class Pushed(NamedTuple):
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text has the form OWNER/NAME."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 

@@ -58,7 +58,6 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the names in a folder in order; empty: there is no such folder."""
     try:
         return tuple(sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):

@@ -102,7 +102,6 @@ def shown(value: Any) -> str:
 
 
 def refuse_many_values(content: bytes, max_values: int) -> None:
-    """Raise ValueError if a JSON text has more than `max_values` values."""
     # Texts and programs have many commas. If needed, count values outside strings only, at 1 us per string.
     if count_values(content) > max_values and _has_more_outside_strings(content, max_values):
         raise ValueError(f"it has more than {max_values} values")

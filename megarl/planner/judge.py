@@ -49,7 +49,6 @@ class MemoryJudge:
         return [phase for phase in table.phases if phase.device_bytes > (self.gpus.gib_for(phase) - margin_gib) * _GIB]
 
     def accept(self, recipe: Recipe) -> MemoryTable | None:
-        """Return the predicted memory of a recipe if it fits, else None."""
         table = self.predict(recipe)
         return None if self.overfull_phases(table) else table
 

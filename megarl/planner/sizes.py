@@ -164,7 +164,6 @@ def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
 
 
 def find_batch_faults(recipe: Recipe, dp: int) -> Iterator[str]:
-    """Yield errors of the batch sizes for `dp` data-parallel ranks."""
     yield from _find_uneven_batches(recipe, dp)
     yield from _find_too_few_samples(recipe)
 

@@ -12,7 +12,6 @@ from megarl.processes.listening import listen_fault, taken_text
 
 @checks("monitor", Cost.FILES, per_run=True, training_only=True)
 def check_monitor_port(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
-    """Yield an error if the port of the monitor is in use."""
     host, port = recipe.monitor.host, recipe.monitor.port
     if port and is_start and (fault := listen_fault(host, port)) is not None:
         yield f"monitor.port = {port}: {taken_text(host, port, fault)}"

@@ -60,7 +60,6 @@ class Admission:
             raise BusyError(f"all keys together have at most {limits.tokens} tokens waiting; send the request again")
 
     def has_room(self, owner: str, num_bytes: int) -> bool:
-        """Return whether a body fits among the account's unfinished requests."""
         return self._bytes[owner] + num_bytes <= self._limits.bytes_per_key
 
     def no_room_message(self, owner: str, num_bytes: int) -> str:

@@ -201,7 +201,6 @@ class Checkpoints:
         delete_tree(partial, self._report)
 
     def _remove(self, folder: Path) -> bool:
-        """Delete a checkpoint. Returns whether its name is free."""
         # Delete the record first: a half-deleted folder then does not count as a checkpoint.
         if not delete_file(folder / _RECORD, self._report):
             return False

@@ -128,7 +128,6 @@ def _make_failing_work(sequence: _Sequence, reason: str | None, message: str) ->
     """
 
     async def fail_request() -> Reply:
-        """Report `reason` to the model, if there is one, and raise UserError."""
         if reason is not None:
             sequence.on_skip(reason)
         raise UserError(message)

@@ -56,7 +56,6 @@ class MemoryLimits:
         self._hosts = list(hosts.values())
 
     def find_full_host(self, *, num_models: int, num_copies: int) -> HostRoom | None:
-        """Return a host without room for these models and copies of weights, or None."""
         return next((host for host in self._hosts if not host.fits(num_models=num_models, num_copies=num_copies)), None)
 
     def describe(self) -> str:

@@ -135,7 +135,6 @@ class Models(RequestHandlers):
         self._background.start(self._trainer.forget(models=list(session.models), versions=versions))
 
     async def move_idle(self, latest: float) -> None:
-        """Move models to disk that had no request since the time `latest`."""
         idle = [model.model_id for model in self._sessions.models() if self._moved_until <= model.used_at < latest]
         # Recorded first: a failed move is not repeated.
         self._moved_until = latest

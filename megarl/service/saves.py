@@ -21,7 +21,6 @@ class Saves(RequestHandlers):
         address, model = self._sessions.read_address(values, owner)
 
         async def save() -> Reply:
-            """Save the weights and the optimizer's state under the request's name."""
             body = read_fields(SaveWeights, values)
             path = await self._save(model, "weights", body, owner, overwrite=body.overwrite)
             return json_reply(path=path, type="save_weights")

@@ -45,7 +45,6 @@ class Answer:
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why the completion ended, in OpenAI's terms."""
         if self.calls:
             return "tool_calls"
         return "length" if self.call.completion.finish_reason == "length" else "stop"

@@ -90,7 +90,6 @@ class Codec:
         return await self._in_thread(parse_in_thread)
 
     async def tokens(self, token_ids: NDArray[np.int64]) -> list[str]:
-        """Return the text of each token in `token_ids` [tokens]."""
         single_tokens = [token_ids[place : place + 1] for place in range(len(token_ids))]
         return await self._in_thread(
             lambda: [self._dialogue.text_with_special_tokens(token) for token in single_tokens]

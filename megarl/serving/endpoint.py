@@ -377,7 +377,6 @@ class Endpoint:
 
 
 def _secret(request: web.Request) -> str:
-    """Return a request's secret or token, from its path or header."""
     return request.match_info.get("secret") or key_of(request)
 
 
@@ -393,7 +392,6 @@ def _unknown_key() -> RequestError:
 
 
 def _error_response(request: web.Request, error: RequestError) -> web.Response:
-    """Return the answer to a refused request, in the dialect of its page."""
     # All other pages, also unknown ones, get OpenAI's form.
     dialect = MESSAGES if f"/v1{MESSAGES.page}" in request.path else CHAT
     return web.json_response(dialect.error(error), status=error.status, headers=error.headers())

@@ -105,6 +105,5 @@ class History:
         self._texts.append(answered)
 
     def find_text(self, prompt: str) -> AnsweredText | None:
-        """Return the longest stored text that `prompt` begins with, or None."""
         matches = [stored_text for stored_text in self._texts if prompt.startswith(stored_text.text)]
         return max(matches, key=lambda stored_text: len(stored_text.text), default=None)

@@ -222,7 +222,6 @@ class _Connection(asyncio.Protocol):
         self._connections.admitted.add(self)
 
     def abort(self) -> None:
-        """End the connection at once, and discard unsent bytes."""
         self._forget()
         if self._transport is not None:
             self._transport.abort()

@@ -72,7 +72,6 @@ class Session:
 
     @property
     def answers(self) -> list[Answer]:
-        """Answers delivered to the agent, ordered by the starts of their calls."""
         # Overlapping calls end in any order, but training needs a fixed order.
         return [call.task.result() for call in self._calls.values() if call.is_delivered]
 

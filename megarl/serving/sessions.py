@@ -115,7 +115,6 @@ class Sessions:
         return self._open.get(secret)
 
     def restart_timer(self, session: Session) -> None:
-        """Restart the timer that ends the session after `idle_seconds` without a request."""
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
         self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)

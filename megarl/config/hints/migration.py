@@ -90,7 +90,6 @@ class Meaning:
 
     @property
     def takes_value(self) -> bool:
-        """Whether the field takes the option's value."""
         return len(self.fields) == 1 and any(not option.note and not option.value for option in self.options)
 
     def describe(self, is_only: bool) -> str:
@@ -254,7 +253,6 @@ def overrides_of(option: Option) -> list[str]:
 
 
 def _list_other_overrides(overrides: Sequence[str], than: Sequence[str]) -> list[str]:
-    """Return the first override of each field that `than` does not override."""
     overridden_fields = {_field_name(override) for override in than}
     first_overrides = {_field_name(override): override for override in reversed(overrides)}
     return [

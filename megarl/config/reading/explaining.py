@@ -132,7 +132,6 @@ def key_hint(place: str, value: str | None = None) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Return whether a place is a field inside an item of a list or mapping."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 
@@ -161,7 +160,6 @@ def _list_siblings(place: str) -> dict[str, str]:
 
 
 def _find_elsewhere(place: str) -> list[str]:
-    """Return all recipe fields with this name, in any section."""
     last_name = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == last_name]
 

@@ -41,7 +41,6 @@ def as_yaml(value: Any) -> str:
 
 
 def _join_surrogates(match: re.Match[str]) -> str:
-    """Return YAML's escape for a pair of surrogates; an escaped backslash unchanged."""
     if match[1]:
         return match[1]
     character: str = json.loads(f'"{match[0]}"')

@@ -90,7 +90,6 @@ def take_value(values: Any, parts: Sequence[str]) -> bool:
 
 
 def _put_value(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    """Set the value at `parts` (keys), and create the sections around it."""
     for part in parts[:-1]:
         values = values.setdefault(part, {})
     values[parts[-1]] = value

@@ -93,7 +93,6 @@ OptionalDataSet = Annotated[str | DataSetConfig | None, BeforeValidator(_read_da
 
 
 def _require_path(value: Any) -> Any:
-    """Return a path unchanged. Raises PydanticCustomError for a mapping."""
     if isinstance(value, Mapping):
         text = "must be a path; the names of its fields are data.format, data.fields and data.answer_field"
         raise PydanticCustomError("training_data", text)

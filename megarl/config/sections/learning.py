@@ -199,7 +199,6 @@ class OptimizerConfig(Section):
     """Maximum number of consecutive updates skipped because loss or gradient are not finite. One more ends the run."""
 
     def warmup_updates(self, num_updates: int) -> int:
-        """Return the number of warm-up steps in a run of `num_updates` optimizer steps."""
         warmup = self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * num_updates)
         return min(warmup, num_updates)
 

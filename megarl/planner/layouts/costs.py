@@ -222,7 +222,6 @@ class LayoutCosts:
         )
 
     def token_bytes(self, engine: EngineSizes) -> int:
-        """Return the bytes of a token in an engine rank's KV cache."""
         shape = self.shape.with_draft_layers(self.recipe.rollout.drafts_with_model_layers)
         itemsize, draft_layers = self._cache_item_bytes, bool(self.recipe.drafter)
         return cache_block_bytes(shape, engine.tp, block_tokens=1, itemsize=itemsize, draft_layers=draft_layers)

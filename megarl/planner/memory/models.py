@@ -42,7 +42,6 @@ def read_models(
     """
 
     def shape_of(folder: str) -> ModelShape:
-        """Read a model's shape; the policy's is known."""
         return policy if folder == recipe.model.folder else planned_shape(folder, recipe.override_of(folder))
 
     frozen: dict[str, Built] = {}

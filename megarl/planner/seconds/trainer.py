@@ -227,7 +227,6 @@ class TrainerCost:
         return LayerSeconds(attention, feed_forward)
 
     def _projection_flops(self) -> float:
-        """Return the FLOPs per token of all layers' attention projections."""
         work = self.work
         projection_flops = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
         # Layers with linear attention count like the others. The limit leaves no negative FLOPs to the feed-forward.
@@ -297,7 +296,6 @@ class TrainerCost:
         return self.constants.gemm_efficiency * self.gpu.flops * tokens / (tokens + self.constants.half_tokens)
 
     def _link_bytes_per_second(self, group: NDArray[np.int64]) -> Numbers:
-        """Return a rank's bandwidth within groups of these sizes: NVLink's or the network's."""
         speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         return self.constants.link_efficiency * speed
 

@@ -42,7 +42,6 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
 
 
 def _find_utilization_faults(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for a share of GPU memory on CPUs."""
     if gpu_gib(recipe) is None and runs_on_cpu():
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: the ranks run on CPUs, which "

@@ -190,7 +190,6 @@ class CommandLinePlace:
 
 
 def _owner_label() -> str:
-    """Return the name of the label with the process id of a container's owner."""
     # A daemon also serves other users and namespaces. There, an owner's id is hidden, or means another process.
     owner_scope = f"{boot_id()} {pid_namespace()} {os.geteuid()}"
     return f"megarl-{hashlib.sha256(owner_scope.encode()).hexdigest()[:16]}"

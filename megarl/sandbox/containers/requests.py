@@ -155,7 +155,6 @@ class RequestLoop:
         self._send({"id": self._answered_id, **answer})
 
     def _greet(self) -> None:
-        """Send the first message to a host. `running` is the label of the running program; empty: there is none."""
         # An earlier program has ended, so it no longer has a time limit.
         seconds = time.monotonic() - self._program_started if self._label else 0.0
         self._send({"ready": True, **self._facts, "running": self._label, "seconds": seconds})

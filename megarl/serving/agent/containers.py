@@ -102,7 +102,6 @@ class AttemptContainer:
         )
 
     async def join(self, label: str) -> Executed:
-        """Wait for the end of a program that an earlier driver started, as `execute` does."""
         return await self._await_end("join", label=label)
 
     async def _await_end(self, verb: str, **fields: Any) -> Executed:

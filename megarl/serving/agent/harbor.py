@@ -35,7 +35,6 @@ class HarborTask:
 
     @classmethod
     def of(cls, problem: Problem) -> HarborTask | None:
-        """Return the task of a problem, or None."""
         fields = problem.record.get(FIELD)
         return cls(fields) if isinstance(fields, dict) and "folder" in fields else None
 
@@ -44,7 +43,6 @@ class HarborTask:
         return self.fields["workdir"]
 
     def limit_seconds(self, seconds: float) -> float:
-        """Return the agent's time limit: the task's, at most `seconds`."""
         return min(seconds, self.fields["agent_seconds"] or seconds)
 
     @property

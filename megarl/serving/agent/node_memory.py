@@ -34,7 +34,6 @@ class MachineMemory:
         return are_limits_met and num_bytes <= self.free_bytes
 
     def update(self, free_bytes: int) -> None:
-        """Store the machine's free memory, as read by a container host."""
         self.free_bytes = free_bytes
         if self.capacity_bytes is None:
             self.capacity_bytes = free_bytes + sum(self.reserved_bytes.values())
