@@ -29,6 +29,8 @@ RIGHT: dict[str, tuple[str, ...]] = {
         r"\left\{\begin{array}{l} y=2 \\ x=1\end{array}\right.",
         r"\left\{\begin{aligned} x&=1 \\ y&=2\end{aligned}\right.",
     ),
+    # a sign after an operator
+    "x + 5": ("x - -5", "x - (-5)", "5 + +x"),
     # numbers in their base, in a formula
     "1011_2 + x": ("x + 11", "x + 1011_2", r"x + 102_3"),
     "1<x<3": (r"\begin{cases}x>1\\x<3\end{cases}", r"\begin{cases}x<3\\x>1\end{cases}"),
