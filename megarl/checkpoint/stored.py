@@ -168,10 +168,10 @@ def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
-    by_kind: dict[str, list[str]] = defaultdict(list)
+    texts_by_kind: dict[str, list[str]] = defaultdict(list)
     for fault in stored_tensors(folder, model)[1]:
-        by_kind[fault.kind].append(fault.text)
-    for kind, texts in by_kind.items():
+        texts_by_kind[fault.kind].append(fault.text)
+    for kind, texts in texts_by_kind.items():
         yield from texts[:_NAMED]
         if len(texts) > _NAMED:
             yield f"{folder}: and {len(texts) - _NAMED} more tensors like these ({kind})"

@@ -88,6 +88,7 @@ class UpdateRouter(TopKRouter):
         self.loss_sums: dict[str, Tensor] = {}
         """This rank's part of each loss, without its coefficient."""
         self._rows_to_recompute: deque[RowTokens] = deque()
+        """Rows of checkpointed passes, in order: the backward pass computes them again."""
         self._row_of_pass: RowTokens | None = None
 
     def begin(self, num_tokens: int) -> None:

@@ -154,21 +154,21 @@ def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
     in_float32: dict[Any, Any] = {}
     groups: tuple[list[Any], list[Any]] = ([], [])
     for group in self.param_groups:
-        parts: tuple[list[Any], list[Any]] = ([], [])
+        parts_of_group: tuple[list[Any], list[Any]] = ([], [])
         for parameter in group["params"]:
-            is_on_host, inner = numel < threshold, parameter
+            is_on_host, stepped_parameter = numel < threshold, parameter
             if is_on_host:
-                inner = parameter.detach().clone()
+                stepped_parameter = parameter.detach().clone()
                 numel += parameter.numel()
             if self.param_update_in_fp32 and parameter.dtype != torch.float32:
-                inner = inner.detach().clone().float()
-                in_float32[parameter] = inner
+                stepped_parameter = stepped_parameter.detach().clone().float()
+                in_float32[parameter] = stepped_parameter
             if is_on_host:
-                on_host[parameter] = inner
-            parts[0 if is_on_host else 1].append(inner)
-        for target_groups, part in zip(groups, parts, strict=True):
-            if part:
-                target_groups.append({**group, "params": part})
+                on_host[parameter] = stepped_parameter
+            parts_of_group[0 if is_on_host else 1].append(stepped_parameter)
+        for target_groups, group_part in zip(groups, parts_of_group, strict=True):
+            if group_part:
+                target_groups.append({**group, "params": group_part})
     return *groups, on_host, {copy: parameter for parameter, copy in on_host.items()}, in_float32
 
 

@@ -125,6 +125,7 @@ class MegatronLayouts(Layouts):
         return list_model_tensors(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
+        """Return the parts that the rules of the tensor's template store, one object for all tensors of a kind."""
         # Two rules may have the same template for different layers, so compare the layer too.
         rules = [rule for rule in self._rules_of_template.get(tensor.template, ()) if rule.has_layer(tensor.layer)]
         in_layers = bool(rules) and rules[0].place == "every_layer"
