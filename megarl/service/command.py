@@ -11,6 +11,7 @@ from megarl.cluster.calls.deadlines import run_deadlines
 from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
+from megarl.config.idle import fields_set_by_user
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.families.shape import read_model_shape
@@ -40,8 +41,21 @@ ENGINE_SLOTS = 4
 _ENGINE_SECONDS = 0.1
 """Maximum seconds of sampling in one call of an engine."""
 _MLP, _ATTENTION = {"gate_up_proj", "down_proj"}, {"qkv_proj", "o_proj"}
-UNUSED = ("algorithm", "critic", "evaluation", "health", "reward", "train", "mixture", "checkpoint")
-"""Sections of a recipe that a service ignores: the client's program does their work."""
+UNUSED = (
+    "trackers", "samples_every_steps", "samples_with_tokens", "model.chat_template", "model.chat_template_kwargs",
+    "data.validation", "data.ptx", "data.format", "data.fields", "data.answer_field", "data.system_prompt",
+    "data.overlong", "data.streaming", "data.shuffle", "data.curriculum", "mixture", "cluster.recover",
+    "cluster.spare_nodes", "cluster.max_restarts", "lora.export_adapter", "optimizer.learning_rate",
+    "optimizer.schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "optimizer.warmup_ratio",
+    "optimizer.min_learning_rate", "optimizer.weight_decay", "optimizer.betas", "optimizer.epsilon",
+    "optimizer.clip_grad_norm", "optimizer.max_skipped_updates", "rollout.sampling.temperature",
+    "rollout.sampling.temperature_schedule", "rollout.sampling.end_temperature", "rollout.sampling.temperature_steps",
+    "rollout.sampling.top_p", "rollout.sampling.top_k", "rollout.sampling.min_p", "rollout.sampling.stop",
+    "rollout.sampling.stop_token_ids", "rollout.environment", "rollout.stragglers", "rollout.max_staleness",
+    "rollout.sync_every", "reward", "sandbox", "algorithm", "critic", "train", "evaluation", "weights.verify_every",
+    "weights.check_every", "weights.canary_every", "weights.probe_tolerance", "checkpoint", "health", "monitor",
+)  # fmt: skip
+"""Fields and sections of a recipe that a service ignores: the client's program decides them, or only a run has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +115,6 @@ def prepare(
     parallel = check(recipe)
     served = _make_served_model(recipe, served_name, tokenizer)
     folder = Path(recipe.runs_folder) / recipe.name
-    unused_sections = [name for name in UNUSED if name in user_recipe.model_fields_set]
-    notices: tuple[str, ...] = ()
-    if unused_sections:
-        notices = (f"not used by a service: {', '.join(unused_sections)}. The client's program decides these",)
     if not recipe.sends_adapter and (engine_slots or 1) > 1:
         raise ConfigError(
             f"--engine-slots = {engine_slots}: with lora.sync = {recipe.lora.sync} the engines get merged weights, of "
@@ -123,7 +133,7 @@ def prepare(
         max_host_bytes=max_host_bytes,
         num_slots=(engine_slots or ENGINE_SLOTS) if recipe.sends_adapter else 0,
         limits=limits or QueueLimits(),
-        notices=(*user_recipe.notices, *notices),
+        notices=(*user_recipe.notices, *warn_of_unused_fields(user_recipe)),
     )
 
 
@@ -142,6 +152,17 @@ def _make_served_model(recipe: Recipe, served_name: str | None, tokenizer: str |
         row_tokens=recipe.trainer.max_tokens_per_microbatch,
         context_tokens=recipe.context_tokens,
     )
+
+
+def warn_of_unused_fields(recipe: Recipe) -> Iterator[str]:
+    """Yield a notice that names the recipe's fields and sections without effect in a service."""
+    set_fields = list(fields_set_by_user(recipe))
+    unused = [name for name in UNUSED if any(f"{field}.".startswith(f"{name}.") for field in set_fields)]
+    if unused:
+        yield (
+            f"not used by a service: {', '.join(unused)}. The client's program decides these, or only a training run "
+            "has them"
+        )
 
 
 def _list_unfit_fields(recipe: Recipe) -> Iterator[str]:

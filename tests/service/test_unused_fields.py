@@ -1,0 +1,31 @@
+"""Recipe fields that a service leaves to its clients, or that only a training run reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from megarl.config.recipe import load
+from megarl.config.schema import field_at
+from megarl.service.command import UNUSED, warn_of_unused_fields
+
+
+def test_fields_without_effect_in_a_service_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    recipe = {"name": "s", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "lora": {"rank": 8}}
+    path.write_text(yaml.safe_dump(recipe))
+    assert [*warn_of_unused_fields(load(path, ["rollout.sampling.max_new_tokens=9", "trainer.tp=2"]))] == []
+    overrides = [
+        "monitor.port=9400", "optimizer.learning_rate=1e-3", "rollout.sampling.temperature=0.5", "train.steps=3",
+        "weights.check_every=1", "data.validation.heldout=h",
+    ]  # fmt: skip
+    [notice] = warn_of_unused_fields(load(path, overrides))
+    names = (
+        "data.validation, optimizer.learning_rate, rollout.sampling.temperature, train, weights.check_every, monitor"
+    )
+    assert notice.startswith(f"not used by a service: {names}. ")
+
+
+def test_the_unused_fields_exist() -> None:
+    assert [name for name in UNUSED if field_at(name) is None] == []
