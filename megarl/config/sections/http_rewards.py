@@ -78,9 +78,9 @@ class JudgeConfig(ServedConfig):
     """Maximum number of tokens of the judge's answer. null: the server's default."""
     request: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request to the judge, for example {seed: 1, response_format: {type: json_object}}."""
-    dollars_per_million: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
-    """Price in dollars of a million prompt tokens and a million answer tokens of the judge. Metric:
-    reward/judge/dollars."""
+    dollars_per_million: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
+    """Price in dollars of a million prompt tokens and a million answer tokens of the judge. Default: unknown, without
+    the metric reward/judge/dollars."""
 
     @property
     def right_from(self) -> float | None:

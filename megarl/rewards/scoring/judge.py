@@ -61,8 +61,8 @@ METRICS = (
 class Judge(ServedReward[JudgeConfig]):
     """Reward from a judge model. It reads question, gold answer and completion, and answers with a verdict.
 
-    Quantities summed in metrics: `prompt_tokens` and `completion_tokens` as the server counts them, `dollars` at the
-    recipe's prices, and `unmetered`, the number of answers without token counts.
+    Quantities summed in metrics: `prompt_tokens` and `completion_tokens` as the server counts them, `dollars` if the
+    recipe gives prices, and `unmetered`, the number of answers without token counts.
     """
 
     path = "/chat/completions"
@@ -72,6 +72,9 @@ class Judge(ServedReward[JudgeConfig]):
     def __init__(self, name: str, config: JudgeConfig) -> None:
         """Raise ConfigError for an unreadable prompt or an unknown placeholder in it."""
         super().__init__(name, config)
+        # Without prices, a cost of 0 would mean nothing.
+        if config.dollars_per_million is None:
+            self.amount_names = tuple(name for name in self.amount_names if name != "dollars")
         self._prompt = self._read_prompt()
         self._scores = {choice.casefold(): score for choice, score in config.choices.items()}
         self._pattern, self._verdict = self._compile_pattern(), self._compile_last_line()
@@ -155,9 +158,10 @@ class Judge(ServedReward[JudgeConfig]):
         counts = [float(count) for count in token_counts if type(count) is int and 0 <= count < _MAX_TOKENS]
         if len(counts) < len(token_counts):
             return {"unmetered": 1.0}
-        prices = self.config.dollars_per_million
-        dollars = sum(price * count for price, count in zip(prices, counts, strict=True)) / 1e6
-        return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "dollars": dollars}
+        amounts = {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
+        if (prices := self.config.dollars_per_million) is not None:
+            amounts["dollars"] = sum(price * count for price, count in zip(prices, counts, strict=True)) / 1e6
+        return amounts
 
     @property
     def reads_records(self) -> bool:
