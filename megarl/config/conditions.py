@@ -215,6 +215,11 @@ AGENT = Condition(
     lambda recipe: recipe.rollout.environment in AGENTS or ":" in recipe.rollout.environment,
 )
 COMMAND = one_of("rollout.environment", "command")
+IN_PROCESSES = Condition(
+    ("rollout.environment_processes",),
+    "leave out rollout.environment_processes, or set it above 0",
+    lambda recipe: recipe.rollout.environment_processes != 0,
+)
 CONTAINER = one_of("rollout.agent.sandbox", "sandbox", "podman", "docker", "apptainer")
 LAYERED = one_of("rollout.agent.sandbox", "sandbox", "apptainer")
 """Condition for containers whose new files are in memory."""

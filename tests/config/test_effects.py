@@ -269,6 +269,27 @@ from tests.config.refusals import faults
             id="states offloaded for no engine",
         ),
         pytest.param(
+            [
+                "rollout.environment=calculator",
+                "rollout.environment_processes=0",
+                "rollout.environment_memory_gib=2",
+            ],
+            "rollout.environment_memory_gib = 2.0",
+            "under rollout.environment_processes=0",
+            "set it above 0",
+            id="memory of no process",
+        ),
+        *(
+            pytest.param(
+                ["rollout.environment=verifiers", f"rollout.agent.{field}=[a]"],
+                f"rollout.agent.{field} = ",
+                "under rollout.environment=verifiers",
+                "set rollout.environment to command",
+                id=f"{field} of no program",
+            )
+            for field in ("command", "environment")
+        ),
+        pytest.param(
             ["checkpoint.best=val/a/accuracy"],
             "checkpoint.best = 'val/a/accuracy'",
             "without data.validation",

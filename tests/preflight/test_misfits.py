@@ -432,6 +432,14 @@ MISFITS = {
     ),
     "reward": Misfit({"reward": {"functions": ["bxed"]}}, "reward.functions", ["'bxed'", "'boxed'"]),
     # Environments and data.
+    "a name of a field that no record has": Misfit(
+        {"data": {"fields": {"label": "y"}}}, "data.fields.label = y", ["this run reads problems", "tools or answer"]
+    ),
+    "a name of a field that no record of a set has": Misfit(
+        {"data": {"validation": {"a": {"path": "README.md", "fields": {"chosen": "y"}}}}},
+        "data.validation.a.fields.chosen = y",
+        ["this run reads problems", "tools or answer"],
+    ),
     "a setting that the environment does not take": Misfit(
         {"rollout": {"environment": "calculator", "environment_kwargs": {"tool_secs": 3}}},
         "rollout.environment_kwargs = {'tool_secs': 3}",

@@ -14,6 +14,7 @@ from megarl.config.conditions import (
     COLOCATED,
     COMMAND,
     CONTAINER,
+    IN_PROCESSES,
     LAYERED,
     NOT_AGENT,
     NOT_COMMAND,
@@ -75,7 +76,7 @@ class EndpointConfig(Section):
 class AgentConfig(Section):
     """Agent program of the environment `command`. It runs once per attempt."""
 
-    command: tuple[str, ...] = ()
+    command: Annotated[tuple[str, ...], OnlyIf(COMMAND)] = ()
     """Command of the agent program: a list of program and arguments, run once per attempt without a shell. It gets the
     problem as JSON on standard input. Its clients find the policy by OPENAI_BASE_URL with OPENAI_API_KEY, or
     ANTHROPIC_BASE_URL with ANTHROPIC_AUTH_TOKEN. See megarl/environments/README.md."""
@@ -129,7 +130,7 @@ class AgentConfig(Section):
     output_mib: Annotated[PositiveInt | None, OnlyIf(COMMAND)] = None
     """Maximum output of a program in MiB. A program that prints more ends with OutputLimit. Default: none; the last 64
     KiB are kept."""
-    environment: tuple[str, ...] = ()
+    environment: Annotated[tuple[str, ...], OnlyIf(COMMAND)] = ()
     """Names of environment variables passed on to the agent program, for example a search service's key. PATH, HOME,
     locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
 
@@ -218,7 +219,7 @@ class RolloutConfig(Section):
     """Number of processes that run the environment, each with one attempt at a time. 0: attempts run in the driver.
     Under Ray the processes are on all nodes. Default: 0 if the environment's code is all `async def`, else 4 per CPU of
     the driver's machine, at most 64. Metric: environment/process_killed."""
-    environment_memory_gib: Annotated[PositiveFloat, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = 4.0
+    environment_memory_gib: Annotated[PositiveFloat, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND, IN_PROCESSES)] = 4.0
     """Memory limit of each environment process, in GiB of address space."""
     tool_parser: Annotated[
         Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"]
