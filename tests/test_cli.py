@@ -200,6 +200,15 @@ def test_plan_needs_nothing_but_a_config(recipe: Path) -> None:
     assert "bytes moved / minimum: 1.00" in shown.stdout
 
 
+def test_a_plan_without_engines_has_no_reshard(recipe: Path) -> None:
+    overrides = ["loop=preference", "trainer.tp=1", "cluster.ranks_per_node=1"]
+    shown = CliRunner().invoke(app, ["plan", str(recipe), *overrides])
+    assert "trainer tp 1 * pp 1 * dp 1; nodes" in shown.output and "vLLM" not in shown.output
+    assert "no reshard: loop preference has no engine here" in shown.output and "bytes moved" not in shown.output
+    counted = CliRunner().invoke(app, ["plan", str(recipe), *overrides, "--json"])
+    assert '"reshard": null' in counted.output and "model_bytes" not in counted.output
+
+
 def test_plan_refuses_what_does_not_fit(recipe: Path) -> None:
     done = megarl("plan", recipe, "trainer.tp=3", "cluster.ranks_per_node=3")
     assert done.returncode == 2 and "trainer.tp = 3: does not divide the model's" in done.stderr

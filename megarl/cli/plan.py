@@ -93,16 +93,21 @@ def plan(
         if defaults := list(memory_defaults(recipe_without_defaults, with_chunk_tokens(loaded))):
             print_lines(defaults)
     parallel = align_parallel(loaded, shape, parallel)
-    reshard_forecast = forecast(
-        shape,
-        parallel,
-        ranks_per_node=loaded.cluster.ranks_per_node,
-        engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
-        itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
-        bucket_bytes=loaded.weights.bucket_mib << 20,
-        # Without a known kind the times are for an H200, and the output says "assumed".
-        gpu=kind or "h200",
-        adapter=loaded.lora if loaded.sends_adapter else None,
+    # Without engines, no reshard takes place.
+    reshard_forecast = (
+        forecast(
+            shape,
+            parallel,
+            ranks_per_node=loaded.cluster.ranks_per_node,
+            engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
+            itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
+            bucket_bytes=loaded.weights.bucket_mib << 20,
+            # Without a known kind the times are for an H200, and the output says "assumed".
+            gpu=kind or "h200",
+            adapter=loaded.lora if loaded.sends_adapter else None,
+        )
+        if loaded.has_engine
+        else None
     )
     if as_json:
         plan_values = {"recipe": loaded.name, "model": loaded.model.path, **verdict.as_json()}
@@ -114,7 +119,7 @@ def plan(
         ]
         if explain:
             plan_values["terms"] = [asdict(term) for term in explain_terms(memory)]
-        print(json.dumps({**plan_values, "memory": memory.as_json(), **reshard_forecast}))
+        print(json.dumps({**plan_values, "memory": memory.as_json(), **(reshard_forecast or {"reshard": None})}))
     else:
         print_plan(loaded, parallel, reshard_forecast, is_assumed=kind is None)
         print_lines(

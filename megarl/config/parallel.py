@@ -63,25 +63,30 @@ class ParallelConfig:
     order: str = RANK_ORDERS[0]
     rank_permutation: tuple[int, int] = (1, 1)
 
-    def __str__(self) -> str:
-        """Return the sizes in words: `4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
+    @property
+    def trainer_text(self) -> str:
+        """The trainer's ranks and sizes in words: `4 ranks: trainer tp 2 * pp 1 * dp 2`."""
         axes = ("tp", "pp", "dp", "cp") if self.cp > 1 else ("tp", "pp", "dp")
-        trainer_text = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+        sizes_text = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
         for axis in ("vpp", "ep", "etp"):
             if getattr(self, axis) > 1:
-                trainer_text += f", {axis} {getattr(self, axis)}"
+                sizes_text += f", {axis} {getattr(self, axis)}"
         if self.order != RANK_ORDERS[0]:
-            trainer_text += f" in order {self.order}"
+            sizes_text += f" in order {self.order}"
         if self.rank_permutation != (1, 1):
             num_rows, num_columns = self.rank_permutation
-            trainer_text += f", ranks permuted {num_rows} by {num_columns}"
+            sizes_text += f", ranks permuted {num_rows} by {num_columns}"
+        return f"{self.world_size} ranks: trainer {sizes_text}"
+
+    def __str__(self) -> str:
+        """Return the sizes in words: `4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
         engines_text = f"tp {self.rollout_tp}"
         if self.rollout_ep:
             engines_text += " with expert parallelism"
         engines_text = f"vLLM {engines_text} * {len(self.leaders())} replicas"
         if self.is_separate:
-            return f"{self.world_size} ranks: trainer {trainer_text}; {self.rollout_ranks} ranks: {engines_text}"
-        return f"{self.world_size} ranks: trainer {trainer_text}, {engines_text}"
+            return f"{self.trainer_text}; {self.rollout_ranks} ranks: {engines_text}"
+        return f"{self.trainer_text}, {engines_text}"
 
     def layers_by_chunk(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers in each of the pp * vpp model chunks, in layer order.

@@ -35,7 +35,7 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
 
     text_by_heading = {
         "model": f"{recipe.model.path}, {recipe.model.dtype}",
-        "ranks": str(parallel),
+        "ranks": _ranks_text(recipe, parallel),
         "nodes": f"{nodes_text(recipe)}, launcher {recipe.cluster.launcher}{_slow_groups_text(recipe, parallel)}",
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
         "format": "; ".join(dict.fromkeys(recognised_formats(recipe).values())) or "made by the environment",
@@ -98,12 +98,27 @@ def _epochs_text(recipe: Recipe, records: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {share / records[f'{name} train']:.2f}" for name, share in shares.items())
 
 
-def print_plan(recipe: Recipe, parallel: ParallelConfig, reshard_forecast: dict[str, Any], *, is_assumed: bool) -> None:
-    """Print the bytes moved by a reshard, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
+def _ranks_text(recipe: Recipe, parallel: ParallelConfig) -> str:
+    """Return the ranks and sizes of the trainer in words, and of the engines if the run has some."""
+    return str(parallel) if recipe.has_engine else parallel.trainer_text
+
+
+def print_plan(
+    recipe: Recipe, parallel: ParallelConfig, reshard_forecast: dict[str, Any] | None, *, is_assumed: bool
+) -> None:
+    """Print the bytes moved by a reshard, and its time on a GPU. `is_assumed`: the kind of GPU is unknown.
+
+    `reshard_forecast` None: the run has no engines, so only the ranks are printed.
+    """
     from rich.table import Table
 
     from megarl.terminal import Console
 
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"ranks: {_ranks_text(recipe, parallel)}; nodes: {nodes_text(recipe)}")
+    if reshard_forecast is None:
+        console.print(f"no reshard: loop {recipe.loop} has no engine here")
+        return
     reshard, orders = reshard_forecast["reshard"], reshard_forecast["rank_orders"]
 
     def mean_and_max(bytes_over_ranks: dict[str, float]) -> list[str]:
@@ -122,10 +137,8 @@ def print_plan(recipe: Recipe, parallel: ParallelConfig, reshard_forecast: dict[
     # No plan can receive less than the bytes that a rank lacks.
     table.add_row("least from others", *mean_and_max(reshard["lower_bound_bytes"]))
     table.add_row("staged at once", *mean_and_max(reshard["staging_bytes"]))
-    console = Console(soft_wrap=True, highlight=False)
     # The times are lower bounds for one kind of GPU, so its name is printed.
     gpu = reshard_forecast["gpu"].upper() + " (assumed)" * is_assumed
-    console.print(f"ranks: {parallel}; nodes: {nodes_text(recipe)}")
     console.print(table)
     console.print(
         f"bytes moved / minimum: {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
