@@ -4,6 +4,9 @@
 `everyday_held_back` were written from mathematical judgement alone, before the rules were run on them. So was
 `third_round`, without 22 right answers that the rules still refuse, and without 5 that are a matter of convention.
 
+`generated` has pairs whose verdicts follow from their construction: answers of 80 kinds in random numbers, written
+again in other forms, and changed by one step. Right answers that the rules still refuse are left out.
+
 A line of a JSON table is {"gold", "right": [...], "wrong": [...]}. A line of a TSV table is T or F, the gold answer and
 an answer; lines with # are headings.
 """
@@ -15,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-TABLES = ("development", "held_back", "second_round", "everyday", "everyday_held_back", "third_round")
+TABLES = ("development", "held_back", "second_round", "everyday", "everyday_held_back", "third_round", "generated")
 _FOLDER = Path(__file__).parent / "verdicts"
 
 

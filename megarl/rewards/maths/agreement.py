@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection
 from fractions import Fraction
 from functools import lru_cache
 
+from megarl.rewards.maths.chemistry import is_same_chemical
 from megarl.rewards.maths.choice_letters import choice_agreement
 from megarl.rewards.maths.equality.comparison import Comparison
-from megarl.rewards.maths.formulas.nodes import Node
+from megarl.rewards.maths.formulas.nodes import Node, symbol
 from megarl.rewards.maths.formulas.parser import parse
 from megarl.rewards.maths.quantities import Quantity, read_quantity, same_quantity, without_currency
 from megarl.rewards.maths.spelling import (
@@ -66,7 +67,7 @@ def _compare_normalised(prediction: str, answer: str) -> float:
     gold_base = _IN_BASE.fullmatch(answer)
     if gold_base and gold_base[1] == prediction:
         return 1.0
-    return _compare_formulas(prediction, answer)
+    return 1.0 if is_same_chemical(prediction, answer) else _compare_formulas(prediction, answer)
 
 
 def _compare_formulas(prediction: str, answer: str) -> float:
@@ -88,7 +89,9 @@ def _compare_formulas(prediction: str, answer: str) -> float:
 
 
 def _is_word(tree: Node) -> bool:
-    """Return whether a formula is a name in capitals, compared as a word: YES equals yes."""
+    """Return whether a formula is a name in capitals, compared as a word: YES equals yes. So is `a circle`."""
+    if tree.kind == "quantity":
+        return tree.parts[0] == symbol("a")
     return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()
 
 

@@ -16,7 +16,7 @@ _BRACKETED = re.compile(r"(?<![\w\\^)}\]])(?:\[\s*([A-Z])\s*\]|\{\s*([A-Z])\s*\}
 _ALONE = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*\)?)[.:]?")
 _BLANK = r"(?:\s|\\,|\\ |~)"
 _WITH_TEXT = re.compile(
-    rf"(?:\(\s*([A-Z])\s*\)(?:{_BLANK}+(?![-(<>])|(?=[\d.,]+$|[A-Za-z]{{3}}))|([A-Z])\s*[).:]{_BLANK}+)"
+    rf"(?:\(\s*([A-Z])\s*\)(?:[.:]?{_BLANK}+(?![-(<>])|(?=[\d.,]+$|[A-Za-z]{{3}}))|([A-Z])\s*[).:]{_BLANK}+)"
     r"(?![\^_+*/=!']|\\(?:cdot|times|div|over|pm|mp|cup|cap|setminus|to|in|le|ge|ne|equiv|approx|mid)(?![A-Za-z]))(\S.*)",
     re.DOTALL,
 )

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 
+from megarl.rewards.maths.notation import expand_root_signs, rewrite_notation
+
 # Limits of answers evaluated as formulas, so that a comparison takes milliseconds.
 MAX_ANSWER_CHARACTERS = 1000
 MAX_NESTING = 10
@@ -27,7 +29,10 @@ _WRITTEN_OTHERWISE = {
     "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}",
     "ℂ": r"\mathbb{C}", "∖": r"\setminus ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}",
-    "\u2018": "'", "\u2019": "'",
+    "\u2018": "'", "\u2019": "'", "⁄": "/", "∕": "/", "∶": ":", "º": r"^\circ ", "∣": "|", "∗": "*",
+    "⋯": r"\ldots ", "⟨": r"\langle ", "⟩": r"\rangle ", r"\ast": "*", r"\bullet": r"\cdot ", r"\surd": r"\sqrt ",
+    r"\nicefrac": r"\frac", r"\sfrac": r"\frac", r"\bigcup": r"\cup ", r"\bigcap": r"\cap ", r"\Bbb": r"\mathbb",
+    ":=": "=", "+/-": r"\pm ", r"\biggl": "", r"\biggr": "", r"\Biggl": "", r"\Biggr": "",
     "\u201c": '"', "\u201d": '"', "\u00a0": " ", "\u202f": " ", "\u2009": " ", r"\dfrac": r"\frac",
     r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
     r"\varnothing": r"\emptyset", r"\leqslant": r"\le ", r"\geqslant": r"\ge ", r"\leq": r"\le ", r"\geq": r"\ge ",
@@ -52,7 +57,7 @@ _WRITTEN_OTHERWISE = {
 """Unicode characters and LaTeX commands with their normalised spelling."""
 _SPELLING = re.compile(
     r"\\not ?=|\\(?:begin|end)\{(?:bmatrix|smallmatrix)\}"
-    r"|\\[A-Za-z]+|\\[^A-Za-z]|[<>]=|[^\x00-\x7f]"
+    r"|\\[A-Za-z]+|\\[^A-Za-z]|[<>:]=|\+/-|[^\x00-\x7f]"
 )
 """Matches anything with a normalised spelling: a whole command, or a sign outside ASCII."""
 TEXT_COMMANDS = (
@@ -82,7 +87,7 @@ _WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*\d[^{
 _STYLE = re.compile(
     r"\\(?:(?:color|textcolor|colorbox|hspace|vspace|phantom|hphantom|vphantom|tag|label)\*?"
     r"\s*(?:\[[^\]]*\]\s*)?\{[^{}]*\}"
-    r"|(?:underline|uline|ensuremath|bf|rm|it|sf|tt|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
+    r"|(?:underline|uline|ensuremath|bf|it|sf|tt|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     r"|nonumber|noindent|strut|hfill)(?![A-Za-z])"
     r"|(?P<text>emph|textnormal|textup|textsc|textmd)(?=\s*\{)"
     r"|(?P<bold>mathbf|boldsymbol|bm)\s+(?P<letter>[A-Za-z])(?![A-Za-z]))"
@@ -105,7 +110,7 @@ _NAMED_VALUE = re.compile(
 """Matches words naming an answer: `The area is`."""
 _NAMED_SET = re.compile(
     r"(?:\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:(?P<all>all\s+(?:real\s+numbers|reals))"
-    r"|(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)(?:\s+exists?)?)\s*\.?\s*\}?",
+    r"|(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)(?:\s+exists?)?|(?:the\s+)?empty\s+set)\s*\.?\s*\}?",
     re.IGNORECASE,
 )
 """Matches words for the set of all real numbers, or for the empty set."""
@@ -192,8 +197,10 @@ def normalize(text: str) -> str:
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _remove_wrapping(text)
     text = _BOX.sub("{", text)  # A box around a part of the answer only frames it.
+    text = expand_root_signs(text) if not text.isascii() else text
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
     text = _SCRIPTS.sub(_normalize_script, text) if not text.isascii() else text
+    text = rewrite_notation(text)
     text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
     text = _BRACKETED_REPETEND.sub(r"\\overline{\1}", text)
     text = _LETTERLESS_TEXT.sub(r"\1", text)
@@ -356,8 +363,14 @@ def is_same_without_stray_braces(first: str, second: str) -> bool:
     return _without_braces(canonical(first)) == _without_braces(canonical(second))
 
 
+_ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[a-z]{3})", re.IGNORECASE)
+_EXCLAMATION = re.compile(r"(?<=[A-Za-z]{2})!+$")
+
+
 def _simplify_words(text: str) -> str:
-    text = canonical(_lower_words(plain_text(text).strip("\"'`").rstrip(".,; ")))
+    text = canonical(
+        _lower_words(_ARTICLE.sub("", _EXCLAMATION.sub("", plain_text(text).strip("\"'`").rstrip(".,; "))))
+    )
     return text if _MEANINGFUL.search(text) else _without_braces(text)
 
 

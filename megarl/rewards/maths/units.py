@@ -93,8 +93,11 @@ def _find_meaning(
     # The plural of a unit whose case matters comes first: 5 Mbs are megabits.
     meaning = _UNITS.get(name) or _UNITS.get(_singular(name)) or _UNITS.get(singular)
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
-    if meaning is None and is_text and len(name) == 1:
+    if meaning is None and len(name) == 1:
         meaning = _UNITS.get(f"text {name}")
+        # Without \\text{}, 5 V are volts if the gold answer's are.
+        if meaning is not None and not is_text and not (unit_words and set(meaning[1]) <= set(unit_words)):
+            meaning = None
     if meaning is not None:
         return meaning
     is_word = re.fullmatch(r"[A-Za-zµ]{2,}", name) is not None
@@ -115,14 +118,20 @@ _NAME = r"(?:\\(?:text|mathrm)\s*\{[^{}]*\}|[A-Za-z]+)(?:\s*\^\s*\d)?"
 _FRACTION = re.compile(rf"\\frac\s*\{{\s*({_NAME})\s*\}}\s*\{{\s*({_NAME})\s*\}}")
 _UNIT_PART = re.compile(
     r"\s*(?:(?P<over>/|\bper\b)|(?P<power>(?:square|cubic|sq|cu)\b)\.?|(?P<word>[A-Za-zµ°¢%€£¥₹]+)\.?)"
-    r"(?P<exponent>\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|[²³])?(?:\s|\\,|\\cdot|~)*"
+    r"(?P<exponent>\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|[²³]|\s+squared\b|\s+cubed\b)?(?:\s|\\,|\\cdot|~)*"
 )
+
+
+_POWER_WORDS = {"squared": "2", "cubed": "3"}
 
 
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
     """Yield (word, exponent) for each word of a unit. A word None: the text is not a unit."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
+    text = re.sub(r"\\mu(?![A-Za-z])\s*", "µ", re.sub(r"\\Omega(?![A-Za-z])|Ω", " ohm ", text.replace("(s)", "s")))
+    text = re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", " ", re.sub(r"\bper\s+cent\b", "percent", text))
+    text = re.sub(r"µ\s+(?=[A-Za-z])", "µ", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
     text = re.sub(r"degree\s+C\b", "celsius", re.sub(r"degree\s+F\b", "fahrenheit", text))
     text = re.sub(r"^(?:\s|\\,|\\ |~)+|\s+$", "", text.replace("\\ ", " "))
@@ -140,7 +149,8 @@ def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
         elif part["power"]:
             leading_power = 2 if part["power"].startswith("s") else 3
         else:
-            own_power = (part["exponent"] or "1").translate(str.maketrans("²³", "23", "^{} "))
+            exponent = (part["exponent"] or "1").strip()
+            own_power = _POWER_WORDS.get(exponent) or exponent.translate(str.maketrans("²³", "23", "^{} "))
             yield part["word"], sign * leading_power * int(own_power)
             leading_power = 1
 
@@ -276,6 +286,22 @@ _UNITS: dict[str, tuple[Fraction, dict[str, int]]] = {
         ("kelvin", 1, {"kelvin": 1}),
         ("text=K", 1, {"kelvin": 1}),
         ("acre", 1, {"acre": 1}),
+        ("ha hectare", 10_000, {"metre": 2}),
+        ("nm nanometer nanometre", "1e-9", _LENGTH),
+        ("µm micrometer micrometre micron", "1e-6", _LENGTH),
+        ("cc", _LITRE / 1000, _VOLUME),
+        ("kWh", 3_600_000_000, {"gram": 1, "metre": 2, "second": -2}),
+        ("eV electronvolt", 1, {"electronvolt": 1}),
+        ("cal calorie", 1, {"calorie": 1}),
+        ("kcal kilocalorie", 1000, {"calorie": 1}),
+        ("atm atmosphere", 1, {"atmosphere": 1}),
+        ("dB decibel", 1, {"decibel": 1}),
+        ("rev revolution", 1, {"revolution": 1}),
+        ("rpm", Fraction(1, 60), {"revolution": 1, "second": -1}),
+        ("tesla", 1, {"tesla": 1}),
+        ("text=T", 1, {"tesla": 1}),
+        ("coulomb", 1, {"coulomb": 1}),
+        ("text=C", 1, {"coulomb": 1}),
         ("ton tonne", 10**6, _MASS),
         ("kph kmh", Fraction(1000, 3600), {"metre": 1, "second": -1}),
         ("percent % pct percentage", "0.01", {}),

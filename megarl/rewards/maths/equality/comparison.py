@@ -36,14 +36,17 @@ from megarl.rewards.maths.equality.plus_minus import expand_signs
 from megarl.rewards.maths.equality.rewrites import (
     adopt_argument,
     adopt_constant,
+    as_equation,
     as_quotient,
     column_as_point,
     count_degrees,
     drop_point_name,
     drop_rounding,
     drop_sign_of_approximation,
+    join_intervals,
     multiply_into_matrix,
     rename_variable,
+    rows_as_matrix,
 )
 from megarl.rewards.maths.equality.values import is_proportional, same_value
 from megarl.rewards.maths.formulas.nodes import BLANK, INFINITY, Node, join_operands, negative, symbol
@@ -66,8 +69,8 @@ class Comparison:
             return False
         if domain is not None and predicted_domain is not None:
             prediction = rename_variable(prediction, predicted_domain.parts[0], domain.parts[0])
-        gold = with_shared_relation(expand_signs(drop_sign_of_approximation(gold)))
-        prediction = with_shared_relation(expand_signs(drop_sign_of_approximation(prediction)))
+        gold = with_shared_relation(expand_signs(as_equation(drop_sign_of_approximation(gold))))
+        prediction = with_shared_relation(expand_signs(as_equation(drop_sign_of_approximation(prediction))))
         if gold == prediction and self.factor == 1:
             return True
         # Parts of relations, lists and sets are compared one by one below.
@@ -112,6 +115,8 @@ class Comparison:
 
         None: `answer` is not a tuple of this length.
         """
+        if answer.kind == "set" and len(answer.parts) == 1:
+            answer = answer.parts[0]
         if answer.kind == "list" and answer.value != "or" and are_numbered(values) and len(answer.parts) == len(values):
             return all(is_same(values[name], part) for name, part in zip(in_order(values), answer.parts, strict=True))
         if answer.kind in ("list", "set"):
@@ -144,7 +149,8 @@ class Comparison:
         """
         element, members = relation.parts
         is_set = multiply_into_matrix(answer).kind != "matrix"
-        return element.kind == "symbol" and is_set and self.same(members, answer)
+        is_point = element.kind == "tuple" and all(part.kind in ("symbol", "index") for part in element.parts)
+        return (element.kind == "symbol" or is_point) and is_set and self.same(members, answer)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
         r"""Compare two answers, of which one or both are lists.
@@ -209,11 +215,16 @@ class Comparison:
         return is_solved or is_proportional(difference, predicted_difference) != 0
 
     def _compare_values(self, gold: Node, prediction: Node) -> bool:
+        # The intervals of a union may be joined by words.
+        if gold.kind == "setop" and gold.value == "cup":
+            prediction = join_intervals(prediction)
         # A union or condition makes both sides sets, even if the other one looks like a tuple.
         if any(is_number_set(node) for node in (gold, prediction)):
             return self._same_sets(gold, prediction)
         if gold.kind in ("list", "set") and prediction.kind in ("list", "set"):
             return self._same_items(gold, prediction)
+        if gold.kind == "matrix" and prediction.kind == "tuple":
+            prediction = rows_as_matrix(prediction)
         # A set of one point equals the point.
         if {gold.kind, prediction.kind} == {"set", "tuple"}:
             (elements,) = (node.parts for node in (gold, prediction) if node.kind == "set")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megarl.rewards.maths.equality.kinds import is_equation
-from megarl.rewards.maths.formulas.nodes import Node, symbol
+from megarl.rewards.maths.equality.kinds import is_capital_letter, is_equation
+from megarl.rewards.maths.formulas.nodes import Node, number, symbol
 
 _EXTREMES = ("max", "min")
 _DOMAINS = ("mathbbZ", "mathbbN", "mathbbQ", "mathbbR", "mathbbC")
@@ -18,6 +18,10 @@ def is_label(node: Node) -> bool:
         return node.value != "ldots"
     if node.kind == "call":
         return node.value in _EXTREMES or (node.value == "abs" and node.parts[0].kind == "symbol")
+    # A^{-1} and A^T name matrices.
+    if node.kind in ("power", "transpose"):
+        is_inverse = node.kind == "transpose" or node.parts[1] == number(-1)
+        return is_inverse and is_capital_letter(node.parts[0])
     if node.kind == "product":
         return len(node.parts) == 2 and node.parts[0] == symbol("m") and _is_shape(node.parts[1])
     return False
@@ -95,7 +99,12 @@ def _name_of(node: Node) -> str | None:
         return f"the words {node.value}"
     if node.kind == "index" and node.parts[0].kind in ("number", "symbol"):
         return f"{node.value}_{node.parts[0].value}"
-    return None
+    # x_{1,2} names both values.
+    return node.value if is_shared_index(node) else None
+
+
+def is_shared_index(node: Node) -> bool:
+    return node.kind == "index" and node.parts[0].kind == "list"
 
 
 def _read_assignments(node: Node) -> list[tuple[str, Node]] | None:
@@ -154,11 +163,24 @@ def solutions(node: Node) -> tuple[Node | None, Node]:
         if pairs and len({name for name, _ in pairs}) == 1:
             return node.parts[0].parts[0], Node("list", tuple(value for _, value in pairs), node.value)
         first = node.parts[0]
+        if first.kind == "relation" and first.value == ("=",) and first.parts[0].kind == "tuple":
+            return _read_points(node)
         is_shared = first.kind == "relation" and first.value == ("=",) and _name_of(first.parts[0]) is not None
         if is_shared and not any(part.kind == "relation" for part in node.parts[1:]):
             # `x = 1, 2` and `x = 1 or 2`: the name applies to all values.
             return first.parts[0], Node("list", (first.parts[1], *node.parts[1:]), node.value)
     return None, node
+
+
+def _read_points(node: Node) -> tuple[Node | None, Node]:
+    """Return the names and the points of `(x,y)=(1,2) or (x,y)=(3,4)`, also if the names are given once."""
+    names = node.parts[0].parts[0]
+    points: list[Node] = []
+    for part in node.parts:
+        is_named = part.kind == "relation" and part.value == ("=",) and part.parts[0] == names
+        points.append(part.parts[1] if is_named else part)
+    is_readable = all(_name_of(name) for name in names.parts) and all(point.kind == "tuple" for point in points)
+    return (names, Node("list", tuple(points), node.value)) if is_readable else (None, node)
 
 
 def without_domain(node: Node) -> tuple[Node, Node | None]:

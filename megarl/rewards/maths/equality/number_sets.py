@@ -138,6 +138,9 @@ def _combine_sets(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
 
 def _read_solutions(node: Node) -> NumberSet | None:
     r"""Return the solutions of inequalities or an equation in one variable, like `1 < x \le 2`."""
+    node = _without_infinite_ends(node)
+    if node.kind == "symbol":
+        return NumberSet(lambda point: True, (), node.value)
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
         numbers = _read_number_set(node.parts[1])
@@ -163,6 +166,16 @@ def _read_solutions(node: Node) -> NumberSet | None:
     if not is_plain or any(end.symbols() for end in ends):
         return NumberSet(contains, None, name)
     return NumberSet(contains, tuple(_read_number(end) for end in ends), name)
+
+
+def _without_infinite_ends(relation: Node) -> Node:
+    r"""Return `-\infty < x < 3` as `x < 3`, and `-\infty < x < \infty` as `x`."""
+    parts, signs = list(relation.parts), list(relation.value)
+    if signs and (parts[0], signs[0]) in ((negative(INFINITY), "<"), (INFINITY, ">")):
+        parts, signs = parts[1:], signs[1:]
+    if signs and (parts[-1], signs[-1]) in ((INFINITY, "<"), (negative(INFINITY), ">")):
+        parts, signs = parts[:-1], signs[:-1]
+    return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
 
 
 def _is_true(first: Fraction, sign: str, second: Fraction) -> bool:

@@ -97,7 +97,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "gcd": lambda *parts: CONTEXT.mpf(math.gcd(*_whole_parts(parts))),
     "lcm": lambda *parts: CONTEXT.mpf(math.lcm(*_whole_parts(parts))),
     "arcsin": CONTEXT.asin, "arccos": CONTEXT.acos, "arctan": CONTEXT.atan, "arccot": CONTEXT.acot,
-    "arcsec": CONTEXT.asec, "arccsc": CONTEXT.acsc,
+    "arcsec": CONTEXT.asec, "arccsc": CONTEXT.acsc, "cis": CONTEXT.expj,
+    "arcsinh": CONTEXT.asinh, "arccosh": CONTEXT.acosh, "arctanh": CONTEXT.atanh,
 } | {
     name: getattr(CONTEXT, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth")
 }  # fmt: skip

@@ -18,6 +18,7 @@ from megarl.rewards.maths.formulas.nodes import (
 )
 
 _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
+_NUMBERED_CONSTANT = Node("index", (number(1),), "C")
 
 
 def drop_point_name(node: Node) -> Node:
@@ -46,6 +47,30 @@ def drop_rounding(node: Node) -> Node:
     return Node("relation", node.parts[:-1], node.value[:-1]) if len(node.parts) > 2 else exact_part
 
 
+def as_equation(node: Node) -> Node:
+    r"""Return `x \in \{4\}` as `x = 4`."""
+    is_member = node.kind == "relation" and node.value == ("in",) and node.parts[1].kind == "set"
+    if not is_member or len(node.parts[1].parts) != 1:
+        return node
+    return Node("relation", (node.parts[0], node.parts[1].parts[0]), ("=",))
+
+
+def join_intervals(node: Node) -> Node:
+    """Return intervals or sets joined by `or` as their union."""
+    if node.kind != "list" or node.value != "or" or not all(part.kind in ("tuple", "set") for part in node.parts):
+        return node
+    union, *others = node.parts
+    for part in others:
+        union = Node("setop", (union, part), "cup")
+    return union
+
+
+def rows_as_matrix(node: Node) -> Node:
+    """Return a list of lists in square brackets, `[[1,2],[3,4]]`, as a matrix."""
+    is_nested = node.value == "[]" and all(part.kind == "tuple" and part.value == "[]" for part in node.parts)
+    return Node("matrix", tuple(Node("row", row.parts) for row in node.parts), "matrix") if is_nested else node
+
+
 def rename_variable(node: Node, old: Node, new: Node) -> Node:
     """Return the formula with a variable renamed, unless the new name has another meaning in it."""
     return node if new.value in node.symbols() else replace_node(node, old, new)
@@ -72,6 +97,8 @@ def adopt_constant(gold: Node, prediction: Node) -> Node:
     constant = next((symbol(name) for name in ("C", "c") if symbol(name) in gold.parts), None)
     if constant is None or constant in prediction.parts:
         return prediction
+    if _NUMBERED_CONSTANT in prediction.parts:
+        return replace_node(prediction, _NUMBERED_CONSTANT, constant)
     # C in the gold answer may have any usual name. c may be called C, but in ax^2 + bx + c it is a coefficient.
     if constant == symbol("C"):
         names = _CONSTANTS_OF_INTEGRATION

@@ -98,7 +98,7 @@ class Commands(Cursor):
         if exponent is None:
             return node
         # sin^{-1} is the arcsine, not 1/sin. Other exponents are powers: sin^2 x.
-        if exponent == number(-1) and name in ("sin", "cos", "tan", "cot", "sec", "csc"):
+        if exponent == number(-1) and name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh"):
             return Node("call", node.parts, "arc" + name)
         return Node("power", (node, exponent))
 
@@ -125,6 +125,10 @@ class Commands(Cursor):
         if self.token.text == "(" and self.token.kind == "sign":
             self.advance()
             return self.until(")")
+        if self.token.text == "\\{":
+            # Braces are brackets here, except around the numbers of a maximum.
+            braces = self.power()
+            return braces.parts[0] if braces.kind == "set" and len(braces.parts) == 1 else braces
         # `sin -x + 1` may be read in two ways.
         if self.token.text in ("-", "+"):
             raise NotMathematicsError("a function is followed by + or -, so its argument is not clear")

@@ -78,7 +78,7 @@ class _Parser(DigitGroups):
         return Node("quotient", (node, under)) if command == "over" else Node("call", (node, under), "binomial")
 
     def _connective(self) -> str | None:
-        if self.token.text in ("&", "\\&") and not self.brackets:
+        if self.token.text in ("&", "\\&", "\\\\") and not self.brackets:
             self.advance()
             return "and"
         connective = _CONNECTIVES.get(self.token.text) if self.token.kind in ("sign", "word", "text") else None
@@ -101,7 +101,7 @@ class _Parser(DigitGroups):
             return node if sign == "=" else Node("relation", (BLANK, node), (sign,))
         if (groups := self.digit_groups()) is not None:
             return groups
-        parts = [self._parse_side()]
+        parts = [self._parse_named_function() or self._parse_side()]
         signs: list[str] = []
         while (sign := self._relation_sign()) is not None:
             signs.append(sign)
@@ -123,6 +123,16 @@ class _Parser(DigitGroups):
             self.advance()
         self.advance()
         return Node("words", (), text.rstrip(": ").lower())
+
+    def _parse_named_function(self) -> Node | None:
+        """Parse a function before an equals sign, as in `N(t) = 2t`, or return None. Any letter may be its name."""
+        name, opening, variable, closing, sign = (self._tokens[self._place :] + [self.token] * 4)[:5]
+        texts = (opening.text, closing.text, sign.text)
+        if name.kind != "letter" or variable.kind != "letter" or texts != ("(", ")", "=") or name.text == variable.text:
+            return None
+        for _ in range(4):
+            self.advance()
+        return Node("apply", (symbol(variable.text),), name.text)
 
     def _parse_side(self) -> Node:
         if self.token.kind == "number" and self.following().text == ":" and (clock := self.digit_groups()) is not None:
@@ -217,8 +227,9 @@ class _Parser(DigitGroups):
             # A letter after a number may begin its unit instead of another factor.
             elif self.starts_factor() and not self._has_unit_here():
                 # Two numbers in a row are a typo or a list, except when the second begins a power: 2 3^2.
+                is_after_factorial = self._tokens[self._place - 1].text == "!"
                 if self.token.kind in ("number", "numeral") and not (
-                    self.token.has_space and self.following().text == "^"
+                    is_after_factorial or (self.token.has_space and self.following().text == "^")
                 ):
                     raise NotMathematicsError("two numbers follow each other without an operator")
                 is_braced = self.token.text == "{"

@@ -32,9 +32,16 @@ class Token:
 FUNCTION_WORDS = frozenset(
     """
     sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth log ln lg exp sqrt max min gcd lcm mod det
+    cis abs floor ceiling arcsinh arccosh arctanh
     """.split()  # noqa: SIM905
 )
 """Function names that answers may write without a backslash."""
+_OTHER_NAMES = {
+    "tg": "tan", "ctg": "cot", "cotg": "cot", "arctg": "arctan", "arcctg": "arccot", "asin": "arcsin", "acos": "arccos",
+    "atan": "arctan", "cosec": "csc", "ceil": "ceiling", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh",
+    "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
+}  # fmt: skip
+"""Functions with another name."""
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infty", "inf": "infty", "oo": "infty", "theta": "theta"}
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]+")
@@ -105,6 +112,7 @@ def tokenize(text: str, *, groups: bool = True) -> list[Token]:
 
 
 def _word(word: str, position: int, has_space: bool) -> Token:
+    word = _OTHER_NAMES.get(word, word)
     if word in FUNCTION_WORDS:
         return Token("command", word, position, has_space)
     if word.lower() in _CONSTANT_WORDS:
@@ -117,10 +125,11 @@ def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> 
     command = _COMMAND.match(text, position)
     if command is None:
         raise NotMathematicsError("the text ends with a lone backslash")
-    name = command[1]
+    name = _OTHER_NAMES.get(command[1], command[1])
     argument = _ARGUMENT.match(text, command.end())
     if name in _TEXTUAL | _UPRIGHT and argument is not None:
         content = argument[1].strip()
+        content = _OTHER_NAMES.get(content, content)
         # Upright letters are variables, but in \text only e and i are.
         if re.fullmatch("[A-Za-z]" if name in _UPRIGHT else "[ei]", content):
             tokens.append(Token("letter", content, position, has_space, is_bold=name in _BOLD))
@@ -133,6 +142,8 @@ def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> 
             )
         elif content in FUNCTION_WORDS:
             tokens.append(Token("command", content, position, has_space))
+        elif content.lower() == "infinity":
+            tokens.append(Token("command", "infty", position, has_space))
         elif content:
             tokens.append(Token("text", content, position, has_space))
         return argument.end()
