@@ -130,7 +130,6 @@ def train(
     from megarl.config.reading.override_text import override_text
     from megarl.platform.imports import disable_collector
     from megarl.tracking.display import Display
-    from megarl.tracking.run_record import RunRecord, refuse_other_schema
 
     if resume and restart:
         raise ConfigError(
@@ -140,14 +139,7 @@ def train(
     path, override_texts = Path(recipe), list(overrides or ())
     is_of_run = path.is_dir()
     if is_of_run:
-        if not resume and not restart:
-            raise ConfigError(_folder_hint(path))
-        if resume:
-            # Before config.yaml is read: fields of another version would be reported as unknown keys.
-            run_record = RunRecord.read(path)
-            run_record.refuse_newer_version()
-            for checkpoint in run_record.checkpoints[:1]:
-                refuse_other_schema(checkpoint)
+        _check_run_folder(path, resume, is_restart=restart)
         # The run's folder may have been moved or renamed since its config.yaml was written.
         override_texts = [override_text(name, value) for name, value in _folder_fields(path).items()] + override_texts
         path /= "config.yaml"
@@ -244,6 +236,22 @@ def _folder_fields(run_folder: Path) -> dict[str, str]:
     return {"runs_folder": str(absolute.parent), "name": absolute.name}
 
 
+def _check_run_folder(folder: Path, resume: str | None, *, is_restart: bool) -> None:
+    """Raise ConfigError or DataError for a run's folder that this command cannot train.
+
+    Call it before config.yaml is read: fields of another version would be reported as unknown keys.
+    """
+    from megarl.tracking.run_record import RunRecord, refuse_other_schema
+
+    if not resume and not is_restart:
+        raise ConfigError(_folder_hint(folder))
+    if resume:
+        run_record = RunRecord.read(folder)
+        run_record.refuse_newer_version()
+        for checkpoint in run_record.checkpoints[:1]:
+            refuse_other_schema(checkpoint)
+
+
 def _has_work(recipe: Recipe, resume: str | None) -> bool:
     """Return whether the run has steps left. For a finished run, print this before anything starts or changes.
 
@@ -293,7 +301,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Show whether this machine's libraries and devices fit together, and which of them megarl will use."""
-    from megarl.cluster.checks.doctor import differences, examine, examine_nodes
+    from megarl.cluster.checks.doctor import examine, examine_nodes, merge_findings
     from megarl.config.recipe import error_page, load
     from megarl.planner.predictions import planned_host_bytes
     from megarl.preflight.sizes import check_machines
@@ -306,7 +314,7 @@ def doctor(
         if machine_faults := [*check_machines(loaded)]:
             raise ConfigError(error_page(f"recipe {loaded.name}", machine_faults))
         examinations, notices = asyncio.run(examine_nodes(loaded, planned_host_bytes(loaded)))
-    rows = differences(examinations)
+    rows = merge_findings(examinations)
     if as_json:
         lines = [[nodes, f.place, f.level, f.advice] for nodes, f in rows]
         print(json.dumps({"nodes": list(examinations), "notices": notices, "findings": lines}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,11 @@ from megarl.cli.resize import FromOption, ToOption, plan_resize
 from megarl.console.lines import print_lines
 from megarl.console.predictions import print_memory, print_plan, print_terms
 from megarl.types import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+    from megarl.config.parallel import ParallelConfig
+    from megarl.families.shape import ModelShape
 
 
 def plan(
@@ -78,7 +83,6 @@ def plan(
     from megarl.planner.sizes import align_parallel
     from megarl.planner.verdict import verdict_of
     from megarl.preflight import check_plan, warn_of_slower_layout, warn_of_small_cache
-    from megarl.reshard.forecast.cost_model import forecast
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
     shape, parallel = check_plan(loaded)
@@ -94,43 +98,37 @@ def plan(
             print_lines(defaults)
     parallel = align_parallel(loaded, shape, parallel)
     # Without engines, no reshard takes place.
-    reshard_forecast = (
-        forecast(
-            shape,
-            parallel,
-            ranks_per_node=loaded.cluster.ranks_per_node,
-            engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
-            itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
-            bucket_bytes=loaded.weights.bucket_mib << 20,
-            # Without a known kind the times are for an H200, and the output says "assumed".
-            gpu=kind or "h200",
-            adapter=loaded.lora if loaded.sends_adapter else None,
-        )
-        if loaded.has_engine
-        else None
-    )
+    reshard_forecast = _forecast_reshard(loaded, shape, parallel, kind) if loaded.has_engine else None
+    notices = list(not_downloaded(loaded))
+    warnings = [*warn_of_small_cache(loaded, parallel, memory), *warn_of_slower_layout(loaded)]
     if as_json:
         plan_values = {"recipe": loaded.name, "model": loaded.model.path, **verdict.as_json()}
         plan_values["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
-        plan_values["notices"] = [
-            *not_downloaded(loaded),
-            *warn_of_small_cache(loaded, parallel, memory),
-            *warn_of_slower_layout(loaded),
-        ]
+        plan_values["notices"] = [*notices, *warnings]
         if explain:
             plan_values["terms"] = [asdict(term) for term in explain_terms(memory)]
         print(json.dumps({**plan_values, "memory": memory.as_json(), **(reshard_forecast or {"reshard": None})}))
     else:
         print_plan(loaded, parallel, reshard_forecast, is_assumed=kind is None)
-        print_lines(
-            [
-                *not_downloaded(loaded),
-                *(
-                    f"warning: {text}"
-                    for text in (*warn_of_small_cache(loaded, parallel, memory), *warn_of_slower_layout(loaded))
-                ),
-            ]
-        )
+        print_lines([*notices, *(f"warning: {text}" for text in warnings)])
     # None: the GPUs' memory is unknown, and nothing is refused then.
     if verdict.fits is False:
         raise typer.Exit(ConfigError.exit_code)
+
+
+def _forecast_reshard(
+    recipe: Recipe, shape: ModelShape, parallel: ParallelConfig, gpu_kind: str | None
+) -> dict[str, Any]:
+    """Return the bytes and the time of a reshard. `gpu_kind` None: the times are for an H200."""
+    from megarl.reshard.forecast.cost_model import forecast
+
+    return forecast(
+        shape,
+        parallel,
+        ranks_per_node=recipe.cluster.ranks_per_node,
+        engine_ranks_per_node=engines.ranks_per_node if (engines := recipe.cluster.groups.engines) else None,
+        itemsize=2 if recipe.model.dtype == "bfloat16" else 4,
+        bucket_bytes=recipe.weights.bucket_mib << 20,
+        gpu=gpu_kind or "h200",
+        adapter=recipe.lora if recipe.sends_adapter else None,
+    )

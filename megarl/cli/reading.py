@@ -79,12 +79,12 @@ def metrics(
     if as_json:
         refuse_idle_options(context, ["as_markdown"], "with --json; leave one of both out")
     from megarl.console.results import print_metrics
-    from megarl.tracking.metric_table import find, metrics_markdown, rows
+    from megarl.tracking.metric_table import find_row, metrics_markdown, rows
     from megarl.tracking.renamed_metrics import current_name
 
     matches = [row for row in rows() if name in row.name]
     # An old run's metric is described by its current name.
-    if not matches and (row := find(current_name(name))) is not None:
+    if not matches and (row := find_row(current_name(name))) is not None:
         matches = [row]
     if not matches:
         raise ConfigError(f"{name}: no metric has this text in its name; `megarl metrics` prints all names")

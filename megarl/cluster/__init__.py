@@ -4,6 +4,4 @@
 them. `ranks` is a rank's main program. `calls` calls methods on ranks. These connections carry commands, tokens and
 numbers. Tensors move only through `torch.distributed`, directly between ranks. `checks` finds unfit nodes before a run
 starts. `rank_model` and `reshard_calls` make the calls of a training step.
-
-A failure kills every rank of the group. Later calls raise the same error, with the first cause.
 """

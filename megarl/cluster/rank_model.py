@@ -269,11 +269,9 @@ class RankModel:
 
     @property
     def _costs(self) -> Costs:
-        """Cost of a sequence by its length: FLOPs of a forward pass, or tokens without a shape."""
         return count_tokens if self.shape is None else sequence_flops(self.shape)
 
     def _capacity(self, max_tokens: int | None) -> int:
-        """Return the maximum tokens in a row."""
         return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
     def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:

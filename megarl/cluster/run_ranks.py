@@ -75,12 +75,10 @@ class RunRanks:
 
     @property
     def topology(self) -> list[tuple[str, ...]]:
-        """For each rank, its node and the network switches above it, nearest first."""
         return [place for group in self.groups for place in group.topology]
 
     @property
     def hosts(self) -> list[str]:
-        """For each rank, the address at which other nodes reach it."""
         return [host for group in self.groups for host in group.hosts]
 
     @property
@@ -88,7 +86,6 @@ class RunRanks:
         return [number for group in self.groups for number in group.local_ranks]
 
     def set_deadlines(self, make: Callable[[], Deadlines]) -> None:
-        """Set the time limits of calls. `make` creates an object for each group."""
         for group in self.groups:
             group.deadlines = make()
 
@@ -140,10 +137,8 @@ class RunRanks:
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """Call a method on some ranks of one group, and return their answers.
-
-        `per_rank` holds each rank's first argument. `budget_seconds` is planned working time, which extends the limit.
-        Raises PeerLostError if the group is lost.
+        """Call a method on some ranks of one group, as `WorkerGroup.ask` does. Raises PeerLostError if the group is
+        lost.
         """
         group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
         if group is None:
@@ -223,7 +218,6 @@ class RunRanks:
         self._closing = asyncio.ensure_future(self.close_groups())
 
     async def close_groups(self) -> None:
-        """Let all ranks exit. The agents continue."""
         self.on_lost = None
         await asyncio.gather(*(group.close() for group in self.groups))
 

@@ -49,13 +49,13 @@ async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> t
 
     Only with `checks` do the agents look for damaged copies. These are dropped.
     """
-    living = _living(agents)
+    living_agents = _living(agents)
     answers = await asyncio.gather(
-        *(agent.request("copies", checks=checks) for agent in living), return_exceptions=True
+        *(agent.request("copies", checks=checks) for agent in living_agents), return_exceptions=True
     )
     copies: list[StateCopy] = []
     damages: list[str] = []
-    for agent, answer in zip(living, answers, strict=True):
+    for agent, answer in zip(living_agents, answers, strict=True):
         if isinstance(answer, PeerLostError):
             continue
         if isinstance(answer, BaseException):
@@ -103,13 +103,13 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
     A copy held on none of these nodes is first sent to one. Raises PeerLostError if an agent is lost meanwhile.
     """
     copies = [copy for copy in (await list_copies(agents))[0] if copy.step == step]
-    holders: defaultdict[int, dict[AgentLink, StateCopy]] = defaultdict(dict)
+    copies_by_origin: defaultdict[int, dict[AgentLink, StateCopy]] = defaultdict(dict)
     for copy in copies:
-        holders[copy.origin][copy.agent] = copy
+        copies_by_origin[copy.origin][copy.agent] = copy
     nodes = list(dict.fromkeys(place.agent for place in places))
     # Send the copies that no node of these places holds.
-    for origin, receiver in hand_overs(holders, nodes).items():
-        copies.append(await _send(next(iter(holders[origin].values())), receiver))
+    for origin, receiver in hand_overs(copies_by_origin, nodes).items():
+        copies.append(await _send(next(iter(copies_by_origin[origin].values())), receiver))
     files_by_agent: defaultdict[AgentLink, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for copy in copies:
         files_by_agent[copy.agent] |= copy.files

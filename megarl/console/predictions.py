@@ -47,11 +47,11 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     }
     if dropped:
         text_by_heading["left out"] = ", ".join(f"{count} too long from {source}" for source, count in dropped.items())
-    unusual = find_unusual_learning_rate(recipe)
+    unusual_rate = find_unusual_learning_rate(recipe)
     if warnings := [
         *warn_of_shortened_warmups(recipe),
         *warn_of_uncorrected_staleness(recipe),
-        *([unusual.text] if unusual else []),
+        *([unusual_rate.text] if unusual_rate else []),
     ]:
         text_by_heading["warning"] = "; ".join(warnings)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
@@ -150,7 +150,11 @@ def print_plan(
         f"{reshard['wire_seconds'] * 1e3:.1f} ms, GPU memory {reshard['memory_seconds'] * 1e3:.1f} ms); gathering full "
         f"tensors on each rank would take at least {reshard['gathered_seconds'] * 1e3:.1f} ms"
     )
-    # The differences of other rank orders from the recipe's order.
+    _print_rank_orders(console, reshard, orders)
+
+
+def _print_rank_orders(console: Console, reshard: dict[str, Any], orders: dict[str, Any]) -> None:
+    """Print how much more other orders of the ranks receive than the recipe's order."""
     for name, order in orders.items():
         from_node, from_other_nodes = (
             order["received_bytes"][link]["mean"] - reshard["received_bytes"][link]["mean"]

@@ -26,8 +26,8 @@ def comparison_lines(comparisons: Sequence[StepComparison]) -> list[str]:
             continue
         lines.append(f"step {comparison.step}: differs from its record, first in {comparison.differences[0].tensor}")
         lines += [f"  {difference}" for difference in comparison.differences[:_SHOWN_DIFFERENCES]]
-        if (hidden := len(comparison.differences) - _SHOWN_DIFFERENCES) > 0:
-            lines.append(f"  and {hidden} more")
+        if (num_hidden := len(comparison.differences) - _SHOWN_DIFFERENCES) > 0:
+            lines.append(f"  and {num_hidden} more")
     return lines
 
 

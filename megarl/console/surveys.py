@@ -44,8 +44,8 @@ def print_layers(examination: Examination) -> None:
         if layer in examination.layers.active:
             table.add_row(layer, Text("active", style="green"), PURPOSES[layer])
         else:
-            missing = f"{examination.layers.fault_of(layer)}; {REMEDIES[layer]}"
-            table.add_row(layer, Text("missing", style="bold red"), missing)
+            missing_text = f"{examination.layers.fault_of(layer)}; {REMEDIES[layer]}"
+            table.add_row(layer, Text("missing", style="bold red"), missing_text)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(table, *examination.notes, examination.text, sep="\n")
 

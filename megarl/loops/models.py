@@ -75,17 +75,7 @@ def make_rank_models(
         name: replace(policy, name=name, shape=model_shape, update_passes=3.0)
         for name, model_shape in _read_other_shapes(recipe, policy_shape).items()
     }
-    # Teachers with the policy's weights have its parallel sizes too.
-    teacher_with_policy_sizes = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
-    teacher = teacher_with_policy_sizes
-    if recipe.distillation.sizes:
-        teacher_recipe = recipe.for_teachers
-        teacher = replace(teacher, parallel=parallel_of(teacher_recipe), row_multiple=row_multiple(teacher_recipe))
-    for name in recipe.teacher_models:
-        if (folder := recipe.teachers.get(name)) is None:
-            models[name] = replace(teacher_with_policy_sizes, name=name, shape=policy_shape)
-        else:
-            models[name] = replace(teacher, name=name, shape=_read_shape(recipe, folder))
+    models |= _make_teachers(recipe, policy, policy_shape)
     # Some losses need all segments of a sample in one microbatch.
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
@@ -100,6 +90,22 @@ def make_rank_models(
         )
         for name, model in models.items()
     }
+
+
+def _make_teachers(recipe: Recipe, policy: RankModel, policy_shape: ModelShape) -> dict[str, TeacherRankModel]:
+    """Return the teachers by name. A teacher with the policy's weights has its parallel sizes too."""
+    teacher_with_policy_sizes = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
+    teacher = teacher_with_policy_sizes
+    if recipe.distillation.sizes:
+        teacher_recipe = recipe.for_teachers
+        teacher = replace(teacher, parallel=parallel_of(teacher_recipe), row_multiple=row_multiple(teacher_recipe))
+    teachers: dict[str, TeacherRankModel] = {}
+    for name in recipe.teacher_models:
+        if (folder := recipe.teachers.get(name)) is None:
+            teachers[name] = replace(teacher_with_policy_sizes, name=name, shape=policy_shape)
+        else:
+            teachers[name] = replace(teacher, name=name, shape=_read_shape(recipe, folder))
+    return teachers
 
 
 def _find_sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> str | None:

@@ -77,14 +77,16 @@ async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
     longest = int(batch.lengths.max())
     tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
     masks = np.split(batch.loss_mask, batch.cu_seqlens[1:-1])
-    mismatched = []
+    mismatched_sequences = []
     for index in range(batch.num_sequences):
         next_index = (index + 1) % batch.num_sequences
         prompt, answer = tokens[index][: masks[index].argmax()], tokens[next_index][masks[next_index]]
         # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
         mismatched_tokens = np.concatenate([prompt, answer])[:longest]
-        mismatched.append(TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt)))
-    batch = TokenBatch.from_sequences(mismatched)
+        mismatched_sequences.append(
+            TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt))
+        )
+    batch = TokenBatch.from_sequences(mismatched_sequences)
     with run.tracker.phase("logprobs"):
         await _add_reference_logprobs(run, batch)
         logprobs = await run.models["policy"].forward(batch)

@@ -50,9 +50,7 @@ class Screen(Protocol):
 
     def notice(self, text: str) -> None: ...
 
-    def notice_once(self, kind: str, text: str) -> None:
-        """Print the first warning of each kind."""
-        ...
+    def notice_once(self, kind: str, text: str) -> None: ...
 
 
 def read_data(

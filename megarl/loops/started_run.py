@@ -214,7 +214,7 @@ class Run:
         if step > 0:
             await self._save(step, state)
             saved = f"saved after step {step} of {self.recipe.train.steps}"
-        raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
+        raise StoppedError(f"{self.stop.signal_name}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
     async def _resize_if_asked(self, step: int, state: RLState | None) -> None:
         """Copy the state after `step` and raise ResizeAskedError, if the run shall have other parallel sizes.

@@ -37,6 +37,5 @@ class Step:
         self.metrics |= metrics
 
     def log_update(self, update: Update) -> None:
-        """Record the policy's only update in the step."""
         self.outcome.add("policy", [update.outcome])
         self.log(values(update.metrics))

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megarl.loops.task_stacks import task_stacks
-from megarl.types import EndedError, PeerLostError, StoppedError
+from megarl.types import EndedError, MegarlError, PeerLostError, StoppedError
 
 DRIVER_LOG = "driver.log"
 """File in a start's log folder: the screen's lines from the opening of the run folder to the summary. It also has the
@@ -65,7 +65,7 @@ def leaving_on_signals(message: str) -> Iterator[None]:
 
 
 class StopRequest:
-    """Request to save and stop a run. `by` is the name of the signal, None without a request.
+    """Request to save and stop a run. `signal_name` is the first stop signal; None: no request.
 
     Before `steps_begin` there is nothing to save, so a signal cancels the task in `listening`. Afterwards the first
     signal makes the loop save after its step, and a second one cancels the task. `has_progress`: earlier starts in this
@@ -73,7 +73,7 @@ class StopRequest:
     """
 
     def __init__(self, *, has_progress: bool = False) -> None:
-        self.by: str | None = None
+        self.signal_name: str | None = None
         self.end_ranks: Callable[[], object] = lambda: None
         """Called at the second signal. Ends the ranks, so that a call to a hanging rank does not delay the
         run's end.
@@ -82,11 +82,12 @@ class StopRequest:
         self._notice: Callable[[str], object] = lambda text: None
 
     def __bool__(self) -> bool:
-        return self.by is not None
+        return self.signal_name is not None
 
     def ask(self, signal_name: str) -> None:
-        if self.by is None:
-            self.by = signal_name
+        """Record the first request, and print what happens next."""
+        if self.signal_name is None:
+            self.signal_name = signal_name
             self._notice(
                 f"{signal_name}: saving as soon as this step allows, then stopping; a second signal ends it now"
                 if self._has_steps
@@ -99,10 +100,10 @@ class StopRequest:
 
     def refuse_recovery(self, error: Exception, run_folder: Path) -> None:
         """Raise EndedError if a stop was requested before this error, such as a lost rank, ended the ranks."""
-        if self.by is not None:
+        if self.signal_name is not None:
             raise EndedError(
-                f"{self.by}: the run ended without saving, because it was interrupted before: {error}; go on with: "
-                f"megarl train {run_folder} --resume"
+                f"{self.signal_name}: the run ended without saving, because it was interrupted before: {error}; go on "
+                f"with: megarl train {run_folder} --resume"
             ) from error
 
     @contextmanager
@@ -116,16 +117,17 @@ class StopRequest:
         self._notice, first_request_time = notice, float("inf")
 
         def handle_signal(signal_number: signal.Signals) -> None:
+            """Request a stop. A repeated request ends the run without saving."""
             nonlocal first_request_time
             # One request can arrive twice: at the batch script and its processes, or through a rank. Ctrl-C pressed
             # twice means two requests.
-            is_repeated = self.by is not None and (
+            is_repeated = self.signal_name is not None and (
                 signal_number == signal.SIGINT or loop.time() - first_request_time > _ONE_REQUEST_SECONDS
             )
             if is_repeated:
                 self._is_urgent = True
                 self.end_ranks()
-            if is_repeated or (self.by is None and not self._has_steps):
+            if is_repeated or (self.signal_name is None and not self._has_steps):
                 task.cancel()
             first_request_time = min(first_request_time, loop.time())
             self.ask(signal_number.name)
@@ -136,15 +138,10 @@ class StopRequest:
         try:
             yield
         except (asyncio.CancelledError, PeerLostError) as error:
-            go_on = f"go on with: megarl train {run_folder} --resume"
-            if self._is_urgent:
-                # Without a save: the second signal says that there is no time for it.
-                raise EndedError(
-                    f"{self.by}, then a second signal: the run exited at once, without saving; {go_on}"
-                ) from None
-            if self.by is None or isinstance(error, PeerLostError):
+            stop_error = self._explain_end(error, run_folder)
+            if stop_error is None:
                 raise
-            raise StoppedError(f"{self.by}: stopped before a step began; {go_on}") from None
+            raise stop_error from None
         finally:
             for signal_number in signal_numbers:
                 loop.remove_signal_handler(signal_number)
@@ -152,6 +149,18 @@ class StopRequest:
                 # later.
                 signal.signal(signal_number, lambda signal_number, _: self.ask(signal.Signals(signal_number).name))
             self._notice = lambda text: None
+
+    def _explain_end(self, error: BaseException, run_folder: Path) -> MegarlError | None:
+        """Return the error for a task that a stop signal ended; None: it has another cause."""
+        go_on = f"go on with: megarl train {run_folder} --resume"
+        if self._is_urgent:
+            # Without a save: the second signal says that there is no time for it.
+            return EndedError(
+                f"{self.signal_name}, then a second signal: the run exited at once, without saving; {go_on}"
+            )
+        if self.signal_name is None or isinstance(error, PeerLostError):
+            return None
+        return StoppedError(f"{self.signal_name}: stopped before a step began; {go_on}")
 
 
 @contextmanager

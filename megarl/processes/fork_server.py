@@ -73,10 +73,10 @@ class ForkServerProcess:
         function: str = "megarl.processes.fork_server_main:serve",
     ) -> None:
         """`function` imports the modules `imports`, then serves. Output of the imports goes to `log`."""
-        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.requests, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
-        arguments = (str(theirs.fileno()), str(os.getpid()), *imports)
-        with theirs:
+        arguments = (str(server_socket.fileno()), str(os.getpid()), *imports)
+        with server_socket:
             self._program = LaunchedProgram(
                 python_call(function, *arguments, path=path, executable=executable),
                 # With one thread, OpenMP and BLAS create no thread pool. A fork would not copy a pool's threads.
@@ -84,7 +84,7 @@ class ForkServerProcess:
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
-                descriptors=[theirs.fileno()],
+                descriptors=[server_socket.fileno()],
             )
         self.pid: int | None = self._program.pid
 
@@ -157,10 +157,10 @@ class ForkServer:
         }
         if self._early_output is not None and self._first_log is None:
             self._first_log = os.fdopen(os.dup(log.fileno()), "wb")
-        connection, theirs = socket.socketpair()
-        status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, their_status:
-            descriptors = [theirs.fileno(), their_status.fileno(), log.fileno()]
+        connection, forked_socket = socket.socketpair()
+        status, forked_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with forked_socket, forked_status:
+            descriptors = [forked_socket.fileno(), forked_status.fileno(), log.fileno()]
             socket.send_fds(self._process.requests, [json.dumps(request).encode()], descriptors)
         self._num_forked += 1
         return ForkedProcess(self, connection, status)
@@ -218,6 +218,7 @@ class ForkedProcess:
         asyncio.get_running_loop().add_reader(status, self._read_status)
 
     def _read_status(self) -> None:
+        """Read from `status` the process's id after its fork, later its exit code."""
         try:
             message = self._status.recv(STATUS.size)
         except BlockingIOError:
@@ -278,8 +279,7 @@ _servers: dict[object, ForkServer] = {}
 def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None = None) -> ForkServer:
     """Return this thread's fork server for these modules and variables; start one if there is none.
 
-    Restarted and further ranks reuse an existing server and import nothing again. Output of the imports goes to `log`;
-    None: to the log of the first forked process.
+    Restarted and further ranks reuse an existing server and import nothing again. `log` is that of `ForkServer`.
     """
     variables = sorted(import_variables(environment).items())
     # The key has the thread, because a server dies with the thread that started it (PR_SET_PDEATHSIG).

@@ -170,9 +170,10 @@ def introduce(connection: socket.socket, start: Start) -> Answer | None:
 
 
 def answer_request(connection: socket.socket, request: dict[str, Any], answer: Answer) -> None:
-    process = os.getpid()
+    """Call `answer` with a request, and send the result with the request's id."""
+    own_pid = os.getpid()
     reply = answer(request)
-    if os.getpid() != process:
+    if os.getpid() != own_pid:
         # This is a child forked by user code. The connection belongs to its parent.
         os._exit(0)
     try:
@@ -182,6 +183,7 @@ def answer_request(connection: socket.socket, request: dict[str, Any], answer: A
 
 
 def _receive_exactly(connection: socket.socket, size: int, patience: Patience | None) -> bytearray:
+    """Receive `size` bytes. Raises EOFError at the end, and the errors of `patience`."""
     payload = bytearray()
     while len(payload) < size:
         if patience:

@@ -117,7 +117,6 @@ class LaunchedProgram:
         return self._process.wait()
 
     def signal(self, number: Signals) -> None:
-        """Send a signal. Does nothing after the end."""
         self._process.send_signal(number)
 
     def kill(self) -> int:

@@ -30,5 +30,4 @@ def taken_text(host: str, port: int, reason: str) -> str:
 
 
 def in_url(host: str) -> str:
-    """Return the host as a URL has it: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

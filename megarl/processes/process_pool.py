@@ -61,12 +61,12 @@ class ProcessPool:
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
         """Reserve a place for one process, as soon as a place is free."""
-        place = await self._take()
+        place = await self._take_place()
         try:
             place.num_killed = 0
             yield place
         finally:
-            self._give_back(place)
+            self._release_place(place)
 
     def close(self) -> None:
         """Kill all processes. A second call does nothing."""
@@ -95,20 +95,20 @@ class ProcessPool:
         """Run a blocking call in a thread, without waiting for it. `close` waits for it."""
         self._threads.submit(call)
 
-    async def _take(self) -> Place:
+    async def _take_place(self) -> Place:
         if self._free:
             return self._free.pop()
-        waiting: Future[Place] = Future()
-        self._waiting.append(waiting)
+        next_place: Future[Place] = Future()
+        self._waiting.append(next_place)
         try:
-            return await asyncio.wrap_future(waiting)
+            return await asyncio.wrap_future(next_place)
         except asyncio.CancelledError:
-            # `_give_back` may have assigned a place at the same moment.
-            if not waiting.cancel() and not waiting.cancelled():
-                self._give_back(waiting.result())
+            # `_release_place` may have assigned a place at the same moment.
+            if not next_place.cancel() and not next_place.cancelled():
+                self._release_place(next_place.result())
             raise
 
-    def _give_back(self, place: Place) -> None:
+    def _release_place(self, place: Place) -> None:
         while self._waiting:
             waiting = self._waiting.popleft()
             if waiting.set_running_or_notify_cancel():
@@ -146,6 +146,7 @@ class Place:
         return await self._wait_until_introduced()
 
     async def _wait_until_introduced(self) -> dict[str, Any]:
+        """Return the process's introduction; start the process if necessary."""
         if self._pool.is_closed:
             raise PeerLostError("the pool of child processes is closed")
         process = self.process

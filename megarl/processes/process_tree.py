@@ -107,7 +107,6 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def kill_by_descriptor(pidfd: int) -> None:
-    """Kill the process of a pidfd (pidfd_open(2)). Does nothing after its end."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
@@ -229,8 +228,9 @@ def _describe_failure(code: int, seconds: float, memory_bytes: int) -> str:
     return f"takes more than {memory_bytes >> 20} MiB of memory, or crashes ({end_cause})"
 
 
-def _try_and_exit(work: Callable[[], object], report: int, seconds: float, memory_bytes: int) -> NoReturn:
-    code = 0
+def _try_and_exit(work: Callable[[], object], report_pipe: int, seconds: float, memory_bytes: int) -> NoReturn:
+    """Run `work` within its limits, write its fault to `report_pipe`, and exit."""
+    exit_code = 0
     try:
         _discard_output()
         limit_memory(memory_bytes)
@@ -239,15 +239,15 @@ def _try_and_exit(work: Callable[[], object], report: int, seconds: float, memor
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         work()
     except FaultyInputError as fault:
-        os.write(report, str(fault).encode(errors="replace")[:_FAULT_BYTES])
+        os.write(report_pipe, str(fault).encode(errors="replace")[:_FAULT_BYTES])
     except BaseException as raised:
         # Libraries wrap a MemoryError in errors of their own, so follow the chain of causes.
         error: BaseException | None = raised
         while error is not None and not isinstance(error, MemoryError):
             error = error.__cause__ or error.__context__
-        code = 0 if error is None else _OUT_OF_MEMORY
+        exit_code = 0 if error is None else _OUT_OF_MEMORY
     finally:
-        os._exit(code)
+        os._exit(exit_code)
 
 
 def _discard_output() -> None:

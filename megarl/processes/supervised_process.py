@@ -185,13 +185,14 @@ class SupervisedProcess:
             self._close_sockets()
         return self._ended
 
-    def _read_report(self, code: int) -> Ended:
+    def _read_report(self, supervisor_code: int) -> Ended:
+        """Return how the program ended. A negative `supervisor_code` is a signal."""
         # A killed supervisor reports nothing. Its child died with it.
-        if code < 0:
-            return Ended(128 - code)
+        if supervisor_code < 0:
+            return Ended(128 - supervisor_code)
         # A supervisor exits with 0 after its report. So this one failed before or while it watched the program.
-        if code > 0:
-            return Ended(None, refused=f"its supervisor ended with {code}")
+        if supervisor_code > 0:
+            return Ended(None, refused=f"its supervisor ended with {supervisor_code}")
         try:
             return Ended(**json.loads(self._report))
         # The report did not arrive completely.

@@ -180,6 +180,7 @@ class _CappedLog:
         self._free_bytes = MAX_LOG_BYTES
 
     def add(self, part: bytes) -> None:
+        """Write a part of the output, up to the log's size limit."""
         if not part or self._free_bytes <= 0:
             return
         try:

@@ -78,17 +78,17 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
         steps: Sequence[int] = sorted(files, reverse=True)
     else:
         steps = [max(files) if selection.step is None else selection.step]
-    selected: list[dict[str, Any]] = []
+    matches: list[dict[str, Any]] = []
     for step in steps:
         with storage_faults_named(files[step]):
             records = [record for record in read_records(files[step], step) if _is_selected(record, selection)]
         if selection.order != "file":
             records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
-        selected += records
+        matches += records
         # A search over a long run may read gigabytes. A single step is always read completely.
-        if len(selected) >= _MAX_MATCHES and len(steps) > 1:
-            return selected[:_MAX_MATCHES]
-    return selected
+        if len(matches) >= _MAX_MATCHES and len(steps) > 1:
+            return matches[:_MAX_MATCHES]
+    return matches
 
 
 def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
@@ -124,29 +124,31 @@ def _describe_facts(record: Mapping[str, Any]) -> str:
 
 
 def _sections(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the heading and the text of each part of a sample."""
     if record.get("rendered_prompt"):
         yield "prompt, as the policy was shown it", _plain(record["rendered_prompt"])
     else:
-        yield from _messages(record.get("prompt"))
+        yield from _split_messages(record.get("prompt"))
     turns = record.get("turns")
     if isinstance(turns, list) and turns:
         for number, turn in enumerate(turns, 1):
             turn = turn if isinstance(turn, Mapping) else {"completion": turn}
             reward = turn.get("reward")
             yield f"turn {number}" + ("" if reward is None else f", reward {reward}"), _plain(turn.get("completion"))
-            yield from _messages(turn.get("observation"))
+            yield from _split_messages(turn.get("observation"))
     else:
         yield "completion", _plain(record.get("completion"))
     if record.get("answer") not in (None, ""):
         yield "right answer", _plain(record["answer"])
 
 
-def _messages(value: Any) -> Iterator[tuple[str, str]]:
+def _split_messages(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each message's role and text. Other fields follow the text as JSON."""
     for message in value if isinstance(value, list) else [] if value is None else [value]:
         if isinstance(message, Mapping):
-            rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
+            other_fields = {name: item for name, item in message.items() if name not in ("role", "content") and item}
             text = _plain(message.get("content") or "")
-            yield str(message.get("role", "message")), text + (f"\n{_plain(rest)}" if rest else "")
+            yield str(message.get("role", "message")), text + (f"\n{_plain(other_fields)}" if other_fields else "")
         else:
             yield "message", _plain(message)
 
@@ -211,6 +213,7 @@ class _Browser:
             self._execute(command)
 
     def _execute(self, command: str) -> None:
+        """Execute a command of `HELP`."""
         order_of_command: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
         if command in ("", "n", "p"):
             self._move(-1 if command == "p" else 1)

@@ -91,7 +91,6 @@ class Bins:
 
     @classmethod
     def of(cls, num_rows: int, max_bins: int) -> Bins:
-        """Return at most `max_bins` bins of equal size for `num_rows` steps."""
         count = min(num_rows, max_bins)
         return cls(tuple(num_rows * number // count for number in range(count + 1)) if count else (0,))
 
@@ -129,17 +128,18 @@ def metric_names(rows: Rows) -> list[str]:
     return sorted(names, key=lambda name: (_group_order(name), name))
 
 
-def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
+def choose_charts(runs: Sequence[Rows]) -> list[dict[str, Any]]:
+    """Return the page's charts, each with its metric: the first of `CHARTS` expressions that matches."""
     names = sorted({name for rows in runs for name in metric_names(rows)})
     charts = []
     for chart in CHARTS:
-        matching = [[name for name in names if re.fullmatch(pattern, name)] for pattern in chart.metrics]
+        matching_names = [[name for name in names if re.fullmatch(pattern, name)] for pattern in chart.metrics]
         # Use only the first expression with a match. Later ones replace it if it has none.
-        for name in next(filter(None, matching), []):
+        for name in next(filter(None, matching_names), []):
             if chart.title in _QUIET and _is_always(runs, name, _QUIET[chart.title]):
                 continue
             # Only charts of several metrics need the metric's name in their title.
-            is_one_of_several = len(next(filter(None, matching))) > 1
+            is_one_of_several = len(next(filter(None, matching_names))) > 1
             title = f"{chart.title}: {_shorten_name(name)}" if is_one_of_several else chart.title
             charts.append(
                 {"title": title, "meaning": chart.meaning, "metric": name, "spread": chart.spread, "upper": chart.upper}
@@ -166,7 +166,7 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
         total += 0.0 if math.isnan(seconds) else seconds
         elapsed.append(total)
     # Ranges triple a curve's size, so give them only to important metrics of long runs.
-    with_range = {chart["metric"] for chart in important([rows])} if is_thinned else set()
+    with_range = {chart["metric"] for chart in choose_charts([rows])} if is_thinned else set()
     curves_by_metric = {}
     for name in metric_names(rows):
         values = [row.get(name, math.nan) for _, row in rows]
@@ -315,6 +315,7 @@ def round_for_page(value: float) -> float | int | None:
 
 
 def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
+    """Return a metric's curve in the form of `series`. `with_range` adds the extremes of each bin."""
     values_by_bin = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
     filled = [index for index, bin_values in enumerate(values_by_bin) if bin_values]
     # Evaluations are only every few steps, so a list of bins is shorter than many nulls.

@@ -23,20 +23,22 @@ def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequen
     first_evaluation, *later_evaluations = evaluations
     content = {
         "made": now_text(),
-        "evaluations": [_evaluation(evaluation, label) for evaluation, label in zip(evaluations, labels, strict=True)],
+        "evaluations": [
+            _evaluation_json(evaluation, label) for evaluation, label in zip(evaluations, labels, strict=True)
+        ],
         "comparisons": [
             {
                 "other": number,
-                "sets": [_set_difference(difference) for difference in differences(first_evaluation, evaluation)],
+                "sets": [_difference_json(difference) for difference in differences(first_evaluation, evaluation)],
                 "changed": changed_between(first_evaluation.path / ANSWERS, evaluation.path / ANSWERS, _NUM_CHANGED),
             }
             for number, evaluation in enumerate(later_evaluations, 1)
         ],
     }
-    return content if later_evaluations else {**content, "answers": _answers(first_evaluation.path / ANSWERS)}
+    return content if later_evaluations else {**content, "answers": _select_answers(first_evaluation.path / ANSWERS)}
 
 
-def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
+def _evaluation_json(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(evaluation.path.resolve()), 400),
@@ -53,7 +55,7 @@ def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
     }
 
 
-def _set_difference(difference: SetDifference) -> dict[str, Any]:
+def _difference_json(difference: SetDifference) -> dict[str, Any]:
     return {
         "set": shortened_text(difference.name, 120),
         "measure": difference.measure,
@@ -69,7 +71,7 @@ def _measure(measure: Measure) -> dict[str, Any]:
     return {"value": measure.value, "low": measure.low, "high": measure.high}
 
 
-def _answers(path: Path) -> dict[str, Any]:
+def _select_answers(path: Path) -> dict[str, Any]:
     answers: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
     for record in read_records(path, 0):
         verdict = record.get("answer_correct")

@@ -77,18 +77,9 @@ def is_evaluation(path: Path) -> bool:
 
 def read_evaluation(path: Path) -> RecordedEvaluation:
     """Read an evaluation folder. Raises ConfigError if it has no answers, StorageError if it is unreadable."""
-    sets: dict[str, dict[Key, Answered]] = {}
     notes: list[str] = []
     with storage_faults_named(path):
-        for record in json_lines(path / ANSWERS):
-            key = str(record.get("source") or ""), whole_number(record.get("problem"))
-            # A problem's number changes with the data file, so compare the content.
-            identity = digest([record.get("prompt"), record.get("answer")])
-            answered = sets.setdefault(str(record.get("set")), {}).setdefault(key, Answered(identity))
-            answered.is_right.append(record.get("answer_correct") is True)
-            answered.is_judged &= record.get("answer_correct") is not None
-            if isinstance(reward := record.get("reward"), int | float):
-                answered.rewards.append(float(reward))
+        sets = _read_answers(path / ANSWERS)
     if not sets:
         raise ConfigError(
             f"{path / ANSWERS}: the evaluation has no answers, because it ended before its first validation set was "
@@ -116,6 +107,21 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
     )
 
 
+def _read_answers(file: Path) -> dict[str, dict[Key, Answered]]:
+    """Return the answered problems by validation set, then by (source, problem number)."""
+    sets: dict[str, dict[Key, Answered]] = {}
+    for record in json_lines(file):
+        key = str(record.get("source") or ""), whole_number(record.get("problem"))
+        # A problem's number changes with the data file, so compare the content.
+        identity = digest([record.get("prompt"), record.get("answer")])
+        answered = sets.setdefault(str(record.get("set")), {}).setdefault(key, Answered(identity))
+        answered.is_right.append(record.get("answer_correct") is True)
+        answered.is_judged &= record.get("answer_correct") is not None
+        if isinstance(reward := record.get("reward"), int | float):
+            answered.rewards.append(float(reward))
+    return sets
+
+
 def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
     return mean_with_interval([answered.accuracy for answered in problems.values()])
 
@@ -133,7 +139,7 @@ def is_judged(problems: Mapping[Key, Answered]) -> bool:
 
 def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[SetDifference]:
     return [
-        _difference(name, problems, after.sets[name]) for name, problems in before.sets.items() if name in after.sets
+        _compare_set(name, problems, after.sets[name]) for name, problems in before.sets.items() if name in after.sets
     ]
 
 
@@ -147,7 +153,7 @@ def refuse_mixed(paths: Sequence[Path]) -> None:
         )
 
 
-def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
+def _compare_set(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
     # Pairs exclude the variance between problems, so the interval is narrower.
     shared_keys = [key for key in before if key in after and before[key].identity == after[key].identity]
     if is_judged(before) and is_judged(after):

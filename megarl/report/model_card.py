@@ -77,8 +77,8 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
     from huggingface_hub import ModelCard
 
     results = [*_results_of_step(run, step), *_results_of_evaluations(run, model)]
-    metadata = _metadata(run, model, results, name or run.name)
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{_body(run, model, step, results, name, metadata)}")
+    metadata = _make_metadata(run, model, results, name or run.name)
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{_card_text(run, model, step, results, name, metadata)}")
 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
@@ -121,7 +121,7 @@ def _result_of(set_name: str, name: str, measure: Measure, config: Mapping[str, 
     return Result(set_name, name, measure.value, (measure.low, measure.high), None, sampling)
 
 
-def _metadata(run: RunRecord, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
+def _make_metadata(run: RunRecord, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
     from huggingface_hub import ModelCardData
 
     base_model, inherited = _base_model(run)
@@ -200,17 +200,18 @@ def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResul
     )
 
 
-def _body(
+def _card_text(
     run: RunRecord, model: Path, step: int, results: Sequence[Result], name: str | None, metadata: ModelCardData
 ) -> str:
+    """Return the card's text, which follows its metadata."""
     local_model = Path(str(run.config.get("model.path", ""))).name
-    base = metadata.base_model or (f"the local model {local_model}" if local_model else "an unknown model")
-    method = _METHODS.get(str(run.config.get("loop")), "an unknown method")
+    base_name = metadata.base_model or (f"the local model {local_model}" if local_model else "an unknown model")
+    method_name = _METHODS.get(str(run.config.get("loop")), "an unknown method")
     sources = ", ".join(f"`{source}`" for field, source in _data_sources(run.config).items() if ".val" not in field)
     recipe = _recipe_text(run.path)
     parts = [
         f"# {name or run.name}",
-        f"{base}, trained for {step} steps by {method} with megarl on {sources or 'unknown data'}.",
+        f"{base_name}, trained for {step} steps by {method_name} with megarl on {sources or 'unknown data'}.",
         "## Use",
         _usage(name or str(model.name), is_classifier=_is_classifier(model)),
         "## Results",

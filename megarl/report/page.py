@@ -89,7 +89,7 @@ def _refuse_other_files(target: Path) -> None:
 
 def render(runs: Sequence[RunRecord]) -> bytes:
     labels = distinct_labels(runs)
-    return _page(labels, content_of(runs, labels))
+    return _fill_page(labels, page_content(runs, labels))
 
 
 def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
@@ -102,10 +102,10 @@ def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
     # The page's script shows only recipes of runs, so pass each evaluation as a run.
     runs = [{"label": label, "config": config} for label, config in zip(labels, configs, strict=True)]
     content = {**evaluation_content(evaluations, labels), "runs": runs, "config": config_differences(evaluations)}
-    return _page(labels, content)
+    return _fill_page(labels, content)
 
 
-def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
+def _fill_page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
     script, style = (files("megarl.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
     # A browser runs only the script and style with these hashes, so injected text cannot run even if escaping failed.
     policy = (
@@ -118,21 +118,21 @@ def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
     return page.encode("utf-8", "replace")
 
 
-def content_of(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, Any]:
+def page_content(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, Any]:
     all_rows = [curves.with_derived(run.rows) for run in runs]
     points = curves.points_for(all_rows)
     return {
         "made": now_text(),
         "groups": list(curves.GROUPS),
-        "charts": curves.important(all_rows),
+        "charts": curves.choose_charts(all_rows),
         "points": points,
         "config": config_differences(runs),
-        "seeds": _seeds(runs, labels, all_rows, points),
-        "runs": [_run(run, label, rows, points) for run, label, rows in zip(runs, labels, all_rows, strict=True)],
+        "seeds": _seed_groups(runs, labels, all_rows, points),
+        "runs": [_run_json(run, label, rows, points) for run, label, rows in zip(runs, labels, all_rows, strict=True)],
     }
 
 
-def _seeds(
+def _seed_groups(
     runs: Sequence[RunRecord], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
     """Return the groups of runs that differ only in their seed: the runs' positions, and their mean curves."""
@@ -178,7 +178,7 @@ def embed_json(value: Any) -> str:
     return text
 
 
-def _health(findings: Any) -> list[str]:
+def _health_lines(findings: Any) -> list[str]:
     broken_rules = (
         [finding for finding in findings if isinstance(finding, Mapping)] if isinstance(findings, list) else []
     )
@@ -190,7 +190,7 @@ def _health(findings: Any) -> list[str]:
     return [shortened_text(line, 1000) for line in lines]
 
 
-def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
+def _run_json(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(run.path.resolve()), _VALUE),
@@ -204,23 +204,23 @@ def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str
         "cause": shortened_text(str(run.status.get("cause") or ""), 2000),
         "exit_code": run.status.get("exit_code") if isinstance(run.status.get("exit_code"), int) else None,
         "rank": run.status.get("rank") if isinstance(run.status.get("rank"), int) else None,
-        "health": _health(run.status.get("health")),
+        "health": _health_lines(run.status.get("health")),
         "notes": run.notes,
         "series": curves.series(rows, points),
         "phases": curves.phase_times(rows),
         "faults": curves.fault_counts(rows),
         "not_finite": curves.not_finite(rows),
-        "attempts": [_start(run, number) for number in range(len(run.starts))],
+        "attempts": [_start_json(run, number) for number in range(len(run.starts))],
         "checkpoints": [folder.name for folder in reversed(run.checkpoints)],
         "damaged": [folder.name for folder in run.damaged],
         "earlier": list(run.moved_aside),
         "config": [[shortened_text(name, 120), _value(run.config, name)] for name in run.config],
-        "samples": samples.summary(run),
+        "samples": samples.summarise_samples(run),
         "replays": replay_contents(run.path),
     }
 
 
-def _start(run: RunRecord, position: int) -> dict[str, Any]:
+def _start_json(run: RunRecord, position: int) -> dict[str, Any]:
     start = run.starts[position]
     start_facts = start.facts
     environment = {

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.files.record_files import json_lines
 from megarl.report.sample_text import as_list, compact, is_finite_number, short_number, token_columns
@@ -33,7 +33,6 @@ _NUM_RECORDS_WITH_TOKENS = 24
 
 
 def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file of samples/, each with its `step` and its `line`."""
     for line, record in enumerate(json_lines(path), 1):
         yield {**record, "step": step, "line": line}
 
@@ -44,7 +43,7 @@ def spread(items: Sequence[Any], max_items: int) -> list[Any]:
     return [items[round(number * (len(items) - 1) / (max_items - 1))] for number in range(max_items)]
 
 
-def summary(run: RunRecord) -> dict[str, Any]:
+def summarise_samples(run: RunRecord) -> dict[str, Any]:
     """Return the samples for a page about a run, as JSON values.
 
     rewards, lengths  histograms of training samples by step
@@ -64,30 +63,11 @@ def summary(run: RunRecord) -> dict[str, Any]:
     # Show texts of four steps only, to keep the page small. Numbers come from all steps read.
     shown_steps = {step for step, _ in spread(read_files, 4)}
     for step, path in read_files:
-        numbers = []
-        highest, lowest, multi_turn = (
-            _Extreme(_NUM_EXTREME, sign=-1),
-            _Extreme(_NUM_EXTREME, sign=1),
-            _MultiTurnExtremes(),
-        )
-        for record in read_records(path, step):
-            # Only records of validation sets have `set`. They are compared between evaluations, if they are scored.
-            if "set" in record:
-                if is_finite_number(record.get("reward")):
-                    held_out.setdefault(_problem(record), _FirstAndLastEvaluation()).add(record)
-            else:
-                numbers.append(_numbers(record))
-            if step in shown_steps:
-                multi_turn.add(record)
-                if "set" not in record:
-                    highest.add(record)
-                    lowest.add(record)
-        by_step.append((step, numbers))
-        # With few samples, a record may be both best and worst.
-        lines = {record["line"] for record in highest.records}
-        best += highest.records
-        worst += [record for record in lowest.records if record["line"] not in lines]
-        turns += multi_turn.records
+        step_samples = _read_step(path, step, held_out, with_texts=step in shown_steps)
+        by_step.append((step, step_samples.numbers))
+        best += step_samples.best
+        worst += step_samples.worst
+        turns += step_samples.multi_turn
     return {
         "read": len(read_files),
         "there": len(files),
@@ -101,6 +81,43 @@ def summary(run: RunRecord) -> dict[str, Any]:
     }
 
 
+class _StepSamples(NamedTuple):
+    """Numbers of a step's training samples, and the records to show."""
+
+    numbers: list[dict[str, Any]]
+    best: list[dict[str, Any]]
+    worst: list[dict[str, Any]]
+    multi_turn: list[dict[str, Any]]
+
+
+def _read_step(
+    path: Path, step: int, held_out: dict[str, _FirstAndLastEvaluation], *, with_texts: bool
+) -> _StepSamples:
+    """Read a step's samples. Those of validation sets are added to `held_out`."""
+    numbers: list[dict[str, Any]] = []
+    highest, lowest, multi_turn = (
+        _Extreme(_NUM_EXTREME, sign=-1),
+        _Extreme(_NUM_EXTREME, sign=1),
+        _MultiTurnExtremes(),
+    )
+    for record in read_records(path, step):
+        # Only records of validation sets have `set`. They are compared between evaluations, if they are scored.
+        if "set" in record:
+            if is_finite_number(record.get("reward")):
+                held_out.setdefault(_problem(record), _FirstAndLastEvaluation()).add(record)
+        else:
+            numbers.append(_numbers(record))
+        if with_texts:
+            multi_turn.add(record)
+            if "set" not in record:
+                highest.add(record)
+                lowest.add(record)
+    # With few samples, a record may be both best and worst.
+    best_lines = {record["line"] for record in highest.records}
+    worst = [record for record in lowest.records if record["line"] not in best_lines]
+    return _StepSamples(numbers, highest.records, worst, multi_turn.records)
+
+
 def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name: str, bins: int = 24) -> dict[str, Any]:
     """Return histograms of a number by step: `edges` [bins + 1], `steps`, `counts` [steps][bins].
 
@@ -111,15 +128,15 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
         for step, records in by_step
     ]
     numbers_by_step = [(step, numbers) for step, numbers in numbers_by_step if numbers]
-    distinct = sorted({number for _, numbers in numbers_by_step for number in numbers})
-    if not distinct:
+    distinct_numbers = sorted({number for _, numbers in numbers_by_step for number in numbers})
+    if not distinct_numbers:
         return {}
     steps = [step for step, _ in numbers_by_step]
     # Rewards are often only 0 and 1, so bins in between would be empty.
-    if len(distinct) <= 8:
-        counts = [[numbers.count(value) for value in distinct] for _, numbers in numbers_by_step]
-        return {"values": distinct, "steps": steps, "counts": counts}
-    low, high = distinct[0], distinct[-1]
+    if len(distinct_numbers) <= 8:
+        counts = [[numbers.count(value) for value in distinct_numbers] for _, numbers in numbers_by_step]
+        return {"values": distinct_numbers, "steps": steps, "counts": counts}
+    low, high = distinct_numbers[0], distinct_numbers[-1]
     width = (high - low) / bins
     counts = []
     for _, numbers in numbers_by_step:
@@ -245,7 +262,7 @@ class _FirstAndLastEvaluation:
 
 
 def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[str, Any]]:
-    """Return the problems with different answers in two evaluation files, in the form of `summary`."""
+    """Return the problems with different answers in two evaluation files, in the form of `summarise_samples`."""
     problems: dict[str, _FirstAndLastEvaluation] = {}
     files = {0: before, 1: after}
     for number, path in files.items():
@@ -283,12 +300,12 @@ def _select_changed(
     unchanged = [pair for pair in pairs if pair[0] == 0]
     # Losses get up to half of the places, or gains would hide them.
     max_worsened = max_problems // 2
-    selected = [*improved[: max_problems - min(max_worsened, len(worsened))], *worsened[:max_worsened]]
-    selected += unchanged[: max_problems - len(selected)]
+    selected_pairs = [*improved[: max_problems - min(max_worsened, len(worsened))], *worsened[:max_worsened]]
+    selected_pairs += unchanged[: max_problems - len(selected_pairs)]
     counts = {"gained": len(improved), "lost": len(worsened), "same": len(unchanged), "problems": len(problems)}
     # Read these texts again. Holding all texts in memory could take gigabytes.
     records = _read_records_at(
-        {place for _, *pair in selected for place in (pair[0].representative, pair[1].representative)}, files
+        {place for _, *pair in selected_pairs for place in (pair[0].representative, pair[1].representative)}, files
     )
     return [
         {
@@ -297,7 +314,7 @@ def _select_changed(
             "change": short_number(change),
             **counts,
         }
-        for change, before, after in selected
+        for change, before, after in selected_pairs
         if before.representative in records and after.representative in records
     ]
 

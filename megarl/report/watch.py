@@ -205,16 +205,15 @@ def _sample(sample: Mapping[str, Any]) -> Text:
     turns = sample.get("turns")
     if isinstance(turns, list) and turns:
         completions = [turn.get("completion") if isinstance(turn, Mapping) else turn for turn in turns]
-        selected = completions if len(completions) < 2 else [completions[0], completions[-1]]
+        shown_completions = completions if len(completions) < 2 else [completions[0], completions[-1]]
         text.append(f"\n{len(turns)} turns: ", style="dim")
-        text.append("\n".join(map(_short, selected)))
+        text.append("\n".join(map(_short, shown_completions)))
     else:
         text.append("\n" + _short(sample.get("completion")))
     return text
 
 
 def _short(value: Any) -> str:
-    """Return a sample's value as one short line. Control characters are visible."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return " ".join(shortened_text(text, _SAMPLE_CHARACTERS).split())
 

@@ -95,8 +95,8 @@ class WatchedRun:
     """Message about a suspended or silent driver. Empty: it is alive, or the run has ended."""
     _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
-    _warnings: GrowingFile | None = None
-    _line: StepLine | None = None
+    _notice_file: GrowingFile | None = None
+    _last_line: StepLine | None = None
     _samples_step: int = -1
     _changed_at: float = 0.0
     _changed_seen: bool = False
@@ -172,7 +172,7 @@ class WatchedRun:
         steps: list[int] = []
         try:
             self._read_status()
-            self._read_attempt()
+            self._read_newest_start()
             steps = self._read_metrics()
             self._read_samples()
         except OSError as error:
@@ -203,38 +203,40 @@ class WatchedRun:
         if isinstance(status, dict):
             self.status = status
 
-    def _read_attempt(self) -> None:
+    def _read_newest_start(self) -> None:
+        """Read the facts and notices of the run's newest start."""
         folders = attempt_folders(self.path / "logs")
         if not folders:
             return
         number, folder = folders[-1]
-        if number != self.attempt_number or self._warnings is None:
+        if number != self.attempt_number or self._notice_file is None:
             self.attempt_number, self.attempt, self.notices = number, {}, []
-            self._warnings = GrowingFile(folder / "notices.jsonl")
+            self._notice_file = GrowingFile(folder / "notices.jsonl")
         try:
             facts = parsed_value((folder / "attempt.json").read_bytes())
         except FileNotFoundError:
             facts = None
         if isinstance(facts, dict):
             self.attempt = facts
-        lines, is_replaced = self._warnings.read()
+        lines, is_replaced = self._notice_file.read()
         if is_replaced:
             self.notices = []
         texts = (value.get("text") for line in lines if isinstance(value := parsed_value(line), dict))
         self.notices += [text for text in texts if isinstance(text, str)]
 
     def _read_metrics(self) -> list[int]:
+        """Read the new lines of metrics.jsonl. Return the numbers of their steps."""
         assert self._metrics is not None
         was_read = bool(self.rows)
         lines, is_replaced = self._metrics.read()
         if is_replaced:
-            self.rows, self._line = {}, None
+            self.rows, self._last_line = {}, None
         new_steps: dict[int, None] = {}
         # An evaluated step has two lines.
         for line in filter(None, (StepLine.read(content, SMALL) for content in lines[-2 * _MOST_ROWS :])):
-            if self._line is not None and self._line.is_continued_by(line):
-                line = self._line.with_evaluation(line)
-            self._line = line
+            if self._last_line is not None and self._last_line.is_continued_by(line):
+                line = self._last_line.with_evaluation(line)
+            self._last_line = line
             self.rows.pop(line.step, None)
             self.rows[line.step] = line.metrics
             new_steps[line.step] = None

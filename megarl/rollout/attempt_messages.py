@@ -106,21 +106,23 @@ class AttemptConversation:
         The metric `tools/shortened` counts a reply once, even if the environment shortened it too. Raises TypeError if
         `step` has a wrong type, and ValueError for invalid numbers in it.
         """
-        checked = checked_step(step)
+        valid_step = checked_step(step)
         if self.reply_tokens is not None:
-            messages = tuple(self._shorten_reply(message, self.reply_tokens) for message in checked.messages)
-            shortened_originals = [old for old, new in zip(checked.messages, messages, strict=True) if old is not new]
-            num_shortened_before = checked.metrics.get("tools/shortened", 0.0)
+            messages = tuple(self._shorten_reply(message, self.reply_tokens) for message in valid_step.messages)
+            shortened_originals = [
+                old for old, new in zip(valid_step.messages, messages, strict=True) if old is not new
+            ]
+            num_shortened_before = valid_step.metrics.get("tools/shortened", 0.0)
             num_counted_twice = min(
                 sum(is_shortened(str(message["content"])) for message in shortened_originals), num_shortened_before
             )
             metrics = {
-                **checked.metrics,
+                **valid_step.metrics,
                 "tools/shortened": num_shortened_before + len(shortened_originals) - num_counted_twice,
             }
-            checked = replace(checked, messages=messages, metrics=metrics)
-        self.steps.append(checked)
-        return checked
+            valid_step = replace(valid_step, messages=messages, metrics=metrics)
+        self.steps.append(valid_step)
+        return valid_step
 
     def append_observation(self, step: Step) -> None:
         """Append the environment's messages to the prompt. Raises ValueError if the chat template rejects them."""

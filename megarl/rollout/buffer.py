@@ -12,8 +12,7 @@ both.
 
 The training loop calls `load` before its first step. In each step it calls `take`, then `metrics`, and
 `add_old_logprobs` before the update. If a stop signal abandons the step before its update, the loop calls
-`state.forget_step`. At the end it calls `aclose`. Only the buffer calls `begin_step`, `start`, `use` and `drop` of the
-state.
+`state.forget_step`. At the end it calls `aclose`.
 
 Groups start and complete within `take`. With sampling ahead they also do so between two calls, where `_wake_and_refill`
 replaces a filtered-out group. Only `take` drops stale or surplus groups.
@@ -190,7 +189,6 @@ class GroupBuffer:
             await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step (METRICS), and those of the curriculum."""
         return self._counts | self._compute_position_metrics()
 
     async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:

@@ -78,7 +78,6 @@ class PendingRequest:
         self.future.set_result((join_parts([*self.parts, last]) if self.parts else last, replica))
 
     def report_abort(self, num_tokens: int) -> None:
-        """Report the tokens of all parts, and `num_tokens` sampled since."""
         if self.on_abort is not None:
             self.on_abort(num_sampled(self.parts) + num_tokens)
 

@@ -70,7 +70,7 @@ class EnginePool:
     its requests move to the others, with the tokens sampled so far.
 
     `pause` aborts running requests and retains their tokens, and `resume` continues them as new requests. After
-    `pause(aborts=False)` they are still in their engines. Callers of `generate` only wait longer.
+    `pause(aborts=False)` they are still in their engines.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class EnginePool:
         for replica in self._replicas:
             while replica.waiting:
                 # Pop the newest first and put each at the front. So the common queue keeps the original order.
-                name, request = replica.waiting.popitem()
-                self._waiting[name] = request
-                self._waiting.move_to_end(name, last=False)
+                request_id, request = replica.waiting.popitem()
+                self._waiting[request_id] = request
+                self._waiting.move_to_end(request_id, last=False)
 
     def resume(self) -> None:
         self._meter.end_pause(requests_wait=bool(self._pending))
@@ -208,7 +208,6 @@ class EnginePool:
                 self._requeue(replica)
 
     def take_lost(self) -> int:
-        """Return how many requests have lost their replica since the last call."""
         num_lost, self._num_lost = self._num_lost, 0
         return num_lost
 
@@ -274,16 +273,16 @@ class EnginePool:
         replica.running.clear()
         replica.aborts.clear()
         replica.pace.num_tokens += self._count_parts(aborted.values())
-        for name in reversed(running):
-            self._tokens_in_engines.pop(name, None)
-            self._report_withdrawn(name, len(aborted[name].token_ids) if name in aborted else 0)
-            pending = self._pending.get(name)
+        for request_id in reversed(running):
+            self._tokens_in_engines.pop(request_id, None)
+            self._report_withdrawn(request_id, len(aborted[request_id].token_ids) if request_id in aborted else 0)
+            pending = self._pending.get(request_id)
             if pending is None:
                 continue
             # A request aborted in the engine's queue has no tokens: it adds no part. One that was cancelled in this
             # cycle of the event loop reports its parts as soon as `generate` runs.
-            if name in aborted and len(aborted[name].token_ids):
-                pending.parts.append(aborted[name])
+            if request_id in aborted and len(aborted[request_id].token_ids):
+                pending.parts.append(aborted[request_id])
             if not pending.future.done():
                 self._enqueue(pending, self._waiting, last=False)
 
@@ -296,21 +295,23 @@ class EnginePool:
             if self._failure is not None:
                 raise
             return
-        replica.pace.num_tokens += sum(self._count_tokens(name, num_tokens) for name, num_tokens in counts.items())
+        replica.pace.num_tokens += sum(
+            self._count_tokens(request_id, num_tokens) for request_id, num_tokens in counts.items()
+        )
         self._meter.expect_again(counts)
         # The engine ends cancelled requests only after the pause. Until then it samples nothing for them.
-        for name, num_tokens in counts.items():
-            self._report_withdrawn(name, num_tokens)
+        for request_id, num_tokens in counts.items():
+            self._report_withdrawn(request_id, num_tokens)
         self._tokens_in_engines |= counts
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
         """Queue the remaining tokens of a completion. If its token limit is reached, finish it instead."""
-        name = pending.request.request_id
+        request_id = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
             return
-        queue[name] = make_remaining_request(pending.request, pending.parts)
-        queue.move_to_end(name, last=last)
+        queue[request_id] = make_remaining_request(pending.request, pending.parts)
+        queue.move_to_end(request_id, last=last)
 
     def _choose_queue(self, affinity: str | None) -> Queue:
         """Return the queue for a trajectory's request: its earlier replica's, or the common one if that is busy."""
@@ -398,7 +399,7 @@ class EnginePool:
         """Send new and cancelled requests to a replica's engine, and handle the completions that it returns."""
         self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new_requests)
         # A request may have finished since its cancellation. The engine no longer knows its id.
-        aborts = tuple(name for name in replica.aborts if name in replica.running)
+        aborts = tuple(request_id for request_id in replica.aborts if request_id in replica.running)
         replica.aborts = []
         started, num_running = time.monotonic(), len(replica.running)
         completions = await self._call_engine(replica, new_requests, aborts, self._budget_seconds)
@@ -452,12 +453,12 @@ class EnginePool:
     def _count_parts(self, parts: Iterable[Completion]) -> int:
         return sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in parts)
 
-    def _count_tokens(self, name: str, num_tokens: int) -> int:
+    def _count_tokens(self, request_id: str, num_tokens: int) -> int:
         """Count the tokens of a request, and return how many are new. Tokens of cancelled requests count as
         training.
         """
-        pending = self._pending.get(name)
-        return self._meter.count_tokens(name, num_tokens, "training" if pending is None else pending.purpose)
+        pending = self._pending.get(request_id)
+        return self._meter.count_tokens(request_id, num_tokens, "training" if pending is None else pending.purpose)
 
     def _notify_advance(self) -> None:
         # Set the old event to wake its waiters, then replace it, so that the next wait blocks.
@@ -479,19 +480,19 @@ class EnginePool:
     def _requeue(self, replica: Replica) -> None:
         """Move a lost replica's requests to the front of the queue, with the tokens sampled so far."""
         running = set(replica.running)
-        names = [*replica.running, *replica.waiting]
+        request_ids = [*replica.running, *replica.waiting]
         replica.running.clear()
         replica.waiting.clear()
         replica.aborts.clear()
         # Each request goes to the front, so go through them in reverse to keep the oldest first.
-        for name in reversed(names):
-            pending = self._pending.get(name)
-            if name in running and (sampled := pending or self._withdrawn.get(name)) is not None:
+        for request_id in reversed(request_ids):
+            pending = self._pending.get(request_id)
+            if request_id in running and (sampled := pending or self._withdrawn.get(request_id)) is not None:
                 self._report_loss(sampled)
-            self._meter.forget(name)
-            self._tokens_in_engines.pop(name, None)
+            self._meter.forget(request_id)
+            self._tokens_in_engines.pop(request_id, None)
             # The end of a session waits for a report.
-            self._report_withdrawn(name, 0)
+            self._report_withdrawn(request_id, 0)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1
                 self._enqueue(pending, self._waiting, last=False)
@@ -502,9 +503,9 @@ class EnginePool:
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(self._failure)
-        for name, pending in list(self._withdrawn.items()):
+        for request_id, pending in list(self._withdrawn.items()):
             self._report_loss(pending)
-            self._report_withdrawn(name, 0)
+            self._report_withdrawn(request_id, 0)
 
 
 async def gather_unless_abandoned(

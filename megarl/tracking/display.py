@@ -1,8 +1,7 @@
 """Progress of a run on the screen. A terminal has a live line below the other lines; other output has plain lines only.
 
 The live line has the current phase with its time, the step, the time left and a graph of the reward. Each finished step
-gets a line of numbers (`step_table`). There, signs of reward hacking are next to each other: reward, accuracy, length,
-truncated share, KL if measured, difference of trainer and engine log-probs, entropy.
+gets a line of numbers (`step_table`).
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class Display:
 
     @property
     def is_live(self) -> bool:
-        """Return whether the output is a terminal that can rewrite a line."""
         # rich also reports a terminal if colours are forced (FORCE_COLOR), so ask the file itself too.
         return self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty()
 
@@ -157,6 +155,7 @@ class Display:
                 self._print(text)
 
     def close(self, closing: Closing) -> None:
+        """Print the summary of a run's end."""
         seconds = round(self._clock() - self._began)
         rows = [("done", f"{self._steps_text(closing.resumed_step)} in {timedelta(seconds=seconds)}")]
         if closing.model is not None:
@@ -171,6 +170,7 @@ class Display:
             self._print(Text.assemble((f"{label:<10}", "bold"), text))
 
     def status(self) -> Text:
+        """Return the live line: step, phase, seconds left, and a graph of the reward or loss."""
         now, phases = self._clock(), tuple(self._phases)
         words = [_WHEEL[int(now * _REFRESHES_PER_SECOND) % len(_WHEEL)]]
         if self._current is not None:

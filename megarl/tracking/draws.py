@@ -88,15 +88,15 @@ def rewind(file: Path, num_events: int) -> int:
         return num_events
     num_found = 0
     lines = file.read_bytes().splitlines(keepends=True)
-    retained: list[bytes] = []
+    retained_lines: list[bytes] = []
     for line in lines:
         ledger_line = _parse_line(line)
         if ledger_line is None or ledger_line.first + len(ledger_line.events) > num_events:
             break
         num_found += len(ledger_line.events)
-        retained.append(line)
-    if len(retained) < len(lines):
-        replace_bytes(file, b"".join(retained))
+        retained_lines.append(line)
+    if len(retained_lines) < len(lines):
+        replace_bytes(file, b"".join(retained_lines))
     return num_events - num_found
 
 
@@ -180,6 +180,7 @@ class _LedgerCheck:
         self._num_events = 0
 
     def add_line(self, line: _Line) -> None:
+        """Count the events of the next line."""
         if line.first != self._num_events:
             self.faults.append(
                 f"step {line.step}: its line begins with event {line.first}; {self._num_events} events were before"
@@ -190,6 +191,7 @@ class _LedgerCheck:
             self._add_event(line, event)
 
     def _add_event(self, line: _Line, event: Event) -> None:
+        """Count an event: skipped prompts, a draw, or the ending of a draw."""
         kind, source, number, *rest = event
         if kind == "skipped":
             self._skipped[source] += number
@@ -269,6 +271,7 @@ def _read_lines(file: Path) -> Iterator[_Line]:
 
 
 def _parse_line(line: bytes) -> _Line | None:
+    """Return a line of a ledger. None: it is not valid."""
     try:
         values = loads(line, None)
         sizes = {str(name): _parse_count(size) for name, size in values["sizes"].items()}

@@ -120,14 +120,14 @@ def _make_check_of_rise(
     return check
 
 
-def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
+def _find_falling_accuracy(series: Series, health: HealthConfig) -> Evidence | None:
     """Return evidence if a validation set's accuracy falls while the training reward rises, else None."""
     rewards = series.get("reward/mean", ())
     for metric in [name for name in series if is_accuracy(name)]:
         evaluated = series[metric]
         best_step, best = max(evaluated, key=lambda item: item[1])
-        after = [(step, value) for step, value in evaluated if step > best_step]
-        newest = after[-_EVALUATIONS:]
+        later_values = [(step, value) for step, value in evaluated if step > best_step]
+        newest = later_values[-_EVALUATIONS:]
         if len(newest) < _EVALUATIONS or any(value > best - health.validation_drop for _, value in newest):
             continue
         rewards_until_best = [value for step, value in rewards if step <= best_step][-health.window :]
@@ -223,7 +223,7 @@ RULES = (
     Rule(
         "validation_falling",
         ("reward/mean",),
-        _validation_falls,
+        _find_falling_accuracy,
         "the reward is earned in a way that does not solve the problems (reward hacking)",
         "read held-out answers with `megarl samples`, fix or drop the exploited reward, add "
         "algorithm.kl_coefficient, and keep checkpoint.best",

@@ -52,21 +52,21 @@ def rows() -> tuple[Row, ...]:
     return tuple(sorted((row for path in paths for row in _rows_of(path)), key=lambda row: row.name))
 
 
-def find(name: str) -> Row | None:
+def find_row(name: str) -> Row | None:
     """Return the row of a logged metric. None: the metric comes from user code, for example a custom loss.
 
     In mixtures and evaluations, the name follows a prefix `environment/SOURCE/` or `val/SET/`.
     """
-    matching = [row for row in rows() if row.pattern.fullmatch(name)]
-    most_specific = min(matching, key=_generality, default=None)
+    matching_rows = [row for row in rows() if row.pattern.fullmatch(name)]
+    most_specific = min(matching_rows, key=_generality, default=None)
     group, _, name_in_group = name.partition("/")
     _, _, name_in_group = name_in_group.partition("/")
     if name_in_group and group == "environment" and (most_specific is None or "OWN" in most_specific.name):
         # Metrics of a source are logged without their usual prefix, so try each prefix.
-        candidates = (find(prefix + name_in_group) for prefix in ("", "rollout/", "environment/"))
+        candidates = (find_row(prefix + name_in_group) for prefix in ("", "rollout/", "environment/"))
         return next((row for row in candidates if row is not None and "OWN" not in row.name), most_specific)
     if most_specific is None and group == "val" and name_in_group.startswith("reward/"):
-        return find(name_in_group)
+        return find_row(name_in_group)
     return most_specific
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric, StateSetMetricFamily
 
-from megarl.tracking.metric_table import find
+from megarl.tracking.metric_table import find_row
 from megarl.tracking.run_folder import State
 
 PREFIX = "megarl_"
@@ -83,7 +83,7 @@ def step_families(newest: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
     for metric, value in sorted(newest.items()):
         name = prometheus_name(metric)
         if name not in families:
-            row = find(metric)
+            row = find_row(metric)
             text = f"{metric}: a metric of the user's own" if row is None else f"{row.meaning} ({row.unit})"
             families[name] = GaugeMetricFamily(name, text, labels=["metric"])
         families[name].add_metric([metric], value if math.isfinite(value) else math.nan)

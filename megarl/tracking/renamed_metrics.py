@@ -63,6 +63,5 @@ def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_error(name: str) -> str | None:
-    """Return the error for an old name, with the current one. None: the name is current."""
     new_name = current_name(name)
     return None if new_name == name else f"{name} is an old name; write {new_name}"

@@ -166,7 +166,7 @@ class RunFolder:
             self.set_status()
             # With train.epochs the number of steps depends on the data, so the recipe's text lacks it.
             self._attempt = {"started": _now(), "resumed_step": self.resumed_step, "steps": self._steps}
-            self.describe({"machine": machine(), "versions": versions()})
+            self.describe({"machine": describe_machine(), "versions": list_versions()})
         return num_unreadable
 
     def end_attempt(self, error: BaseException) -> None:
@@ -442,9 +442,9 @@ def _forget_lines(file: Path, last_step: int) -> list[float | None]:
     # A kill may leave half a line at the end. It is expected, so do not count it.
     *lines, cut_short = file.read_bytes().split(b"\n")
     steps = [_step(line) for line in lines]
-    retained = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
-    if len(retained) < len(lines) or cut_short:
-        replace_bytes(file, b"".join(line + b"\n" for line in retained))
+    retained_lines = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
+    if len(retained_lines) < len(lines) or cut_short:
+        replace_bytes(file, b"".join(line + b"\n" for line in retained_lines))
     return steps
 
 
@@ -463,7 +463,7 @@ PACKAGES = (
 """Python packages whose versions the run folder records."""
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     package_versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -473,7 +473,7 @@ def versions() -> dict[str, str]:
     return package_versions
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "host": socket.gethostname(),

@@ -315,7 +315,6 @@ def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return the files step_N.jsonl of a folder in order: step and file."""
     return list_numbered(folder, r"step_(\d+)\.jsonl")
 
 
@@ -392,7 +391,6 @@ def _refuse_newer(place: Path, writer_version: str | None) -> None:
 
 
 def whole_number(value: Any) -> int:
-    """Return an integer field of status.json. 0: the value is no integer."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 

@@ -90,7 +90,6 @@ class SpikeDetector:
         self.spikes = []
 
     def as_json(self) -> dict[str, Any]:
-        """Return the detector's memory for a checkpoint's driver.json."""
         return {"norms": list(self._norms), "losses": list(self._losses), "rollbacks": self.rollbacks}
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ class _Column(NamedTuple):
     """The column shows the first of these metrics that the run logs."""
 
 
+# Signs of reward hacking, from reward to entropy, are next to each other.
 _COLUMNS = (
     _Column("diverg.", 7, ("distillation/divergence", "distillation/reverse_kl")),
     _Column("reward", 7, ("reward/mean",)),

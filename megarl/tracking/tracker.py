@@ -143,7 +143,6 @@ class Tracker:
         append_whole(path, b"".join(map(json_line, records)))
 
     def flush(self) -> None:
-        """Write all logged steps durably to disk (fsync)."""
         sync(self._folder.metrics_file)
         self._call_trackers(lambda tracker: tracker.sync())
 
@@ -212,6 +211,7 @@ class Tracker:
             self._total_seconds[name] = self._total_seconds.get(name, 0.0) + seconds
 
     def _heldout_results(self) -> dict[str, tuple[float, float]]:
+        """Return the first and the last value of each metric of validation sets."""
         # Read only these values into memory, because a long run has millions of others.
         rows = [
             {name: value for name, value in step.metrics.items() if name.startswith("val/")}

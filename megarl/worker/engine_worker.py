@@ -34,10 +34,7 @@ class EngineWorker:
         return build_engine(recipe)
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
-        """Join a process group with the trainers and receive their weights of this version.
-
-        `meeting` describes the group, `topology` the nodes and switches of its ranks.
-        """
+        """Join a process group with the trainers and receive their weights of this version."""
         return self._cross_world_reshard.join_and_reshard(meeting, topology, version)
 
     def start_notices(self) -> list[str]:
@@ -51,8 +48,8 @@ class EngineWorker:
     ) -> list[Completion]:
         """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `requests_and_aborts` is (new requests, ids of requests to abort). Returns after `budget_seconds` or
-        `leave_after` completions.
+        `requests_and_aborts` is (new requests, ids to abort). Returns after `budget_seconds` or `leave_after`
+        completions.
         """
         return self._engine.advance(*requests_and_aborts, budget_seconds, leave_after=leave_after)
 

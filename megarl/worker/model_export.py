@@ -101,5 +101,4 @@ def _export_adapters(
 
 
 def _bucket_bytes(builder: ModelBuilder) -> int:
-    """Return the size of an export's buckets in bytes: that of reshards."""
     return builder.recipe.weights.bucket_mib << 20

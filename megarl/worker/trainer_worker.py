@@ -64,6 +64,7 @@ class TrainerWorker:
         topology: RankTopology,
         frozen_parallel: ParallelConfig | None,
     ) -> None:
+        """Join the torch world, and prepare what building models needs."""
         self.recipe, self.parallel, self.rank = recipe, parallel, rank
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(parallel)
@@ -79,6 +80,7 @@ class TrainerWorker:
         self._save: checkpoint.Save | None = None
 
     def _build_models(self) -> None:
+        """Build the policy, the critic and the models of all parts."""
         recipe, parts = self.recipe, self.state.parts.values()
         # Only now, when a colocated engine is complete with its CUDA graphs and its all-reduce buffers.
         use_expandable_segments()
@@ -123,10 +125,7 @@ class TrainerWorker:
         return self.state.weight_version
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
-        """Join a process group with separate engines and send them the weights of this version.
-
-        `meeting` describes the group, `topology` the nodes and switches of its ranks.
-        """
+        """Join a process group with separate engines and send them the weights of this version."""
         return self._note_version(version, self.cross_world_reshard.join_and_reshard(meeting, topology, version))
 
     def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
@@ -152,7 +151,6 @@ class TrainerWorker:
         return [*numa.notices(), *untrained, *part_notices, *self.cross_world_reshard.notices]
 
     def peak_tflops(self) -> float | None:
-        """Return the peak performance of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""
         return device.peak_tflops(self.recipe.model.dtype)
 
     def export(self, folder: Path, model: str = "policy") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import megarl
 from megarl.tracking.health import RULES
-from megarl.tracking.metric_table import find, rows
+from megarl.tracking.metric_table import find_row, rows
 
 PACKAGE = Path(megarl.__file__).parent
 
@@ -72,4 +72,4 @@ def test_a_read_is_found_in_each_form() -> None:
 
 def test_each_health_rule_watches_a_metric_of_the_table() -> None:
     """Health rules read logged series. A rule whose metric has another name would never warn."""
-    assert [name for rule in RULES for name in rule.metrics if find(name) is None] == []
+    assert [name for rule in RULES for name in rule.metrics if find_row(name) is None] == []

@@ -32,7 +32,7 @@ from megarl.rewards import REWARDS, SERVED
 from megarl.rewards.scoring.calling import PARAMETERS, bind
 from megarl.sandbox.layers import LAYERS
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
-from megarl.tracking.metric_table import find, rows
+from megarl.tracking.metric_table import find_row, rows
 from megarl.tracking.trackers import TRACKERS
 from megarl.types import Problem, ToolCall
 from tools import read_aloud
@@ -233,7 +233,7 @@ def test_named_fields_are_fields_of_the_recipe() -> None:
 def test_named_files_exist(page: str) -> None:
     named = set(re.findall(r"\b(?:megarl|tools|launch|tests|checkpoints_convert)/[\w./-]*\w(?![\w*])", text_of(page)))
     # `tools/NAME/calls` is a metric, and a site writes its own site.env.
-    files = {path for path in named - {"launch/slurm/site.env"} if "NAME" not in path and find(path) is None}
+    files = {path for path in named - {"launch/slurm/site.env"} if "NAME" not in path and find_row(path) is None}
     assert files
     assert [path for path in sorted(files) if not (ROOT / path).exists()] == []
 
@@ -249,7 +249,7 @@ def test_named_metrics_are_logged() -> None:
     written = "\n".join(map(text_of, PAGES))
     named = set(re.findall(rf"`((?:{'|'.join(groups)})/[\w/]*\w)`", written))
     assert len(named) > 40
-    assert [name for name in sorted(named) if find(name) is None] == []
+    assert [name for name in sorted(named) if find_row(name) is None] == []
 
 
 # Code blocks.

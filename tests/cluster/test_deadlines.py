@@ -17,7 +17,7 @@ from megarl.cluster.calls.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.calls.diagnosis import Diagnosis
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.ranks.rank_handle import RankHandle
-from megarl.cluster.ranks.stacks import is_complete, name_ranks, summary, waits_in_collective
+from megarl.cluster.ranks.stacks import is_complete, name_ranks, summarise_stacks, waits_in_collective
 from megarl.config import ClusterConfig
 from tests.cluster.started import started
 
@@ -218,7 +218,7 @@ Current thread 0x00007e (most recent call first):
 
 def test_ranks_that_stand_alike_are_told_together_and_few_stacks_are_shown() -> None:
     stacks = {rank: MAIN.format(line=5 if rank == 2 else 7) for rank in range(6)} | {6: "", 7: "a line of another's\n"}
-    summary_lines = summary(stacks).splitlines()
+    summary_lines = summarise_stacks(stacks).splitlines()
     assert summary_lines[1:6] == [
         "rank 2",
         '  File "/x/probe.py", line 5 in sleep_on',
@@ -227,7 +227,7 @@ def test_ranks_that_stand_alike_are_told_together_and_few_stacks_are_shown() -> 
         "ranks 6, 7",
     ]
     assert summary_lines[6:8] == ["  wrote no stack", "ranks 0, 1, 3-5"]
-    many = summary({rank: MAIN.format(line=rank) for rank in range(100)}).splitlines()
+    many = summarise_stacks({rank: MAIN.format(line=rank) for rank in range(100)}).splitlines()
     assert len(many) < 40 and many[-1] == "ranks 8-99: elsewhere"
 
 
@@ -235,7 +235,7 @@ def test_ranks_that_stand_alike_are_told_together_and_few_stacks_are_shown() -> 
 def test_dots_stand_for_the_frames_of_a_stack_beyond_12(num_more: int, num_lines: int) -> None:
     frame = '  File "/x/rank.py"'
     deep = MAIN.format(line=1).replace(frame, '  File "/x/a.py", line 1 in f\n' * num_more + frame)
-    lines = summary({0: deep}).splitlines()[2:]
+    lines = summarise_stacks({0: deep}).splitlines()[2:]
     assert len(lines) == num_lines and (lines[-1] == "  ...") == (num_lines > 12)
 
 

@@ -14,12 +14,12 @@ import pytest
 from megarl.cluster.checks import doctor
 from megarl.cluster.checks.doctor import (
     _describe_devices,
-    apex,
-    differences,
+    check_apex,
+    check_number_formats,
+    check_versions,
+    choose_version_set,
+    merge_findings,
     numa_map,
-    number_formats,
-    version_set,
-    versions,
 )
 from megarl.config import Recipe
 from megarl.findings import Finding
@@ -77,7 +77,7 @@ def test_versions_that_do_not_fit_are_named(
 ) -> None:
     installed = {package: version for package, version in (INSTALLED | changed).items() if version}
     requires = {package: REQUIRES.get(package, []) for package in installed}
-    found = {finding.place: finding for finding in versions(installed, requires, "gpu")}
+    found = {finding.place: finding for finding in check_versions(installed, requires, "gpu")}
     if state is None:
         assert name not in found
     else:
@@ -93,7 +93,7 @@ def test_a_bundle_for_another_torch_is_not_refused_on_its_host() -> None:
     }
     for torch_version in TORCHES.values():
         installed = {"torch": torch_version, "vllm": vllm}
-        found = {finding.place: finding for finding in versions(installed, {"vllm": ["torch==2.13.0"]}, "gpu")}
+        found = {finding.place: finding for finding in check_versions(installed, {"vllm": ["torch==2.13.0"]}, "gpu")}
         assert found["torch"].level == "good", found["torch"]
 
 
@@ -101,7 +101,7 @@ def test_a_bundle_for_another_torch_is_not_refused_on_its_host() -> None:
 @pytest.mark.parametrize(("version", "suffix"), [("0.30.0", ""), ("0.32.0", "-next"), ("0.31.0", "")])
 def test_the_version_set_is_the_one_installed(kind: str, package: str, version: str, suffix: str) -> None:
     requires = {"megarl": [f'{package}==0.30.0; extra == "{kind}"', f'{package}==0.32.0; extra == "{kind}-next"']}
-    assert version_set(kind, {"megarl": "0.1.0", package: version}, requires) == kind + suffix
+    assert choose_version_set(kind, {"megarl": "0.1.0", package: version}, requires) == kind + suffix
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,19 @@ def test_which_apex_is_installed(
             (tmp_path / "apex" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "apex" / name).write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = apex("0.1")
+    found = check_apex("0.1")
     assert (found.place, found.level) == ("apex", state) and error_text in found.text
 
 
 def test_number_formats_of_each_gpu_and_library() -> None:
     older = Gpu("NVIDIA L40S", (8, 9))
-    found = {f.place: f for f in number_formats([older, Gpu("NVIDIA H200", (9, 0))], {"CUDA": "12.8"})}
+    found = {f.place: f for f in check_number_formats([older, Gpu("NVIDIA H200", (9, 0))], {"CUDA": "12.8"})}
     assert {topic for topic, finding in found.items() if finding.level == "good"} == found.keys() - {"trainer.fp8"}
     text = found["trainer.fp8"].text
     assert "NVIDIA L40S has compute capability 8.9 (Ada)" in text and "CUDA 12.8 is installed, it needs 12.9" in text
     assert "H200" not in text and found["trainer.fp8"].level == "absent"
-    assert list(number_formats([], {})) == []
-    (bare,) = (f for f in number_formats([Gpu("NVIDIA H200", (9, 0))], {}) if f.place == "trainer.fp8")
+    assert list(check_number_formats([], {})) == []
+    (bare,) = (f for f in check_number_formats([Gpu("NVIDIA H200", (9, 0))], {}) if f.place == "trainer.fp8")
     assert bare.level == "absent" and bare.text.startswith("Transformer Engine is not installed, it needs 2.3.0")
 
 
@@ -168,7 +168,7 @@ def test_what_nodes_have_in_common_is_said_once() -> None:
     same, torch = Finding("good", "numpy", "2.3.5"), Finding("good", "torch", "2.13.0")
     old = torch._replace(text="2.12.0")
     found = {"n1": [torch, same], "n2": [old, same], "n3": [torch, same]}
-    assert differences(found) == [("n1, n3", torch), ("n2", old), ("all", same)]
+    assert merge_findings(found) == [("n1, n3", torch), ("n2", old), ("all", same)]
 
 
 def megarl(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -202,7 +202,7 @@ async def test_ranks_are_closed_though_their_checks_fail(tmp_path: Path, monkeyp
     recipe = Recipe.model_validate(fields | {"runs_folder": str(tmp_path / "new/runs")})
     ranks = Mock(close=AsyncMock())
     monkeypatch.setattr(doctor, "start_ranks", AsyncMock(return_value=ranks))
-    monkeypatch.setattr(doctor, "inspect", AsyncMock(side_effect=PeerLostError("rank 0 ended")))
+    monkeypatch.setattr(doctor, "inspect_nodes", AsyncMock(side_effect=PeerLostError("rank 0 ended")))
     with pytest.raises(PeerLostError):
         await doctor.examine_nodes(recipe)
     assert ranks.close.await_count == 1

@@ -18,14 +18,21 @@ import torch.distributed as dist
 from megarl.cluster.agents.agent_link import RankPlace
 from megarl.cluster.agents.topology import Introduction, in_order, visible_gpus
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.checks.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
+from megarl.cluster.checks.bandwidth import (
+    ACROSS,
+    WITHIN,
+    Bandwidth,
+    describe_bandwidths,
+    find_slow_links,
+    make_exchange_rounds,
+)
 from megarl.cluster.checks.node_checks import (
-    all_faults,
-    faults,
-    inspect,
-    joined_reports,
-    kinds_of_nodes,
-    memory_shortages,
+    find_all_faults,
+    find_memory_shortages,
+    find_node_faults,
+    inspect_nodes,
+    join_reports,
+    split_by_kind,
     unfit_nodes_error,
     unreachable_nodes,
 )
@@ -103,7 +110,7 @@ GOOD = {
 )
 def test_a_bad_node_is_named(changed: dict[str, Any], error_text: str | None) -> None:
     reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
-    found = list(faults(reports, "/runs/a", dict.fromkeys(reports, 8), field_needs()))
+    found = list(find_node_faults(reports, "/runs/a", dict.fromkeys(reports, 8), field_needs()))
     assert found == [] if error_text is None else len(found) == 1 and error_text in str(found[0])
 
 
@@ -121,7 +128,9 @@ def test_a_bad_node_is_named(changed: dict[str, Any], error_text: str | None) ->
 )
 def test_nodes_that_lack_room_alone_end_the_start_as_a_full_disk(changed: dict[str, Any], exit_code: int) -> None:
     reports = {"n1": GOOD, "n2": GOOD | changed}
-    error = unfit_nodes_error("nodes of run a", list(faults(reports, "/runs/a", dict.fromkeys(reports, 8), {})))
+    error = unfit_nodes_error(
+        "nodes of run a", list(find_node_faults(reports, "/runs/a", dict.fromkeys(reports, 8), {}))
+    )
     assert error.exit_code == exit_code and isinstance(error, DiskFullError) is (exit_code == 74)
     assert str(error).count("node n2: ") == len(changed)
 
@@ -155,8 +164,8 @@ def test_a_node_without_the_memory_of_the_plan_is_named() -> None:
     nodes = ["n1"] * 7 + ["n2"] * 7 + ["n2", "n3"]
     planned = RankHostBytes(trainer=60 << 30, engine=10 << 30)
     enough = {"n1": {"memory": 420 << 30}, "n2": {"memory": 430 << 30}, "n3": {"memory": 10 << 30}}
-    assert list(memory_shortages(enough, nodes, 14, planned)) == []
-    (fault,) = memory_shortages(enough | {"n2": {"memory": (430 << 30) - 1}}, nodes, 14, planned)
+    assert list(find_memory_shortages(enough, nodes, 14, planned)) == []
+    (fault,) = find_memory_shortages(enough | {"n2": {"memory": (430 << 30) - 1}}, nodes, 14, planned)
     assert str(fault).startswith("node n2: its 8 ranks need 430 GiB of host memory") and "--mem=0" in fault.remedy
 
 
@@ -165,9 +174,9 @@ def test_the_checks_of_nodes_compare_memory() -> None:
     recipe = Recipe.model_validate(fields | {"cluster": {"ranks_per_node": 8}})
     reports = {"n1": GOOD | {"memory": 480 << 30}}
     planned = RankHostBytes(trainer=60 << 30, engine=0)
-    assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", planned) == []
-    assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", None) == []
-    (fault,) = all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(trainer=61 << 30, engine=0))
+    assert find_all_faults(reports, ["n1"] * 8, recipe, "/runs/a", planned) == []
+    assert find_all_faults(reports, ["n1"] * 8, recipe, "/runs/a", None) == []
+    (fault,) = find_all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(trainer=61 << 30, engine=0))
     assert str(fault).startswith("node n1: its 8 ranks need 488 GiB of host memory, but the node has 480")
 
 
@@ -176,10 +185,10 @@ def test_groups_on_one_node_see_parts_of_its_gpus() -> None:
     shown = [(Gpu("NVIDIA H200", (9, 0)),) * count for count in (4, 2, 8)]
     looked = [GOOD | {"usable_gpus": gpus} for gpus in shown]
     nodes = ["a"] * 6 + ["b"] * 8
-    reports = joined_reports(nodes, [looked[0], *[None] * 3, looked[1], None, looked[2], *[None] * 7])
+    reports = join_reports(nodes, [looked[0], *[None] * 3, looked[1], None, looked[2], *[None] * 7])
     assert {node: len(report["usable_gpus"]) for node, report in reports.items()} == {"a": 6, "b": 8}
-    assert list(faults(reports, "/runs/a", {"a": 6, "b": 8}, {})) == []
-    (fault,) = faults(reports, "/runs/a", {"a": 7, "b": 8}, {})
+    assert list(find_node_faults(reports, "/runs/a", {"a": 6, "b": 8}, {})) == []
+    (fault,) = find_node_faults(reports, "/runs/a", {"a": 7, "b": 8}, {})
     assert str(fault).startswith("node a: CUDA_VISIBLE_DEVICES leaves 6 of its 8 GPUs visible, but 7 ranks")
 
 
@@ -196,11 +205,11 @@ def test_a_fault_that_one_group_of_a_node_finds_is_reported(order: tuple[int, in
         "compiler": "gcc is missing",
     }
     looked = [GOOD | {"memory": 8 << 30}, GOOD | wrong]
-    reports = joined_reports(["a", "a"], [looked[n] for n in order])
+    reports = join_reports(["a", "a"], [looked[n] for n in order])
     # The memory is that of all groups together, so the larger limit counts.
     joined = {"usable_gpus": (*GOOD["usable_gpus"], *GOOD["usable_gpus"]), "memory": 8 << 30}
     assert reports["a"] == looked[1] | joined
-    texts = "\n".join(map(str, faults(reports, "/runs/a", {"a": 2}, {})))
+    texts = "\n".join(map(str, find_node_faults(reports, "/runs/a", {"a": 2}, {})))
     for part in ("/models/a does", "/runs/a cannot be written", "/dev/shm is full", "GPU 0 is broken", "vllm", "gcc"):
         assert part in texts
 
@@ -216,11 +225,11 @@ def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:
         "trainer": {"fp8": "blockwise"},
     }
     recipe = Recipe.model_validate(fields | {"cluster": cluster, "rollout": rollout})
-    trainers, engines = kinds_of_nodes(recipe, ["a"] * 8 + ["b"] * 4 + ["c"] * 4)
+    trainers, engines = split_by_kind(recipe, ["a"] * 8 + ["b"] * 4 + ["c"] * 4)
     assert trainers[0] == {"a": 8} and [*trainers[1]] == ["trainer.fp8 = blockwise"]
     assert engines[0] == {"b": 4, "c": 4} and [*engines[1]] == ["rollout.quantization = fp8"]
     ada = GOOD | {"gpus": ["L40S, 570"] * 4, "usable_gpus": (Gpu("NVIDIA L40S", (8, 9)),) * 4}
-    assert list(faults({"b": ada, "c": ada}, "/runs/a", engines[0], engines[1])) == []
+    assert list(find_node_faults({"b": ada, "c": ada}, "/runs/a", engines[0], engines[1])) == []
 
 
 def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +307,7 @@ def test_a_rank_sees_all_gpus_that_the_launcher_gave_its_node() -> None:
 @pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "abcd", "abcde", "aaaa", "a"])
 def test_every_rank_has_two_partners_where_there_are_three(nodes: str) -> None:
     partners: dict[str, list[set[int]]] = {kind: [set() for _ in nodes] for kind in (WITHIN, ACROSS)}
-    for kind, pairs in pairings(nodes):
+    for kind, pairs in make_exchange_rounds(nodes):
         assert all(pairs[other] == one and one != other for one, other in pairs.items())
         for one, other in pairs.items():
             assert (nodes[one] == nodes[other]) == (kind == WITHIN)
@@ -309,7 +318,7 @@ def test_every_rank_has_two_partners_where_there_are_three(nodes: str) -> None:
 
 
 def test_ranks_without_a_partner_on_a_smaller_node_take_no_part() -> None:
-    rounds = pairings("aaabb")
+    rounds = make_exchange_rounds("aaabb")
     assert [pairs for kind, pairs in rounds if kind == WITHIN] == [{0: 1, 1: 0, 3: 4, 4: 3}, {1: 2, 2: 1}, {0: 2, 2: 0}]
     assert [pairs for kind, pairs in rounds if kind == ACROSS] == [{0: 3, 3: 0, 1: 4, 4: 1}]
 
@@ -322,7 +331,7 @@ def test_links_are_measured(ranks: RankPool) -> None:
     found = ranks.run(measured)
     assert all(set(speeds) == {WITHIN, ACROSS, "all-reduce"} for speeds in found)
     assert all(1e6 < speed < 1e12 for speeds in found for speed in speeds.values())
-    assert summary(found).startswith("links: within nodes ")
+    assert describe_bandwidths(found).startswith("links: within nodes ")
 
 
 def test_an_exchange_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +339,7 @@ def test_an_exchange_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "P2POp", Mock())
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda both: works)
     bandwidth = object.__new__(Bandwidth)
-    bandwidth._mine = bandwidth._theirs = torch.zeros(1)
+    bandwidth._sent_buffer = bandwidth._received_buffer = torch.zeros(1)
     bandwidth._exchange(1)
     assert all(work.wait.called for work in works)
 
@@ -352,7 +361,7 @@ async def test_links_between_nodes_are_compared_at_the_start(tmp_path: Path) -> 
     )
     fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "d"}}
     recipe = Recipe.model_validate(fields | {"cluster": {"launcher": "slurm", "nodes": 3}})
-    wrong, notices = await inspect(cast(RunRanks, ranks), recipe, tmp_path)
+    wrong, notices = await inspect_nodes(cast(RunRanks, ranks), recipe, tmp_path)
     assert [str(fault).partition(":")[0] for fault in wrong] == ["node n3"]
     assert len(notices) == 1 and notices[0].startswith("links: across nodes ")
 
@@ -360,8 +369,8 @@ async def test_links_between_nodes_are_compared_at_the_start(tmp_path: Path) -> 
 def test_a_rank_with_slow_links_is_named() -> None:
     nodes = [("n1",), ("n1",), ("n2",), ("n2",), ("n3",), ("n3",)]
     speeds = [{WITHIN: 200e9, ACROSS: 40e9 if rank != 3 else 9e9} for rank in range(6)]
-    (fault,) = slow_links(nodes, speeds, 0.25)
+    (fault,) = find_slow_links(nodes, speeds, 0.25)
     assert str(fault).startswith(
         "node n2: rank 3 moves 9.00 GB/s across nodes, the median rank 40.00; exclude the node"
     )
-    assert list(slow_links(nodes, speeds, 0.2)) == []
+    assert list(find_slow_links(nodes, speeds, 0.2)) == []

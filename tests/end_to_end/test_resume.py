@@ -424,12 +424,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     home = shutil.copytree(runs.run("whole") / "checkpoints", tmp_path / "checkpoints")
     names = [f"step_{step:06d}" for step in (STEPS, STEPS - EVERY, STEPS - 2 * EVERY)]
     found = survey(RunRecord.read(tmp_path))
-    assert found.good == home / names[0] and not found.damaged
+    assert found.newest_intact == home / names[0] and not found.damaged
     for name in names[:-1]:
         reason = fault(home / name)
         older = home / names[names.index(name) + 1]
         found = survey(RunRecord.read(tmp_path))
-        assert found.good == older and (home / name).is_dir()
+        assert found.newest_intact == older and (home / name).is_dir()
         assert [*found.damaged] == [name] and re.search(reason, found.damaged[name])
         found.settle(home)
         assert (home / f"{name}.damaged").is_dir() and (home / "latest").read_text() == f"{older.name}\n"

@@ -98,12 +98,12 @@ def no_file_can_be_opened() -> Iterator[None]:
 
 def test_a_checkpoint_that_cannot_be_read_is_not_condemned(home: Path) -> None:
     earlier, before = RunRecord.read(home.parent), contents(home.parent)
-    assert survey(earlier).good == home / "step_000004"  # what it imports is imported
+    assert survey(earlier).newest_intact == home / "step_000004"  # what it imports is imported
     with no_file_can_be_opened(), pytest.raises(StorageError, match=r"step_000004.*Too many open files") as caught:
         survey(earlier)
     assert caught.value.exit_code == 74
     assert contents(home.parent) == before
-    assert survey(earlier).good == home / "step_000004"
+    assert survey(earlier).newest_intact == home / "step_000004"
 
 
 def test_a_resume_on_a_full_disk_condemns_nothing(
@@ -827,7 +827,7 @@ def test_a_recovery_from_copies_reads_no_checkpoint(recipe: Recipe, home: Path, 
         sys.addaudithook(watch)
         begin_from_copy(copied, recipe, folder)
         assert opened == []
-        assert survey(folder.earlier).good == home / "step_000004" and opened
+        assert survey(folder.earlier).newest_intact == home / "step_000004" and opened
         is_watched = False
         assert folder.resumed_step == 5
     assert not (home / ".step_000006.partial").exists()

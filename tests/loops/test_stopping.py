@@ -44,7 +44,7 @@ async def steps(folder):
             await asyncio.sleep(0.01)
         if os.path.exists(runs_folder + "/busy"):
             await asyncio.sleep(60)
-        raise StoppedError(f"{stop.by}: saved after step 3; go on with: megarl train {folder.path} --resume")
+        raise StoppedError(f"{stop.signal_name}: saved after step 3; go on with: megarl train {folder.path} --resume")
 
 @app.command()
 def program():
@@ -120,7 +120,7 @@ def test_a_signal_during_a_recovery_is_a_request_to_save(tmp_path: Path) -> None
         with stop.listening(texts.append, tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.01)
-        assert stop.by == "SIGTERM" and len(texts) == 1 and texts[0].startswith("SIGTERM: saving as soon as")
+        assert stop.signal_name == "SIGTERM" and len(texts) == 1 and texts[0].startswith("SIGTERM: saving as soon as")
         # A second loss ends the run, because it can no longer save.
         with pytest.raises(EndedError, match="SIGTERM: the run ended without saving"):
             stop.refuse_recovery(PeerLostError("rank 1 was lost"), tmp_path)
@@ -130,7 +130,7 @@ def test_a_signal_during_a_recovery_is_a_request_to_save(tmp_path: Path) -> None
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.01)
-        assert later.by == "SIGTERM"
+        assert later.signal_name == "SIGTERM"
         with pytest.raises(EndedError, match="then a second signal"), later.listening(texts.append, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(0.01)

@@ -10,8 +10,8 @@ import pytest
 from megarl.files.folder_lock import HOME, Owner
 from megarl.report.curves import (
     MOST_POINTS,
+    choose_charts,
     fault_counts,
-    important,
     not_finite,
     phase_times,
     points_for,
@@ -142,7 +142,7 @@ def test_important_curves_come_first_and_quiet_ones_not_at_all() -> None:
     accuracies = {"val/b/accuracy": 1.0, "val/a/accuracy": 1.0, "val/a/data_source/x/accuracy": 1.0}
     rows = with_derived([(1, {**row, **speed, **accuracies})])
     assert rows[0][1]["derived/tokens_per_second"] == 50.0
-    assert [(chart["title"], chart["metric"]) for chart in important([rows])] == [
+    assert [(chart["title"], chart["metric"]) for chart in choose_charts([rows])] == [
         ("Reward", "reward/mean"),
         ("Held-out accuracy: a", "val/a/accuracy"),
         ("Held-out accuracy: b", "val/b/accuracy"),

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.schema import field_at
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
-from megarl.tracking.metric_table import PACKAGE, TABLE, Row, declared_rows, describe_row, find, rows
+from megarl.tracking.metric_table import PACKAGE, TABLE, Row, declared_rows, describe_row, find_row, rows
 
 
 @cache
@@ -125,5 +125,5 @@ def test_no_meaning_is_written_twice() -> None:
     ],
 )
 def test_a_logged_name_finds_its_row(name: str, row: str | None) -> None:
-    found = find(name)
+    found = find_row(name)
     assert (found and found.name) == row

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.tracking.metric_table import find, rows
+from megarl.tracking.metric_table import find_row, rows
 from megarl.tracking.renamed_metrics import RENAMED, current_metrics, current_name, renamed_error
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.step_lines import StepLine
@@ -18,7 +18,7 @@ from megarl.tracking.step_lines import StepLine
 def test_the_table_has_all_new_names_and_no_old_one() -> None:
     names = {row.name for row in rows()}
     assert set(RENAMED.values()) <= names
-    assert [old for old in RENAMED if old in names or find(old) is not None] == []
+    assert [old for old in RENAMED if old in names or find_row(old) is not None] == []
     assert [old for old, new in RENAMED.items() if new in RENAMED or old == new] == []
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops.observers.canary import Verdict, judge
+from megarl.loops.observers.canary import Verdict, find_wrong_ranks
 from megarl.tracking.model_outputs import CanaryReport
 from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
@@ -78,7 +78,7 @@ def test_the_faulty_rank_is_named(
 ) -> None:
     parallel = ParallelConfig(*sizes, 1)
     found = ranks.run(faulty, recipe_of(model, "sft"), parallel, rank, world_size=4)
-    verdicts = {name: judge([reports[name] for reports in found], parallel) for name in found[0]}
+    verdicts = {name: find_wrong_ranks([reports[name] for reports in found], parallel) for name in found[0]}
     unstable = Verdict((rank,), MODULE, True, True)
     assert verdicts == {"sound": None, "flipped": flipped, "unstable": unstable, "repaired": None}
     outputs = found[rank]["sound"].outputs

@@ -351,6 +351,7 @@ def serve(driver: socket.socket, environment: Environment, imports: Sequence[str
 
 
 async def _serve(driver: socket.socket, environment: Environment, imports: Sequence[str]) -> NoReturn:
+    """Serve the driver until it closes the connection, then exit."""
     if imports:
         # The same variables as in a later `fork`, so that the fork uses this server.
         fork_server({**os.environ, **RANK_VARIABLES, **environment}, (_RANK_MODULE, *imports))

@@ -36,7 +36,7 @@ class _NodeCall:
     num_awaited: int
     all_answered: asyncio.Future[None]
 
-    def take(self, handle: RankHandle, message: memoryview) -> None:
+    def take_answer(self, handle: RankHandle, message: memoryview) -> None:
         """Decode a rank's answer and complete its future."""
         answer = self.answers[handle]
         if answer.done():  # cancelled, because the group is ending
@@ -163,12 +163,12 @@ class AgentLink(asyncio.Protocol):
         ranks waits for one future per node.
         """
         call = _NodeCall(answers, len(messages), asyncio.get_running_loop().create_future())
-        living = {handle: message for handle, message in messages.items() if not handle.died.done()}
-        self._calls |= dict.fromkeys(living, call)
-        for handle in messages.keys() - living.keys():
+        living_messages = {handle: message for handle, message in messages.items() if not handle.died.done()}
+        self._calls |= dict.fromkeys(living_messages, call)
+        for handle in messages.keys() - living_messages.keys():
             call.fail(handle, handle.loss_error())
-        if living:
-            self.send(*_pack_messages(living))
+        if living_messages:
+            self.send(*_pack_messages(living_messages))
         return call.all_answered
 
     def send_notice(self, handles: Sequence[RankHandle], notice: bytes) -> None:
@@ -210,6 +210,7 @@ class AgentLink(asyncio.Protocol):
         self._take_answers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Report this agent's ranks as ended, and fail its requests (called by asyncio)."""
         self._transport = None
         if exc is not None:
             self._read_rest()
@@ -249,7 +250,7 @@ class AgentLink(asyncio.Protocol):
             if process == AGENT:
                 self._take_event(json.loads(bytes(view[message_end - size : message_end])))
             elif (handle := handles.get(process)) is not None and (call := calls.pop(handle, None)) is not None:
-                call.take(handle, view[message_end - size : message_end])
+                call.take_answer(handle, view[message_end - size : message_end])
             message_start = message_end
         if message_start:
             # A new buffer, because a buffer cannot be shortened while views of it exist.

@@ -109,10 +109,10 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     """
     loop = asyncio.get_running_loop()
 
-    async def receive(count: int) -> bytes:
+    async def receive(num_bytes: int) -> bytes:
         data = b""
-        while len(data) < count:
-            data_part = await loop.sock_recv(connected, count - len(data))
+        while len(data) < num_bytes:
+            data_part = await loop.sock_recv(connected, num_bytes - len(data))
             if not data_part:
                 raise StrangerError("the connection was closed during the handshake")
             data += data_part

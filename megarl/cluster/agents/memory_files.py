@@ -66,14 +66,14 @@ class MemoryFiles:
 
         With `checks`, files with another checksum count as damaged and are deleted. Without, no file is checked.
         """
-        damaged: list[str] = []
+        damaged_names: list[str] = []
         if checks:
             files = list(self._files.items())
             # crc32 releases Python's lock, so the agent serves its ranks meanwhile.
-            intact = await asyncio.gather(*(asyncio.to_thread(file.is_intact) for _, file in files))
-            damaged = [name for (name, _), is_intact in zip(files, intact, strict=True) if not is_intact]
-            await self.drop(damaged)
-        return {"files": {name: file.plain for name, file in self._files.items()}, "damaged": damaged}
+            are_intact = await asyncio.gather(*(asyncio.to_thread(file.is_intact) for _, file in files))
+            damaged_names = [name for (name, _), is_intact in zip(files, are_intact, strict=True) if not is_intact]
+            await self.drop(damaged_names)
+        return {"files": {name: file.plain for name, file in self._files.items()}, "damaged": damaged_names}
 
     async def drop(self, names: Collection[str]) -> None:
         """Close files, except unknown names. Ranks can still use them."""

@@ -62,7 +62,7 @@ class Nodes(ABC):
         return link
 
     async def replace_lost(self, timeout_seconds: float) -> None:
-        """Replace lost nodes by new ones with the same numbers. Raises as `replenish`."""
+        """Replace lost nodes. Raises as `replenish`."""
         await self.replenish(self.kind.nodes, timeout_seconds)
         self.fill_gaps()
 

@@ -15,9 +15,9 @@ from megarl.cluster.calls.call import Call
 from megarl.cluster.calls.deadlines import Deadlines, Limit
 from megarl.cluster.calls.group_end import GroupEnd
 from megarl.cluster.calls.group_ranks import GroupRanks
-from megarl.cluster.calls.rank_errors import RankLostError, error_of
+from megarl.cluster.calls.rank_errors import RankLostError, make_rank_error
 from megarl.cluster.ranks.rank_handle import RankError, RankHandle, name_handles
-from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, name_ranks, summary, waits_in_collective
+from megarl.cluster.ranks.stacks import STACKS_SECONDS, is_complete, name_ranks, summarise_stacks, waits_in_collective
 from megarl.files.atomic import append_whole
 
 _REPORT_GRACE_SECONDS = 1.5
@@ -172,7 +172,7 @@ class Diagnosis:
             lost_handles = [first_error.handle, *(error.handle for error, _ in rank_failures if not error.echo)]
         await self._end.kill(lost_handles)
         # Only now, after the end, is a lost rank's log complete.
-        return error_of(first_error, failed_call.method, self._ranks.part.num_ranks)
+        return make_rank_error(first_error, failed_call.method, self._ranks.part.num_ranks)
 
     async def _end_silent(
         self, fault: str, silent: Sequence[RankHandle], stack_texts: Mapping[int, str], remedy: str = ""
@@ -190,7 +190,7 @@ class Diagnosis:
         if waiting_handles := [handle for handle in silent if handle not in stopped_handles]:
             cause += f"; {name_handles(waiting_handles)} waited in a collective"
         cause += "".join(f"; {obstacle}" for obstacle in obstacles)
-        error = RankLostError(stopped_handles[0].rank, cause + remedy, summary(stack_texts))
+        error = RankLostError(stopped_handles[0].rank, cause + remedy, summarise_stacks(stack_texts))
         error.add_note("\n".join(handle.log_tail() for handle in stopped_handles))
         if report_path is not None:
             error.add_note(f"{report_path} has the stacks of all threads of all ranks.")
@@ -225,7 +225,7 @@ class Diagnosis:
                 f"{name_handles(slow_handles)} of {self._ranks.part.num_ranks} "
                 f"{'is' if len(slow_handles) == 1 else 'are'} slow in `{call.method}`: other ranks wait after "
                 f"{seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
-                + summary({handle.rank: stack_texts[handle.rank] for handle in slow_handles})
+                + summarise_stacks({handle.rank: stack_texts[handle.rank] for handle in slow_handles})
             )
 
     async def _find_stopped(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:

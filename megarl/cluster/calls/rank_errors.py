@@ -26,7 +26,7 @@ class RankLostError(RankFailedError, types.PeerLostError):
     """Raised for a rank that died, missed a deadline, or lost its device or peers. A note has its traceback or log."""
 
 
-def error_of(failure: RankError, method: str, num_ranks: int) -> Exception:
+def make_rank_error(failure: RankError, method: str, num_ranks: int) -> Exception:
     """Return the driver's exception for a failed rank, one of `num_ranks`."""
     handle, report = failure.handle, failure.report
     rank_text = f"rank {handle.rank} of {num_ranks}"

@@ -53,9 +53,9 @@ class RankQueues:
             yield
         finally:
             for rank in ranks:
-                self._leave(rank, call)
+                self._leave_queue(rank, call)
 
-    def _leave(self, rank: int, call: _QueuedCall) -> None:
+    def _leave_queue(self, rank: int, call: _QueuedCall) -> None:
         queue = self._queues[rank]
         if queue[0] is not call:
             queue.remove(call)

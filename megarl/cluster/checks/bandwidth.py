@@ -34,9 +34,9 @@ class Bandwidth:
 
     def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
         world.initialize(timeout_seconds)
-        self._rank, self._rounds = rank, pairings([place[0] for place in topology])
+        self._rank, self._rounds = rank, make_exchange_rounds([place[0] for place in topology])
         size = _BYTES[device.current().type]
-        self._mine, self._theirs = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
+        self._sent_buffer, self._received_buffer = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
 
     def measure(self) -> dict[str, float]:
         """Return this rank's bandwidths in bytes per second, by kind of link.
@@ -44,9 +44,9 @@ class Bandwidth:
         `WITHIN` and `ACROSS` have the best partner's value. `all-reduce` is a collective of all ranks.
         """
         bandwidths: dict[str, float] = {}
-        world_size, buffer_bytes = dist.get_world_size(), self._mine.nbytes
+        world_size, buffer_bytes = dist.get_world_size(), self._sent_buffer.nbytes
         # The collective runs first: a backend with connections on first use then connects all ranks at once.
-        seconds = min(self._measure_seconds(partial(dist.all_reduce, self._mine)) for _ in range(_TRIALS))
+        seconds = min(self._measure_seconds(partial(dist.all_reduce, self._sent_buffer)) for _ in range(_TRIALS))
         # Bus bandwidth, as in nccl-tests: in a ring, each rank sends 2 (n - 1) / n times the buffer.
         bandwidths["all-reduce"] = 2 * (world_size - 1) / world_size * buffer_bytes / seconds
         for kind, partners in self._rounds:
@@ -55,7 +55,7 @@ class Bandwidth:
             if self._rank in partners:
                 # Factor 2: a pair sends in both directions at the same time.
                 bandwidths[kind] = max(bandwidths.get(kind, 0.0), 2 * buffer_bytes / seconds)
-        self._mine = self._theirs = torch.zeros(1)
+        self._sent_buffer = self._received_buffer = torch.zeros(1)
         # An engine started later sizes its KV cache by the free memory.
         torch.cuda.empty_cache()
         return bandwidths
@@ -66,22 +66,26 @@ class Bandwidth:
     def _exchange(self, partner: int | None) -> None:
         if partner is None:
             return
-        operations = [dist.P2POp(dist.isend, self._mine, partner), dist.P2POp(dist.irecv, self._theirs, partner)]
+        operations = [
+            dist.P2POp(dist.isend, self._sent_buffer, partner),
+            dist.P2POp(dist.irecv, self._received_buffer, partner),
+        ]
         for operation in dist.batch_isend_irecv(operations):
             operation.wait()
 
     def _measure_seconds(self, exchange: Callable[[], object]) -> float:
+        """Return the seconds of an exchange that all ranks start together."""
         dist.barrier()
         # An accelerator works asynchronously; `item` waits for it before the clock is read.
-        self._theirs[-1].item()
+        self._received_buffer[-1].item()
         began = time.perf_counter()
         exchange()
-        self._mine[-1].item()
-        self._theirs[-1].item()
+        self._sent_buffer[-1].item()
+        self._received_buffer[-1].item()
         return time.perf_counter() - began
 
 
-def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
+def make_exchange_rounds(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
     """Return the rounds of a bandwidth test: the kind of link, and each participating rank's partner.
 
     All pairs of a round exchange data at the same time. `nodes[r]` is the node of rank r. Pairs `WITHIN` nodes are
@@ -112,7 +116,7 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in (*line_rounds, [(0, size - 1)] if size > 2 else []) if pairs]
 
 
-def slow_links(
+def find_slow_links(
     topology: Sequence[Sequence[str]], bandwidths: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[Finding]:
     """Yield a fault for each rank with less than `least_share` of the median bandwidth, per kind of link."""
@@ -127,7 +131,7 @@ def slow_links(
                 yield Finding("bad", f"node {topology[rank][0]}", text, remedy)
 
 
-def summary(bandwidths: Sequence[Mapping[str, float]]) -> str:
+def describe_bandwidths(bandwidths: Sequence[Mapping[str, float]]) -> str:
     """Return one line with median and lowest bandwidth by kind of link."""
     lines = []
     for kind in (WITHIN, ACROSS, "all-reduce"):

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from megarl.cluster.checks.node_checks import inspect
+from megarl.cluster.checks.node_checks import inspect_nodes
 from megarl.cluster.checks.node_report import NodeReport, gpus
 from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.config import Recipe
@@ -96,11 +96,11 @@ def examine_machine() -> list[Finding]:
     installed = {name: package_versions[name] for name in ("megarl", *STACK) if name in package_versions}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
     gpu_list = gpus()
-    version_group = version_set("gpu" if gpu_list or torch.version.cuda else "cpu", installed, requires)
-    formats = number_formats(installed_gpus(), library_versions())
+    version_group = choose_version_set("gpu" if gpu_list or torch.version.cuda else "cpu", installed, requires)
+    formats = check_number_formats(installed_gpus(), library_versions())
     return [
-        *versions(installed, requires, version_group),
-        apex(package_versions.get("apex")),
+        *check_versions(installed, requires, version_group),
+        check_apex(package_versions.get("apex")),
         *_check_imports(),
         *_describe_devices(gpu_list),
         *_check_compilers(),
@@ -123,7 +123,7 @@ async def examine_nodes(
         engines = recipe.cluster.groups.engines
         ranks = await start_ranks(recipe.cluster, folder.absolute(), [] if engines is None else [engines.num_ranks])
         try:
-            faults, notices = await inspect(ranks, recipe, folder.absolute(), planned_memory)
+            faults, notices = await inspect_nodes(ranks, recipe, folder.absolute(), planned_memory)
             await asyncio.gather(
                 *(group.construct("megarl.cluster.checks.doctor:Doctor", {}) for group in ranks.groups)
             )
@@ -145,7 +145,9 @@ async def examine_nodes(
     return findings_by_node, notices
 
 
-def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str) -> Iterator[Finding]:
+def check_versions(
+    installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str
+) -> Iterator[Finding]:
     """Yield a finding for each package: its version, and whether it meets the other packages' requirements.
 
     `requires` are the requirements by package. megarl's own are exact versions; another version is untested, not a
@@ -153,7 +155,6 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
     """
     for name in STACK:
         version, requirements = installed.get(name), _find_requirements(name, requires, extra)
-        # Requirements of megarl itself are exact pins of the tested version: another version is only untested.
         unmet_requirements = [
             (package, specifier)
             for package, specifier in requirements
@@ -194,7 +195,7 @@ def _has_run(package: str, installed: Mapping[str, str], name: str) -> bool:
     )
 
 
-def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
+def choose_version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
     """Return megarl's extra with the most pinned versions installed: `kind` (cpu or gpu), or `kind-next`.
 
     The other arguments are as in `versions`. If both have as many, the result is `kind`.
@@ -212,7 +213,7 @@ def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, 
     return max((kind, f"{kind}-next"), key=num_met)
 
 
-def apex(version: str | None) -> Finding:
+def check_apex(version: str | None) -> Finding:
     """Return a finding on whether the package apex (`version` None: not installed) is NVIDIA's or PyPI's."""
     package_spec = find_spec("apex")
     folders = [Path(folder) for folder in (package_spec.submodule_search_locations or ())] if package_spec else []
@@ -288,7 +289,7 @@ def _check_compilers() -> Iterator[Finding]:
         )
 
 
-def number_formats(gpu_list: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
+def check_number_formats(gpu_list: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
     """Yield, for each recipe field with a number format like FP8, whether GPUs and libraries support it."""
     if not gpu_list:
         return
@@ -362,7 +363,7 @@ def _describe_machine() -> Iterator[Finding]:
     yield Finding("good" if sbatch else "absent", "Slurm", sbatch or "no sbatch here")
 
 
-def differences(findings_by_node: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
+def merge_findings(findings_by_node: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
     """Merge several nodes' findings. Return each distinct one with its nodes' names (`all`, or a list)."""
     nodes_by_finding: dict[Finding, list[str]] = {}
     for node, findings in findings_by_node.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.checks.bandwidth import slow_links, summary
+from megarl.cluster.checks.bandwidth import describe_bandwidths, find_slow_links
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
@@ -24,7 +24,7 @@ _CLOCK_SECONDS = 60.0
 """Maximum seconds by which a node's clock may differ from the median clock."""
 
 
-async def inspect(
+async def inspect_nodes(
     ranks: RunRanks, recipe: Recipe, run_folder: Path, planned_memory: RankHostBytes | None = None
 ) -> tuple[list[Finding], list[str]]:
     """Check the nodes of all ranks, and the bandwidths within each group. Return faults and notices.
@@ -36,7 +36,7 @@ async def inspect(
     # The node of each rank.
     nodes = [place[0] for place in ranks.topology]
     reports = await _collect_reports(ranks, nodes, recipe, run_folder)
-    node_faults: list[Finding] = all_faults(reports, nodes, recipe, str(run_folder), planned_memory)
+    node_faults: list[Finding] = find_all_faults(reports, nodes, recipe, str(run_folder), planned_memory)
     if len(reports) > 1 and not node_faults:
         node_faults = await _find_unreachable_nodes(ranks, nodes, reports)
     await ranks.call("close")
@@ -50,7 +50,9 @@ async def inspect(
         for rank_bandwidths in group_bandwidths
     ]
     topology = [place for group in linked_groups for place in group.topology]
-    return list(slow_links(topology, bandwidths, cluster.min_bandwidth_fraction)), [summary(bandwidths)]
+    return list(find_slow_links(topology, bandwidths, cluster.min_bandwidth_fraction)), [
+        describe_bandwidths(bandwidths)
+    ]
 
 
 async def _collect_reports(
@@ -63,7 +65,7 @@ async def _collect_reports(
     nodes_with_rank_0 = {node for node, local in zip(nodes, ranks.local_ranks, strict=True) if local == 0}
     inspecting_ranks = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in nodes_with_rank_0]
     reports = await ranks.call_with_first_rank("inspect_node", models, str(run_folder), inspecting_ranks)
-    return joined_reports(nodes, reports)
+    return join_reports(nodes, reports)
 
 
 async def _find_unreachable_nodes(
@@ -76,9 +78,7 @@ async def _find_unreachable_nodes(
     return list(unreachable_nodes(errors_by_node))
 
 
-def joined_reports(
-    nodes: Sequence[str], reports_of_ranks: Sequence[dict[str, Any] | None]
-) -> dict[str, dict[str, Any]]:
+def join_reports(nodes: Sequence[str], reports_of_ranks: Sequence[dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
     """Return the report of each node, from the node and the report of each rank.
 
     Under Ray each group on a node has a report of its own GPUs. These are joined.
@@ -86,11 +86,11 @@ def joined_reports(
     reports: dict[str, dict[str, Any]] = {}
     for node, report in zip(nodes, reports_of_ranks, strict=True):
         if report:
-            reports[node] = _join_reports(reports[node], report) if node in reports else report
+            reports[node] = _join_two_reports(reports[node], report) if node in reports else report
     return reports
 
 
-def _join_reports(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _join_two_reports(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return one report of two groups on a node: the usable GPUs of both, and the faults of either."""
     return {
         **second,
@@ -105,7 +105,7 @@ def _join_reports(first: dict[str, Any], second: dict[str, Any]) -> dict[str, An
     }
 
 
-def all_faults(
+def find_all_faults(
     reports: Mapping[str, Mapping[str, Any]],
     nodes: Sequence[str],
     recipe: Recipe,
@@ -118,17 +118,17 @@ def all_faults(
     """
     faults_by_node = [
         fault
-        for kind, kind_needs in kinds_of_nodes(recipe, nodes)
-        for fault in faults({node: reports[node] for node in kind}, run_folder, kind, kind_needs)
+        for kind, kind_needs in split_by_kind(recipe, nodes)
+        for fault in find_node_faults({node: reports[node] for node in kind}, run_folder, kind, kind_needs)
     ]
     return (
         faults_by_node
         if planned_memory is None
-        else [*faults_by_node, *memory_shortages(reports, nodes, recipe.trainer_ranks, planned_memory)]
+        else [*faults_by_node, *find_memory_shortages(reports, nodes, recipe.trainer_ranks, planned_memory)]
     )
 
 
-def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
+def split_by_kind(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
     """Yield, for the nodes of trainers and of engines, the ranks per node and their needs.
 
     `nodes` is each rank's node.
@@ -150,7 +150,7 @@ async def _measure_bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[s
     return await group.call("measure")
 
 
-def faults(
+def find_node_faults(
     reports: Mapping[str, Mapping[str, Any]],
     run_folder: str,
     num_ranks: Mapping[str, int],
@@ -167,49 +167,66 @@ def faults(
     # The median clock is the reference, so that one wrong clock does not make all others look wrong.
     median_clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
     for node, report in reports.items():
-        for folder in report["unread"]:
-            text = f"{folder} does not exist or cannot be read"
-            yield _bad_node(node, text, "put it on storage shared by all nodes")
-        if not report["is_writable"]:
-            text = f"{run_folder} cannot be written"
-            yield _bad_node(node, text, "set runs_folder to storage shared by all nodes")
-        elif report["free_bytes"] < LEAST_FREE_BYTES:
-            free_mib = report["free_bytes"] / 2**20
-            text = f"{run_folder} has {free_mib:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}"
-            yield _bad_node(node, text, "free space there, or set runs_folder", exit_code=DiskFullError.exit_code)
-        if report["shared_memory"]:
-            yield _bad_node(node, report["shared_memory"])
-        if report["full_shared_memory"]:
-            yield _bad_node(node, report["full_shared_memory"], exit_code=DiskFullError.exit_code)
-        if report["device"]:
-            yield _bad_node(node, report["device"])
-        # Nodes of one kind have the same number of GPUs. A node with fewer has lost a GPU.
-        if num_gpus and len(report["gpus"]) < max(ranks_per_node, num_gpus):
-            text = f"shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}"
-            yield _bad_node(node, text, "exclude the node")
-        elif num_gpus and 0 < len(report["usable_gpus"]) < num_ranks[node]:
-            # Without any visible GPU the device's own check reports the fault.
-            yield _bad_node(
-                node,
-                f"CUDA_VISIBLE_DEVICES leaves {len(report['usable_gpus'])} of its {len(report['gpus'])} GPUs visible, "
-                f"but {num_ranks[node]} ranks run there",
-                "unset it, or use fewer ranks per node (cluster.ranks_per_node)",
-            )
-        for module, fault in report["broken"].items():
-            is_engine = module == "transformer_engine.pytorch"
-            remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
-            name = "Transformer Engine" if is_engine else module
-            yield _bad_node(node, f"{name} is installed but cannot be imported ({fault})", remedy)
-        if report["compiler"]:
-            yield _bad_node(node, f"Triton cannot compile kernels when the engine starts: {report['compiler']}")
-        for text in unmet_needs(kind_needs, report["usable_gpus"], report["versions"]):
-            yield _bad_node(node, text)
+        yield from _find_storage_faults(node, report, run_folder)
+        yield from _find_gpu_faults(node, report, num_gpus, num_ranks[node], ranks_per_node)
+        yield from _find_software_faults(node, report, kind_needs)
         if abs(report["time"] - median_clock) > _CLOCK_SECONDS:
             text = f"its clock is {report['time'] - median_clock:+.0f} s off"
             yield _bad_node(node, text, "synchronise it, for example with NTP")
     if len(distinct_gpus) > 1:
         text = f"nodes have different GPUs or drivers: {', '.join(sorted(distinct_gpus))}"
         yield Finding("bad", "", text, "use nodes of one kind")
+
+
+def _find_storage_faults(node: str, report: Mapping[str, Any], run_folder: str) -> Iterator[Finding]:
+    """Yield faults of model folders, run folder and shared memory."""
+    for folder in report["unread"]:
+        text = f"{folder} does not exist or cannot be read"
+        yield _bad_node(node, text, "put it on storage shared by all nodes")
+    if not report["is_writable"]:
+        text = f"{run_folder} cannot be written"
+        yield _bad_node(node, text, "set runs_folder to storage shared by all nodes")
+    elif report["free_bytes"] < LEAST_FREE_BYTES:
+        free_mib = report["free_bytes"] / 2**20
+        text = f"{run_folder} has {free_mib:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}"
+        yield _bad_node(node, text, "free space there, or set runs_folder", exit_code=DiskFullError.exit_code)
+    if report["shared_memory"]:
+        yield _bad_node(node, report["shared_memory"])
+    if report["full_shared_memory"]:
+        yield _bad_node(node, report["full_shared_memory"], exit_code=DiskFullError.exit_code)
+
+
+def _find_gpu_faults(
+    node: str, report: Mapping[str, Any], num_gpus: int, num_ranks: int, ranks_per_node: int
+) -> Iterator[Finding]:
+    """Yield faults of the device, and missing GPUs."""
+    if report["device"]:
+        yield _bad_node(node, report["device"])
+    # Nodes of one kind have the same number of GPUs. A node with fewer has lost a GPU.
+    if num_gpus and len(report["gpus"]) < max(ranks_per_node, num_gpus):
+        text = f"shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}"
+        yield _bad_node(node, text, "exclude the node")
+    elif num_gpus and 0 < len(report["usable_gpus"]) < num_ranks:
+        # Without any visible GPU the device's own check reports the fault.
+        yield _bad_node(
+            node,
+            f"CUDA_VISIBLE_DEVICES leaves {len(report['usable_gpus'])} of its {len(report['gpus'])} GPUs visible, "
+            f"but {num_ranks} ranks run there",
+            "unset it, or use fewer ranks per node (cluster.ranks_per_node)",
+        )
+
+
+def _find_software_faults(node: str, report: Mapping[str, Any], kind_needs: Mapping[str, Need]) -> Iterator[Finding]:
+    """Yield faults of CUDA extensions and the compiler, and unmet needs of recipe fields."""
+    for module, fault in report["broken"].items():
+        is_engine = module == "transformer_engine.pytorch"
+        remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
+        name = "Transformer Engine" if is_engine else module
+        yield _bad_node(node, f"{name} is installed but cannot be imported ({fault})", remedy)
+    if report["compiler"]:
+        yield _bad_node(node, f"Triton cannot compile kernels when the engine starts: {report['compiler']}")
+    for text in unmet_needs(kind_needs, report["usable_gpus"], report["versions"]):
+        yield _bad_node(node, text)
 
 
 def _bad_node(node: str, text: str, remedy: str = "", *, exit_code: int = ConfigError.exit_code) -> Finding:
@@ -233,7 +250,7 @@ def unreachable_nodes(reach_errors: Mapping[str, Mapping[str, str]]) -> Iterator
         )
 
 
-def memory_shortages(
+def find_memory_shortages(
     reports: Mapping[str, Mapping[str, Any]], nodes: Sequence[str], num_trainers: int, planned_memory: RankHostBytes
 ) -> Iterator[Finding]:
     """Yield a fault for each node with less host memory than its ranks will take.

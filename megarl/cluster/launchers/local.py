@@ -22,13 +22,13 @@ class LocalAgent:
     """The agent's process, a child of the driver. It can import libraries before an event loop runs."""
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str]) -> None:
-        self.connected, theirs = socket.socketpair()
+        self.connected, agent_socket = socket.socketpair()
         settings = json.dumps({"environment": dict(environment), "imports": list(imports)})
-        with theirs:
+        with agent_socket:
             self._program = LaunchedProgram(
-                python_call("megarl.cluster.agents.agent:main", str(theirs.fileno()), str(os.getpid()), settings),
+                python_call("megarl.cluster.agents.agent:main", str(agent_socket.fileno()), str(os.getpid()), settings),
                 stdin=DEVNULL,
-                descriptors=[theirs.fileno()],
+                descriptors=[agent_socket.fileno()],
             )
 
     @property
@@ -78,10 +78,7 @@ class LocalNodes(Nodes):
             await self.start(Path(), timeout_seconds)
 
     async def close(self) -> None:
-        """Close the connection to the agent, and wait for the end of its process (`_agent`).
-
-        `agents` has its link; none if the agent was not connected.
-        """
+        """Close the connection to the agent, and wait for the end of its process."""
         for link in self.agents:
             link.cut()
         if self._agent is not None:

@@ -65,7 +65,6 @@ def _node_name(host: str, node_id: str) -> str:
 
 
 def _list_living_nodes() -> dict[str, str]:
-    """Return the addresses of the living Ray nodes, by their IDs."""
     return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
 

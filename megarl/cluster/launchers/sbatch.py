@@ -40,19 +40,28 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     values than nodes.
     """
     check_options(options)
-    script = home() / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
-    template = script.read_text(encoding="utf-8")
     cluster = recipe.cluster
     if cluster.launcher == "ray" and cluster.groups.engines is not None:
         raise ConfigError(
             "cluster.groups.engines: a Ray cluster inside a Slurm job has nodes of one kind; set cluster.launcher=slurm"
         )
-    has_gpus = cluster.device != "cpu"
-    if not has_gpus:
+    script = home() / "launch/slurm" / ("ray.sbatch" if cluster.launcher == "ray" else "train.sbatch")
+    template = _replace_options(script.read_text(encoding="utf-8"), recipe)
+    # After the template's own options, because sbatch takes the last of equal options. A function as replacement,
+    # because `re.sub` would interpret backslashes in a text.
+    option_block = "".join(f"{line}\n" for line in _list_further_options(recipe, options))
+    template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{option_block}MEGARL_HOME=", template, count=1)
+    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda match: match[1] + _header(recipe), template)
+    return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: _make_assignments(cluster, arguments), template)
+
+
+def _replace_options(template: str, recipe: Recipe) -> str:
+    """Replace the template's own options by the recipe's. Add those that let the job survive lost nodes."""
+    cluster = recipe.cluster
+    if cluster.device == "cpu":
         template = re.sub(r"(?m)^#SBATCH --gpus-per-node=.*\n", "", template)
-    # Replace the template's own options, and add those that let the job survive lost and faulty nodes.
     bad_nodes = _list_excluded_nodes(recipe)
-    option_values = _make_size_options(cluster, has_gpus) | {
+    option_values = _make_size_options(cluster, cluster.device != "cpu") | {
         "job-name": recipe.name,
         "signal": f"B:USR1@{cluster.signal_seconds}",
     }
@@ -63,31 +72,35 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     # Otherwise Slurm ends the job as soon as it sees a dead node.
     recovery_options += ["no-kill"] if cluster.recover != "stop" else []
     recovery_lines = "".join(f"#SBATCH --{option}\n" for option in recovery_options)
-    template = re.sub(r"(?m)^#SBATCH --requeue$", f"{recovery_lines}#SBATCH --requeue", template)
+    return re.sub(r"(?m)^#SBATCH --requeue$", f"{recovery_lines}#SBATCH --requeue", template)
+
+
+def _list_further_options(recipe: Recipe, options: Sequence[str]) -> list[str]:
+    """Return the lines of the user's `options`, then those of the engines' nodes (a second component of the job)."""
+    cluster = recipe.cluster
     option_lines = [f"#SBATCH {shlex.quote(option)}" for option in options]
     if (engines := cluster.groups.engines) is not None:
         # Components of the same name would wait for each other, as jobs do.
-        engine_options = _make_size_options(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
+        engine_options = _make_size_options(engines, cluster.device != "cpu") | {"job-name": f"{recipe.name}-engines"}
         engine_arguments = [
             *(f"--{option}={value}" for option, value in engine_options.items()),
             "--exclusive",
             "--mem=0",
         ]
         option_lines += [f"#SBATCH {option}" for option in ["hetjob", *engine_arguments, *engines.sbatch_options]]
-    # After the template's own options, because sbatch takes the last of equal options. A function as replacement,
-    # because `re.sub` would interpret backslashes in a text.
-    option_block = "".join(f"{line}\n" for line in option_lines)
-    template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{option_block}MEGARL_HOME=", template, count=1)
-    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda match: match[1] + _header(recipe), template)
-    # Set the variables that the script reads: where megarl is, and the command's arguments.
-    replacement = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
+    return option_lines
+
+
+def _make_assignments(cluster: ClusterConfig, arguments: Sequence[str]) -> str:
+    """Return the lines that set the script's variables, and the arguments of `megarl train`."""
+    assignments = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
     if cluster.launcher != "ray":
         # Always, so that a value of the submitting shell does not count.
-        replacement += f"\nMEGARL_SPARE_NODES={cluster.spare_nodes}"
+        assignments += f"\nMEGARL_SPARE_NODES={cluster.spare_nodes}"
     if not is_clone():
         # A wheel has no .venv next to launch/: the job uses this command's environment.
-        replacement = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{replacement}"
-    return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: replacement, template)
+        assignments = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{assignments}"
+    return assignments
 
 
 def check_options(options: Sequence[str]) -> None:

@@ -46,7 +46,6 @@ AGENT = 0xFFFFFFFF
 
 
 def pack(content: Any) -> bytes:
-    """Encode a command or an answer: a header, then a pickle."""
     body = pickle.dumps(content, protocol=5)
     return HEAD.pack(len(body)) + body
 
@@ -63,7 +62,6 @@ def pack_control(message: dict[str, Any]) -> bytes:
 
 
 def pack_event(message: dict[str, Any]) -> bytes:
-    """Encode an agent's control message to the driver."""
     text = json.dumps(message).encode()
     return ANSWER.pack(AGENT, len(text)) + text
 

@@ -99,15 +99,7 @@ class _Host:
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command. Returns the method's name, and a function that executes the call.
 
-        The method is one of the worker's, or `part.method` of one of its parts, or one of the process:
-
-        - `__init__` constructs the worker.
-        - `__listen__` lets rank 0 listen for the torch store, and returns its port.
-        - `__settle__` sets the rendezvous of the ranks.
-        - `__activity__` fetches busy time and peak memory of earlier calls.
-        - `__spans__` starts or stops the recording of spans (timed sections of a profile).
-        - `__arm__` sets the faults of this process, `__step__` the training step (`megarl.faults`).
-        - `__profile__` starts a profile by torch, `__profile_end__` stops it and writes its files.
+        The method is one of the worker's, `part.method` of one of its parts, or one of the process (`host_methods`).
         """
         method, args, kwargs = pickle.loads(command)
         host_methods = {

@@ -39,7 +39,7 @@ def has_begun(stack_text: str) -> bool:
     return _HEADING in stack_text
 
 
-def summary(stack_texts: Mapping[int, str]) -> str:
+def summarise_stacks(stack_texts: Mapping[int, str]) -> str:
     """Return the innermost frames of each rank's main thread. Ranks with the same stack share an entry."""
     ranks_by_frames: dict[str, list[int]] = {}
     for rank, text in stack_texts.items():

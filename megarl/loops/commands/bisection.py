@@ -28,6 +28,40 @@ class Bisection:
     num_read: int
 
 
+class _RunPair:
+    """The step records of two runs. Each record is read once."""
+
+    def __init__(self, first: Path, second: Path) -> None:
+        self._first, self._second = first, second
+        self._records_by_step: dict[int, tuple[StepRecord, StepRecord]] = {}
+        self._compared_chains: set[int] = set()
+
+    @property
+    def num_read(self) -> int:
+        return len(self._records_by_step.keys() | self._compared_chains)
+
+    def load(self, step: int) -> tuple[StepRecord, StepRecord]:
+        if step not in self._records_by_step:
+            first_record, second_record = (StepRecord.load(run / RECORDS, step) for run in (self._first, self._second))
+            self._records_by_step[step] = first_record, second_record
+        return self._records_by_step[step]
+
+    def list_differences(self, step: int) -> tuple[Difference, ...]:
+        """Raises ConfigError if rounding alone makes the records differ."""
+        first_record, second_record = self.load(step)
+        if first_record.layout != second_record.layout and first_record.layout.get("dtype") != "float32":
+            raise ConfigError(
+                f"{self._first} and {self._second}: have different layouts, and only runs in float32 can be compared "
+                "then"
+            )
+        return tuple(find_differences(first_record, second_record))
+
+    def differ_until(self, step: int) -> bool:
+        """Return whether the runs differ in this or an earlier step."""
+        self._compared_chains.add(step)
+        return chain_of(self._first / RECORDS, step) != chain_of(self._second / RECORDS, step)
+
+
 def bisect(first: Path, second: Path) -> Bisection:
     """Return the first recorded step in which two runs differ.
 
@@ -40,40 +74,18 @@ def bisect(first: Path, second: Path) -> Bisection:
     common_steps = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
     if not common_steps:
         raise ConfigError(f"{first} and {second} have no recorded step in common; record both with train.record")
-    records_by_step: dict[int, tuple[StepRecord, StepRecord]] = {}
-
-    def load_records(step: int) -> tuple[StepRecord, StepRecord]:
-        if step not in records_by_step:
-            records_by_step[step] = StepRecord.load(first / RECORDS, step), StepRecord.load(second / RECORDS, step)
-        return records_by_step[step]
-
-    def list_differences(step: int) -> tuple[Difference, ...]:
-        first_record, second_record = load_records(step)
-        if first_record.layout != second_record.layout and first_record.layout.get("dtype") != "float32":
-            raise ConfigError(
-                f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
-            )
-        return tuple(find_differences(first_record, second_record))
-
-    compared_chains: set[int] = set()
-
-    def count_read() -> int:
-        return len(records_by_step.keys() | compared_chains)
-
-    def differs_until(step: int) -> bool:
-        compared_chains.add(step)
-        return chain_of(first / RECORDS, step) != chain_of(second / RECORDS, step)
-
-    first_run_last, second_run_last = load_records(common_steps[-1])
+    records = _RunPair(first, second)
+    last_step = common_steps[-1]
+    first_run_last, second_run_last = records.load(last_step)
     if first_run_last.layout == second_run_last.layout:
-        index = bisect_left(common_steps, True, key=differs_until)
+        index = bisect_left(common_steps, True, key=records.differ_until)
         if index == len(common_steps):
-            return Bisection(None, (), common_steps[-1], count_read())
-        if step_differences := list_differences(common_steps[index]):
-            return Bisection(common_steps[index], step_differences, common_steps[-1], count_read())
+            return Bisection(None, (), last_step, records.num_read)
+        if step_differences := records.list_differences(common_steps[index]):
+            return Bisection(common_steps[index], step_differences, last_step, records.num_read)
     # Compare step by step: chains also differ if the runs have different parallel sizes, if one run began to record
     # later, or if it records other contents.
     for step in common_steps:
-        if step_differences := list_differences(step):
-            return Bisection(step, step_differences, common_steps[-1], count_read())
-    return Bisection(None, (), common_steps[-1], count_read())
+        if step_differences := records.list_differences(step):
+            return Bisection(step, step_differences, last_step, records.num_read)
+    return Bisection(None, (), last_step, records.num_read)

@@ -102,23 +102,27 @@ def prepare(
     all_overrides += [
         override_text(f"{prefix}evaluation.{name}", value) for prefix in prefixes for name, value in options.items()
     ]
-    loaded = load(recipe_file, all_overrides, is_of_run=recipe.is_dir())
-    _refuse_unsampled(loaded, recipe_file, sets)
+    evaluated_recipe = load(recipe_file, all_overrides, is_of_run=recipe.is_dir())
+    _refuse_unsampled(evaluated_recipe, recipe_file, sets)
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
     is_override_given = any(override.startswith("model.override_config") for override in overrides)
     if not is_override_given and Path(recipe_without_options.model.folder).resolve() != folder.resolve():
         # `override_config` describes the recipe's model. A model exported from it has the changed fields already.
-        plain_model = loaded.model.model_copy(update={"override_config": {}})
-        loaded = loaded.model_copy(update={"model": plain_model})
-    loaded = _without_training(loaded)
+        plain_model = evaluated_recipe.model.model_copy(update={"override_config": {}})
+        evaluated_recipe = evaluated_recipe.model_copy(update={"model": plain_model})
+    evaluated_recipe = _without_training(evaluated_recipe)
     # Critics, reward models and teachers do not start here.
-    download_missing(loaded, notify, with_models=False)
-    loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
-    parallel = _check_parallel(loaded)
+    download_missing(evaluated_recipe, notify, with_models=False)
+    evaluated_recipe = with_memory_defaults(evaluated_recipe, is_start=True, is_trained=False)
+    parallel = _check_parallel(evaluated_recipe)
     run_folder = model if (model / "config.yaml").is_file() else Path()
-    output_folder = _make_folder(out, run_folder / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
-    return Evaluation(folder, loaded, parallel, frozenset(sets or _list_sets(loaded)), output_folder)
+    output_folder = _make_output_folder(
+        out, run_folder / "evaluations" / f"{folder.absolute().name}_{evaluated_recipe.name}"
+    )
+    return Evaluation(
+        folder, evaluated_recipe, parallel, frozenset(sets or _list_sets(evaluated_recipe)), output_folder
+    )
 
 
 def _list_sets(recipe: Recipe) -> list[str]:
@@ -178,7 +182,7 @@ def _check_parallel(recipe: Recipe) -> ParallelConfig:
     return ParallelConfig(tp=1, pp=1, dp=num_ranks, rollout_tp=tp, rollout_ep=parallel.rollout_ep)
 
 
-def _make_folder(out: Path | None, default: Path) -> Path:
+def _make_output_folder(out: Path | None, default: Path) -> Path:
     """Create and return the output folder: `out`, or else `default`, with a number if that exists.
 
     Raises ConfigError if `out` exists.

@@ -179,7 +179,7 @@ def _find_executed_steps(run_record: RunRecord, step: int) -> tuple[Path | None,
     first_step = checkpoint_step(earlier_checkpoints[0]) + 1 if earlier_checkpoints else 1
     steps = range(first_step, step + 1)
     recorded_numbers = recorded_steps(run / RECORDS)
-    if missing := sorted(set(steps) - recorded_numbers):
+    if missing_steps := sorted(set(steps) - recorded_numbers):
         recorded_text = (
             f"it has steps {min(recorded_numbers)} to {max(recorded_numbers)}"
             if recorded_numbers
@@ -188,7 +188,7 @@ def _find_executed_steps(run_record: RunRecord, step: int) -> tuple[Path | None,
         start = f"the checkpoint of step {first_step - 1}" if earlier_checkpoints else "the initial weights"
         raise ConfigError(
             f"--step {step}: a replay starts from {start} and needs the records of steps {first_step} to {step}, but "
-            f"{run / RECORDS} has none of step {missing[0]}; {recorded_text}. Choose another step; steps are "
+            f"{run / RECORDS} has none of step {missing_steps[0]}; {recorded_text}. Choose another step; steps are "
             "recorded only with train.record=tokens or all"
         )
     record = StepRecord.load(run / RECORDS, step)
@@ -225,7 +225,7 @@ def _refuse_another_rounding(
         )
 
 
-def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str]) -> None:
+def _refuse_other_models(recipe: Recipe, changed_recipe: Recipe, fields: Sequence[str]) -> None:
     """Raise ConfigError for changes beyond a step's objective and rewards. `fields` are `field: old -> new`."""
     for text in fields:
         if not text.startswith(CHANGEABLE) or text.startswith(("algorithm.ptx", "reward.model")):
@@ -241,14 +241,14 @@ def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str])
         "a loss of entropies": lambda of_recipe: of_recipe.algorithm.entropy_coefficient > 0,
     }
     for model_part, is_needed_by in needs_of_recipes.items():
-        if is_needed_by(recipe) != is_needed_by(changed):
-            verb, has = ("needs", "has none") if is_needed_by(changed) else ("runs without", "has one")
+        if is_needed_by(recipe) != is_needed_by(changed_recipe):
+            verb, has = ("needs", "has none") if is_needed_by(changed_recipe) else ("runs without", "has one")
             raise ConfigError(
                 f"--set {fields[0]}: the new value {verb} {model_part}, and the recorded run {has}; to try it, use "
                 "`megarl fork`"
             )
     if any(text.startswith("reward.") for text in fields):
-        _refuse_unscorable(changed)
+        _refuse_unscorable(changed_recipe)
 
 
 def _refuse_unscorable(recipe: Recipe) -> None:
@@ -365,13 +365,13 @@ class _StepExecutor:
         for name in ("policy", "critic") if prepared.recipe.has_critic else ("policy",):
             await self._trainers.call(f"{name}.change_objective", prepared.changed)
         rescored = await _rescore(record.groups, pools) if pools else record.groups
-        changed = prepared.changed
+        changed_recipe = prepared.changed
         if any(text.startswith("algorithm.kl_coefficient:") for text in prepared.changes):
             # A step uses its record's coefficient, because algorithm.kl_target may adapt it. So change the record too.
-            record = replace(record, kl_coefficient=changed.algorithm.kl_coefficient)
+            record = replace(record, kl_coefficient=changed_recipe.algorithm.kl_coefficient)
         # Some objectives need all segments of a sample in one microbatch.
-        models = make_rank_models(changed, prepared.parallel, self._trainers)
-        changed_batch, changed_groups, other_metrics = await self._execute(record, changed, models, rescored)
+        models = make_rank_models(changed_recipe, prepared.parallel, self._trainers)
+        changed_batch, changed_groups, other_metrics = await self._execute(record, changed_recipe, models, rescored)
         other_logprobs = await self._policy.forward(changed_batch)
         effect = Effect(
             {
@@ -462,7 +462,10 @@ def _compute_sample_effects(
                 prompt=recorded_sample.group,
                 attempt=recorded_sample.number,
                 reward=(_score(recorded_sample), _score(changed_sample)),
-                advantage=(mean(recorded_batch.per_token["advantages"]), mean(changed_batch.per_token["advantages"])),
+                advantage=(
+                    mean(recorded_batch.per_token["advantages"]),
+                    mean(changed_batch.per_token["advantages"]),
+                ),
                 logprob=(mean(logprobs[0]), mean(logprobs[1])),
                 largest_token=int(trained_indices[distances.argmax()] - first),
             )

@@ -70,7 +70,7 @@ class Canary(StepObserver):
         if not self._every_steps or step.number % self._every_steps:
             return
         reports: list[CanaryReport] = await self._ranks.trainers.call("weight_checks.compute_canary")
-        verdict = judge(reports, self._parallel)
+        verdict = find_wrong_ranks(reports, self._parallel)
         if verdict is not None:
             raise self._make_error(verdict, step.number)
         self._last_step = step.number
@@ -105,7 +105,7 @@ class Canary(StepObserver):
         return "No node is excluded: both repeat their own result, and two replicas have no majority"
 
 
-def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict | None:
+def find_wrong_ranks(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict | None:
     """Return the ranks with wrong results among the reports of all trainer ranks, or None.
 
     A rank that does not repeat its own result is wrong. Otherwise ranks with the same part of the model compare their

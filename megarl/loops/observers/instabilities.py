@@ -85,7 +85,7 @@ class Instabilities(StepObserver):
         """Load the newest checkpoint into the trainer. Step numbers and position in the data do not change."""
         # A background save may be in progress. It is of a step before the spike, so it may be loaded.
         await self._checkpoints.complete(wait=True)
-        checkpoint: Path | None = survey(RunRecord.read(self._folder.path)).good
+        checkpoint: Path | None = survey(RunRecord.read(self._folder.path)).newest_intact
         if checkpoint is None:
             self._tracker.notice(f"{text}. No rollback: there is no checkpoint yet")
             return

@@ -56,7 +56,7 @@ class WeightChecks(StepObserver):
         """Fetch the checksums of the initial weights, which the ranks took when they built the model."""
         if self._weights.check_every:
             ranks = await self._ranks.trainers.call("weight_checks.newest_checksums")
-            self._add(0, ranks, is_new=self._folder.resumed_step == 0)
+            self._add_checksums(0, ranks, is_new=self._folder.resumed_step == 0)
 
     async def resume_run(self, origin: Origin) -> None:
         """Take the checksums of the weights loaded from `origin`'s checkpoint.
@@ -66,7 +66,9 @@ class WeightChecks(StepObserver):
         if not self._weights.check_every:
             return
         step, saved_checksum = self._folder.resumed_step, origin.checksum
-        self._add(step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1), is_new=False)
+        self._add_checksums(
+            step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1), is_new=False
+        )
         loaded_checksum = self._checksums[step + 1]
         # The checksum is of merged weights: a resume may change lora.alpha, and other processors merge with other
         # rounding.
@@ -90,7 +92,7 @@ class WeightChecks(StepObserver):
             return
         version = step.number + 1
         if self._weights.is_checked(version):
-            self._add(step.number, await self._ranks.trainers.call("weight_checks.take_checksums", version))
+            self._add_checksums(step.number, await self._ranks.trainers.call("weight_checks.take_checksums", version))
         else:
             await self._ranks.trainers.call("weight_checks.forget_checksums")
 
@@ -132,12 +134,14 @@ class WeightChecks(StepObserver):
             step.log({"time/weight_check_seconds": self._seconds})
         self._seconds = 0.0
 
-    def _add(self, step: int, ranks: Sequence[RankChecksums], *, is_new: bool = True) -> None:
+    def _add_checksums(self, step: int, rank_checksums: Sequence[RankChecksums], *, is_new: bool = True) -> None:
         """Compare the trainer ranks' checksums of a step's version, and store them."""
-        self._seconds += max(rank.seconds for rank in ranks)
-        self._dtypes = {box.name: dtype for rank in ranks for box, dtype in zip(rank.boxes, rank.dtypes, strict=True)}
+        self._seconds += max(rank.seconds for rank in rank_checksums)
+        self._dtypes = {
+            box.name: dtype for rank in rank_checksums for box, dtype in zip(rank.boxes, rank.dtypes, strict=True)
+        }
         version = step + 1
-        merged_boxes, differences = merge(ranks)
+        merged_boxes, differences = merge(rank_checksums)
         if differences:
             raise self._make_difference_error(version, "after the update", differences)
         # A reshard in the background may deliver the version before the newest one.

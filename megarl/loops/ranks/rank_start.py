@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from megarl.cluster.calls.deadlines import run_deadlines
 from megarl.cluster.calls.worker_group import WorkerGroup
-from megarl.cluster.checks.node_checks import inspect, unfit_nodes_error
+from megarl.cluster.checks.node_checks import inspect_nodes, unfit_nodes_error
 from megarl.cluster.checks.node_report import gpus
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import ReshardCalls
@@ -84,17 +84,17 @@ async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tra
     if uses_gpu and (notice := device.toolkit_notice()) is not None:
         tracker.notice(notice)
     # After a loss most nodes have passed the checks; a spare one has not.
-    checked = processes.checked_nodes
-    if not recipe.cluster.preflight or checked >= nodes.keys():
+    checked_nodes = processes.checked_nodes
+    if not recipe.cluster.preflight or checked_nodes >= nodes.keys():
         return
-    node_faults, lines = await inspect(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
+    node_faults, lines = await inspect_nodes(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
     if node_faults:
         error = unfit_nodes_error(f"nodes of run {recipe.name}", node_faults)
-        if checked:
+        if checked_nodes:
             # An unfit spare node must not end the run for ever: the job is queued again without it.
-            raise FaultyNodeError(str(error), nodes=tuple(node for node in nodes if node not in checked))
+            raise FaultyNodeError(str(error), nodes=tuple(node for node in nodes if node not in checked_nodes))
         raise error
-    checked.update(nodes)
+    checked_nodes.update(nodes)
     for line in lines:
         tracker.info(line)
 
@@ -122,7 +122,7 @@ async def replacing_lost_engines(
     """Context that restarts lost separate engines while the others sample."""
     cluster = recipe.cluster
 
-    async def start(lost: WorkerGroup) -> WorkerGroup:
+    async def start_replica(lost: WorkerGroup) -> WorkerGroup:
         assert ranks.nodes is not None
         group = await ranks.nodes.fork_replica(lost, ranks.groups, folder.logs_folder)
         group.deadlines, group.on_stop_signal = run_deadlines(cluster), ranks.trainers.on_stop_signal
@@ -134,7 +134,7 @@ async def replacing_lost_engines(
             raise
         return group
 
-    replacements = Replacements(start, tracker.notice)
+    replacements = Replacements(start_replica, tracker.notice)
     if ranks.is_separate:
         ranks.on_lost = lambda group, error: replacements.replace(group, error, len(ranks.replicas))
     try:

@@ -111,9 +111,9 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
                 f"{path}: {field} = {json.dumps(value):.40} is not a whole number from 1 to {_MOST}; ask with megarl "
                 "resize"
             )
-    resized = change_sizes(recipe, values)
-    refuse_same_sizes(recipe, resized)
-    return ResizeAskedError(resized.recipe, resized.parallel)
+    resized_recipe = change_sizes(recipe, values)
+    refuse_same_sizes(recipe, resized_recipe)
+    return ResizeAskedError(resized_recipe.recipe, resized_recipe.parallel)
 
 
 def refuse_same_sizes(recipe: Recipe, resized: ResizedRecipe) -> None:
@@ -160,8 +160,8 @@ def can_grow(recipe: Recipe) -> bool:
 
 
 def _with_checked_sizes(recipe: Recipe, values: Mapping[str, Any]) -> ResizedRecipe:
-    resized = with_field_values(recipe, values)
-    return ResizedRecipe(resized, check(resized, is_start=False))
+    resized_recipe = with_field_values(recipe, values)
+    return ResizedRecipe(resized_recipe, check(resized_recipe, is_start=False))
 
 
 def shrink_to(recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]) -> ShrunkRecipe:

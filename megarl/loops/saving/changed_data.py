@@ -1,6 +1,6 @@
 """Refuses a resume if the checkpoint's position in the data would mean other records.
 
-`earlier` is driver.json (`read_driver`): the recipe and the hashes with which the checkpoint was saved.
+`driver_state` is driver.json (`read_driver`): the recipe and the hashes with which the checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from megarl.loops.saving.run_inputs import Inputs
 from megarl.types import ConfigError, DataError
 
 
-def refuse_other_data(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs, position: DataPosition) -> list[str]:
+def refuse_other_data(
+    driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs, position: DataPosition
+) -> list[str]:
     """Raise ConfigError or DataError if the run would skip or repeat records. Return a warning per validation file."""
-    _refuse_other_draws(earlier, recipe)
-    _refuse_other_order(earlier, recipe)
-    _refuse_other_buckets(earlier, recipe)
-    _refuse_steps_of_epochs(earlier, recipe, position)
-    warnings = refuse_changed_files(earlier, recipe, inputs)
-    _refuse_other_records(earlier, recipe, inputs)
+    _refuse_other_draws(driver_state, recipe)
+    _refuse_other_order(driver_state, recipe)
+    _refuse_other_buckets(driver_state, recipe)
+    _refuse_steps_of_epochs(driver_state, recipe, position)
+    warnings = refuse_changed_files(driver_state, recipe, inputs)
+    _refuse_other_records(driver_state, recipe, inputs)
     return warnings
 
 
-def refuse_changed_files(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
+def refuse_changed_files(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
     """Return a warning per changed validation file. Raises DataError for a changed training file."""
-    digests_before, paths = earlier.get("data", {}), data_paths(recipe)
+    digests_before, paths = driver_state.get("data", {}), data_paths(recipe)
     changes = {
         field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
         f"{digests_before[field]}"
@@ -47,13 +49,13 @@ def refuse_changed_files(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
     return list(changes.values())
 
 
-def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_draws(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if prompts are drawn in another way than before.
 
     A run whose groups continue over several steps draws single prompts, other runs draw batches. Their positions in the
     data cannot be converted.
     """
-    rollout_before = draw_settings(earlier["recipe"])
+    rollout_before = draw_settings(driver_state["recipe"])
     if recipe.loop != "rl" or rollout_before.carries_groups == recipe.rollout.carries_groups:
         return
     settings_before, settings = (
@@ -68,57 +70,61 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     )
 
 
-def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_order(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if `seed` or `data.shuffle` changed: the position would mean other records."""
-    before = earlier["recipe"]
-    shuffled = saved_value(before, "data.shuffle")
-    shuffled = True if shuffled is None else shuffled
-    values: dict[str, tuple[object, object]] = {"seed": (before.get("seed", 0), recipe.seed)}
+    recipe_before = driver_state["recipe"]
+    default_shuffle_before = saved_value(recipe_before, "data.shuffle")
+    default_shuffle_before = True if default_shuffle_before is None else default_shuffle_before
+    values_by_field: dict[str, tuple[object, object]] = {"seed": (recipe_before.get("seed", 0), recipe.seed)}
     if not recipe.mixture or recipe.data.ptx:
-        values["data.shuffle"] = shuffled, recipe.data.shuffle
+        values_by_field["data.shuffle"] = default_shuffle_before, recipe.data.shuffle
     for source in recipe.sources if recipe.mixture else ():
         # A new source has no position yet.
-        if source.name in (before.get("mixture") or {}):
-            source_shuffle_before = saved_value(before, f"mixture.{source.name}.data.shuffle")
-            now = source.recipe.data.shuffle
-            values[source.place("data.shuffle")] = (
-                shuffled if source_shuffle_before is None else source_shuffle_before,
-                now,
+        if source.name in (recipe_before.get("mixture") or {}):
+            source_shuffle_before = saved_value(recipe_before, f"mixture.{source.name}.data.shuffle")
+            value = source.recipe.data.shuffle
+            values_by_field[source.place("data.shuffle")] = (
+                default_shuffle_before if source_shuffle_before is None else source_shuffle_before,
+                value,
             )
     errors = [
-        f"{field} = {written_value(now)}: the run began with {written_value(then)}. Another value gives the data "
-        f"another order, so records would be skipped or repeated. Set {field}={written_value(then)}, choose another "
-        "name=NAME, or start over with --restart"
-        for field, (then, now) in values.items()
-        if then != now
+        f"{field} = {written_value(value)}: the run began with {written_value(value_before)}. Another value gives the "
+        f"data another order, so records would be skipped or repeated. Set {field}={written_value(value_before)}, "
+        "choose another name=NAME, or start over with --restart"
+        for field, (value_before, value) in values_by_field.items()
+        if value_before != value
     ]
     if errors:
         raise ConfigError(error_page(f"recipe {recipe.name}", errors))
 
 
-def _refuse_other_buckets(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_buckets(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if `data.curriculum.by` changed: the checkpoint's solve rates would be of other problems."""
-    shared = saved_value(earlier["recipe"], "data.curriculum") or {}
-    sources_before = earlier["recipe"].get("mixture") or {}
+    shared_curriculum = saved_value(driver_state["recipe"], "data.curriculum") or {}
+    sources_before = driver_state["recipe"].get("mixture") or {}
     for source in recipe.sources:
         # A new source has no solve rates yet.
         if recipe.mixture and source.name not in sources_before:
             continue
         # A source's section may have some of the fields, and the others are those of `data`.
         source_before = saved_value(sources_before[source.name], "data.curriculum") if recipe.mixture else None
-        before, now = {**shared, **(source_before or {})}, source.recipe.data.curriculum
+        curriculum_before, curriculum = {**shared_curriculum, **(source_before or {})}, source.recipe.data.curriculum
         # Without a band there are no solve rates.
-        if now.band is None or before.get("band") is None or before.get("by") == now.by:
+        if (
+            curriculum.band is None
+            or curriculum_before.get("band") is None
+            or curriculum_before.get("by") == curriculum.by
+        ):
             continue
         field = source.place("data.curriculum.by")
-        then, value = written_value(before.get("by")), written_value(now.by)
+        grouping_before, grouping = written_value(curriculum_before.get("by")), written_value(curriculum.by)
         raise ConfigError(
-            f"{field} = {value}: the checkpoint has solve rates by {then}; set {field}={then}, choose another "
-            "name=NAME, or start over with --restart"
+            f"{field} = {grouping}: the checkpoint has solve rates by {grouping_before}; set "
+            f"{field}={grouping_before}, choose another name=NAME, or start over with --restart"
         )
 
 
-def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position: DataPosition) -> None:
+def _refuse_steps_of_epochs(driver_state: Mapping[str, Any], recipe: Recipe, position: DataPosition) -> None:
     """Raise ConfigError if train.epochs does not match the records drawn so far.
 
     `train.steps` was computed as if each earlier step drew train.prompts_per_step records.
@@ -126,7 +132,7 @@ def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position
     num_prompts, epochs = recipe.train.prompts_per_step, recipe.train.epochs
     if epochs is None:
         return
-    num_prompts_before = saved_value(earlier["recipe"], "train.prompts_per_step")
+    num_prompts_before = saved_value(driver_state["recipe"], "train.prompts_per_step")
     num_drawn = position.drawn.get("data.train", position.step * (num_prompts_before or num_prompts))
     if num_drawn == position.step * num_prompts:
         return
@@ -138,19 +144,20 @@ def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position
     )
 
 
-def _refuse_other_records(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+def _refuse_other_records(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise DataError if other records than before are dropped as too long.
 
     The position in the data counts only the remaining records, so it would point at others.
     """
-    before = earlier.get("kept", {})
+    digests_before = driver_state.get("kept", {})
     errors = [
-        f"{field}: the records dropped as too long differ from those dropped when the run began (kept are {now}; then "
-        f"{before[field]}), so its position in the data means other records. Restore the fields that decide this "
-        "(data.overlong, data.max_prompt_tokens, trainer.max_tokens_per_microbatch, model.chat_template_kwargs, "
-        "data.system_prompt, data.format, data.fields), choose another name=NAME, or start over with --restart"
-        for field, now in inputs.record_digests.items()
-        if before.get(field, now) != now
+        f"{field}: the records dropped as too long differ from those dropped when the run began (kept are {digest}; "
+        f"then {digests_before[field]}), so its position in the data means other records. Restore the fields that "
+        "decide this (data.overlong, data.max_prompt_tokens, trainer.max_tokens_per_microbatch, "
+        "model.chat_template_kwargs, data.system_prompt, data.format, data.fields), choose another name=NAME, or start "
+        "over with --restart"
+        for field, digest in inputs.record_digests.items()
+        if digests_before.get(field, digest) != digest
     ]
     if errors:
         raise DataError(error_page(f"data of recipe {recipe.name}", errors))

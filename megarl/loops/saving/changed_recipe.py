@@ -1,6 +1,6 @@
 """Refuses a resume if the checkpoint's state does not fit the changed recipe, its models or its chat template.
 
-`earlier` is driver.json (`read_driver`): the recipe and the hashes with which the checkpoint was saved.
+`driver_state` is driver.json (`read_driver`): the recipe and the hashes with which the checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ _REFERENCE_FIELDS = {
 _DRAFTER_FIELD = "rollout.vllm.speculative_config.model"
 
 
-def refuse_unfit_state(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+def refuse_unfit_state(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise ConfigError if training cannot continue with the checkpoint's weights, optimizers and schedules."""
-    _refuse_other_loop(earlier, recipe)
-    _refuse_other_models(earlier, recipe, inputs)
-    _refuse_other_adapters(earlier, recipe)
-    _refuse_other_parts(earlier, recipe)
-    _refuse_other_template(earlier, recipe, inputs)
-    _refuse_other_optimizers(earlier, recipe)
-    _refuse_other_updates(earlier, recipe)
-    _refuse_changed_kl_coefficient(earlier, recipe)
-    _refuse_other_drafter(earlier, recipe)
-    _refuse_changed_drafter(earlier, recipe, inputs)
+    _refuse_other_loop(driver_state, recipe)
+    _refuse_other_models(driver_state, recipe, inputs)
+    _refuse_other_adapters(driver_state, recipe)
+    _refuse_other_parts(driver_state, recipe)
+    _refuse_other_template(driver_state, recipe, inputs)
+    _refuse_other_optimizers(driver_state, recipe)
+    _refuse_other_updates(driver_state, recipe)
+    _refuse_changed_kl_coefficient(driver_state, recipe)
+    _refuse_other_drafter(driver_state, recipe)
+    _refuse_changed_drafter(driver_state, recipe, inputs)
 
 
-def refuse_other_inputs(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+def refuse_other_inputs(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise ConfigError if files of models, the chat template or the drafter changed while the run went on."""
-    _refuse_other_models(earlier, recipe, inputs)
-    _refuse_other_template(earlier, recipe, inputs)
-    _refuse_changed_drafter(earlier, recipe, inputs)
+    _refuse_other_models(driver_state, recipe, inputs)
+    _refuse_other_template(driver_state, recipe, inputs)
+    _refuse_changed_drafter(driver_state, recipe, inputs)
 
 
-def _refuse_other_loop(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    before = earlier["recipe"].get("loop")
-    if before not in (None, recipe.loop):
+def _refuse_other_loop(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
+    loop_before = driver_state["recipe"].get("loop")
+    if loop_before not in (None, recipe.loop):
         raise ConfigError(
-            f"loop = {recipe.loop}: the checkpoint is of a run with loop = {before}, and its position, schedules and "
-            f"state belong to that loop; {_NEW_RUN}, choose another name=NAME, or start over with --restart"
+            f"loop = {recipe.loop}: the checkpoint is of a run with loop = {loop_before}, and its position, schedules "
+            f"and state belong to that loop; {_NEW_RUN}, choose another name=NAME, or start over with --restart"
         )
 
 
-def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+def _refuse_other_models(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise ConfigError if a model, or the weights of one that is not trained, differ from the run's first ones."""
 
     def describe_model(field: str) -> str:
         return (
             "is another model than the run began with (its config.json, or model.override_config, differs; then: "
-            f"{saved_value(earlier['recipe'], field)}). Give that one, choose another name=NAME, or start over with "
-            "--restart"
+            f"{saved_value(driver_state['recipe'], field)}). Give that one, choose another name=NAME, or start over "
+            "with --restart"
         )
 
     def describe_weights(field: str) -> str:
         return (
-            f"has other weights than the run began with (then: {saved_value(earlier['recipe'], field)}). "
+            f"has other weights than the run began with (then: {saved_value(driver_state['recipe'], field)}). "
             f"{_use_of_frozen(recipe, field)} Give the earlier ones, choose another name=NAME, or start over with "
             "--restart"
         )
@@ -79,11 +79,11 @@ def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
         ("frozen", inputs.frozen, describe_weights),
     ):
         # Checkpoints of earlier versions lack some parts.
-        before = earlier.get(part, {})
+        identities_before = driver_state.get(part, {})
         errors = [
             f"{field} = {folders[field]}: {describe(field)}"
             for field, identity in identities.items()
-            if before.get(field, identity) != identity
+            if identities_before.get(field, identity) != identity
         ]
         if errors:
             raise ConfigError(error_page(f"recipe {recipe.name}", errors))
@@ -97,12 +97,12 @@ def _use_of_frozen(recipe: Recipe, field: str) -> str:
     return "The reference model has these weights."
 
 
-def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_adapters(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if recipe and checkpoint have adapters of another rank, or at other layers.
 
     The checkpoint's adapters of a layer no longer named would be lost.
     """
-    lora, lora_before = recipe.lora, adapters_of(earlier["recipe"])
+    lora, lora_before = recipe.lora, adapters_of(driver_state["recipe"])
     remedy = f"or {_NEW_RUN}"
     if lora.rank != lora_before.rank:
         contents = f"adapters of rank {lora_before.rank}" if lora_before.rank else "all weights and no adapters"
@@ -124,17 +124,17 @@ def _refuse_other_adapters(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         )
 
 
-def _refuse_other_parts(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_parts(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if only one of recipe and checkpoint has a critic or MTP layers, or if a moved reference
     would be lost.
     """
-    now, before = recipe.model_dump(), earlier["recipe"]
+    recipe_values, recipe_before = recipe.model_dump(), driver_state["recipe"]
     fields: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "algorithm.advantage": ("a critic", lambda value: value == "gae"),
         "trainer.mtp_loss_coefficient": ("trained MTP layers", lambda value: value is not None),
     }
     for field, (part, is_trained) in fields.items():
-        then_value, value = saved_value(before, field), saved_value(now, field)
+        then_value, value = saved_value(recipe_before, field), saved_value(recipe_values, field)
         # Fields that have no effect are not written.
         was_trained, will_be_trained = is_trained(then_value), is_trained(value)
         if was_trained == will_be_trained or (field == "algorithm.advantage" and recipe.loop != "rl"):
@@ -144,41 +144,42 @@ def _refuse_other_parts(earlier: Mapping[str, Any], recipe: Recipe) -> None:
             f"{field} = {written_value(value)}: the checkpoint has {contents}; set "
             f"{field}={written_value(then_value)}, or {_NEW_RUN}"
         )
-    moves = saved_value(before, "algorithm.reference_update_steps") is not None
-    if moves and not recipe.has_reference and (field := _REFERENCE_FIELDS.get(recipe.loop)) is not None:
+    has_moved_reference = saved_value(recipe_before, "algorithm.reference_update_steps") is not None
+    if has_moved_reference and not recipe.has_reference and (field := _REFERENCE_FIELDS.get(recipe.loop)) is not None:
         # Sources of a mixture may name the teacher, and then `distillation` does not.
-        earlier_value = saved_value(before, field) or "reference"
+        earlier_value = saved_value(recipe_before, field) or "reference"
         raise ConfigError(
-            f"{field} = {saved_value(now, field)}: the checkpoint has an updated reference model "
+            f"{field} = {saved_value(recipe_values, field)}: the checkpoint has an updated reference model "
             f"(algorithm.reference_update_steps), and it would be lost; set {field}={earlier_value}, or {_NEW_RUN}"
         )
 
 
-def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+def _refuse_other_template(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise ConfigError if the chat template's text differs from the run's first one."""
-    if earlier.get("template") in (None, inputs.template):
+    if driver_state.get("template") in (None, inputs.template):
         return
     template_name = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
-    before = saved_value(earlier["recipe"], "model.chat_template") or "left out"
+    template_before = saved_value(driver_state["recipe"], "model.chat_template") or "left out"
     raise ConfigError(
         f"model.chat_template = {template_name}: its text is not the one used when the run began "
-        f"(model.chat_template at that time: {before}). Restore that text, give this run a new name (name=NEW_NAME), "
-        "or start it from the beginning with --restart"
+        f"(model.chat_template at that time: {template_before}). Restore that text, give this run a new name "
+        "(name=NEW_NAME), or start it from the beginning with --restart"
     )
 
 
-def _refuse_other_optimizers(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_optimizers(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if the checkpoint has the state of another optimizer."""
     for section in ("optimizer", *(("critic.optimizer",) if recipe.has_critic else ())):
         field = f"{section}.name"
-        name, before = saved_value(recipe.model_dump(), field), saved_value(earlier["recipe"], field)
-        if before not in (None, name):
+        name, name_before = saved_value(recipe.model_dump(), field), saved_value(driver_state["recipe"], field)
+        if name_before not in (None, name):
             raise ConfigError(
-                f"{field} = {name}: the checkpoint has the state of {before}; set {field}={before}, or {_NEW_RUN}"
+                f"{field} = {name}: the checkpoint has the state of {name_before}; set {field}={name_before}, or "
+                f"{_NEW_RUN}"
             )
 
 
-def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_updates(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if a step has more or fewer updates than before the resume, and a learning rate decays.
 
     The learning rate decays over all updates of the run, and the checkpoint counts updates. If the total changes, the
@@ -193,7 +194,7 @@ def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         schedule = value_at(recipe, f"{section}.schedule")
         counts = {name: value_at(recipe, name) for name in names}
         # Idle fields are not written; 1 is the default of all.
-        counts_before = {name: saved_value(earlier["recipe"], name) or 1 for name in names}
+        counts_before = {name: saved_value(driver_state["recipe"], name) or 1 for name in names}
         if schedule == "constant" or prod(counts.values()) == prod(counts_before.values()):
             continue
         name = next(name for name in names if counts[name] != counts_before[name])
@@ -204,13 +205,13 @@ def _refuse_other_updates(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         )
 
 
-def _refuse_changed_kl_coefficient(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_changed_kl_coefficient(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if algorithm.kl_coefficient has changed in a run with algorithm.kl_target.
 
     The run continues with the adapted coefficient of its checkpoint, so the recipe's change would have no effect.
     """
     coefficient = recipe.algorithm.kl_coefficient
-    coefficient_before = saved_value(earlier["recipe"], "algorithm.kl_coefficient")
+    coefficient_before = saved_value(driver_state["recipe"], "algorithm.kl_coefficient")
     if (
         recipe.has_kl_penalty
         and recipe.algorithm.kl_target is not None
@@ -223,36 +224,40 @@ def _refuse_changed_kl_coefficient(earlier: Mapping[str, Any], recipe: Recipe) -
         )
 
 
-def _refuse_other_drafter(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+def _refuse_other_drafter(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if only one of recipe and checkpoint has a trained drafter."""
     field = "trainer.drafter_learning_rate"
-    before = saved_value(earlier["recipe"], field)
-    if recipe.trains_drafter and before is None:
+    rate_before = saved_value(driver_state["recipe"], field)
+    if recipe.trains_drafter and rate_before is None:
         raise ConfigError(
             f"{field} = {recipe.trainer.drafter_learning_rate:g}: the checkpoint has no drafter's state; leave it out, "
             f"or {_NEW_RUN}"
         )
-    if before is not None and not recipe.trains_drafter:
+    if rate_before is not None and not recipe.trains_drafter:
         # A frozen drafter would begin again with the weights of its own files.
         raise ConfigError(
             f"{field} is left out: the checkpoint has a drafter trained until then, and its weights would be lost; set "
-            f"{field}={before:g}, or begin a new run with model.path and rollout.vllm.speculative_config.model set to "
-            "exports of this one"
+            f"{field}={rate_before:g}, or begin a new run with model.path and rollout.vllm.speculative_config.model "
+            "set to exports of this one"
         )
 
 
-def _refuse_changed_drafter(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+def _refuse_changed_drafter(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
     """Raise ConfigError if a trained drafter's config.json or a map of its vocabulary changed since the run's start.
 
     The checkpoint has only the drafter's weights. Its computation and its tokens come from these files.
     """
-    before = earlier.get("drafter")
+    digests_before = driver_state.get("drafter")
     # Checkpoints of earlier versions name no drafter.
-    if not before or not inputs.drafter:
+    if not digests_before or not inputs.drafter:
         return
-    parts = [part for part in sorted({*before, *inputs.drafter}) if before.get(part) != inputs.drafter.get(part)]
+    parts = [
+        part
+        for part in sorted({*digests_before, *inputs.drafter})
+        if digests_before.get(part) != inputs.drafter.get(part)
+    ]
     if parts:
-        drafter_before = saved_value(earlier["recipe"], _DRAFTER_FIELD)
+        drafter_before = saved_value(driver_state["recipe"], _DRAFTER_FIELD)
         raise ConfigError(
             f"{_DRAFTER_FIELD} = {recipe.drafter}: {' and '.join(parts)} of this drafter differ from those of the "
             f"drafter whose training the checkpoint continues (then: {drafter_before}). "

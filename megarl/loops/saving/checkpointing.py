@@ -218,7 +218,7 @@ class Checkpoints:
 class Survey:
     """The newest valid checkpoint, and the faults of newer, damaged ones by name."""
 
-    good: Path | None
+    newest_intact: Path | None
     damaged: Mapping[str, str]
 
     def settle(self, home: Path) -> None:
@@ -230,8 +230,8 @@ class Survey:
             for name in self.damaged:
                 _rename_damaged(home / name)
             remove_incomplete_saves(home)
-            if self.good and read_or_none(home / "latest") != f"{self.good.name}\n".encode():
-                replace_text(home / "latest", self.good.name + "\n")
+            if self.newest_intact and read_or_none(home / "latest") != f"{self.newest_intact.name}\n".encode():
+                replace_text(home / "latest", self.newest_intact.name + "\n")
 
 
 def remove_incomplete_saves(home: Path) -> None:

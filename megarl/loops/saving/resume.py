@@ -58,33 +58,35 @@ def find_origin(
     if folder.dead_owner:
         _warn(console, [f"{folder.path}: taken over from a process that ended without a word: {folder.dead_owner}"])
     surveyed = survey(folder.earlier) if resume else Survey(None, {})
-    earlier: dict[str, Any] = {}
+    driver_state: dict[str, Any] = {}
     position = DataPosition()
     if resume == "must":
         folder.earlier.require_checkpoint()
-    if surveyed.good:
+    if surveyed.newest_intact:
         # The schema is checked first: the other checks read fields of driver.json.
-        refuse_other_schema(surveyed.good)
-        earlier = read_driver(surveyed.good)
-        refuse_unfit_state(earlier, recipe, inputs)
-        position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
-        warnings = refuse_other_data(earlier, recipe, inputs, position)
+        refuse_other_schema(surveyed.newest_intact)
+        driver_state = read_driver(surveyed.newest_intact)
+        refuse_unfit_state(driver_state, recipe, inputs)
+        position = DataPosition.from_checkpoint(checkpoint_step(surveyed.newest_intact), driver_state)
+        warnings = refuse_other_data(driver_state, recipe, inputs, position)
         _warn(console, [f"checkpoint {name} is left out: {reason}" for name, reason in surveyed.damaged.items()])
-        console.print(f"resuming from {surveyed.good}")
+        console.print(f"resuming from {surveyed.newest_intact}")
         _warn(console, warnings)
-        for change in recipe_changes(earlier["recipe"], recipe):
+        for change in recipe_changes(driver_state["recipe"], recipe):
             console.print(f"changed since then: {change}", style="yellow")
     elif resume:
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
     # Begin before `settle` removes incomplete saves. Otherwise the space freed could hide a full disk until later.
     unreadable = folder.begin(
-        checkpoint_step(surveyed.good) if surveyed.good else None, recipe.cluster.max_restarts, earlier.get("unlogged")
+        checkpoint_step(surveyed.newest_intact) if surveyed.newest_intact else None,
+        recipe.cluster.max_restarts,
+        driver_state.get("unlogged"),
     )
     if resume:
         surveyed.settle(folder.checkpoints_folder)
     if unreadable:
         _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
-    return Origin(surveyed.good, inputs, position, earlier.get("checksum"), earlier.get("spikes"))
+    return Origin(surveyed.newest_intact, inputs, position, driver_state.get("checksum"), driver_state.get("spikes"))
 
 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
@@ -94,10 +96,10 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     `find_origin` does.
     """
     # The driver's part of a copy has no driver.json, so compare with the inputs that the run began with.
-    earlier = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
+    driver_state = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
     inputs = Inputs.read(recipe, dict(origin.inputs.record_digests))
-    refuse_other_inputs(earlier, recipe, inputs)
-    _warn(Console(highlight=False, soft_wrap=True, markup=False), refuse_changed_files(earlier, recipe, inputs))
+    refuse_other_inputs(driver_state, recipe, inputs)
+    _warn(Console(highlight=False, soft_wrap=True, markup=False), refuse_changed_files(driver_state, recipe, inputs))
     folder.begin(origin.copied_step, recipe.cluster.max_restarts)
     # A save that the lost rank interrupted is incomplete. Do not read the checkpoints: the ranks do not load them.
     # Hashing them took 80 % of the time of a recovery.

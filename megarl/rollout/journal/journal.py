@@ -9,15 +9,12 @@ began --> sampled (one record per answer) --> ended --> step: trained with a ste
 |          +--> reopened: its program outlived the driver, and goes on
 +----------+--> a later try began: its answers are repeated there while the prompts are equal; the rest are lost
 
-An aborted call has no answer. Its tokens are counted with its try, as `untrained`, `dropped` or `lost`. When an engine
-is lost, the tokens that it had reported for its calls are counted in the same way. It may have sampled further tokens,
-as may calls without an answer when a driver is killed. Such calls are counted as `TokenAccount.unreported_calls`.
+An aborted call has no answer. Its tokens are counted with its try (`TokenAccount`). After a loss of an engine or a kill
+of a driver, the number of sampled tokens may be unknown.
 
 A run reads the journal when it starts from a checkpoint. It uses ended attempts as they are. An unfinished attempt
 begins a new try, unless its program still runs (rollout.agent.outlive_seconds). For these programs the journal has
 their requests too. Answers sampled by weights after the checkpoint are lost, and later steps are undone.
-
-A start removes the tokens of settled tries. If a checkpoint may have a try, its counts stay (record `counted`).
 """
 
 from __future__ import annotations
@@ -211,7 +208,7 @@ class AttemptJournal:
             self._note({"kind": "aborted", "try": name, "id": identity, "tokens": num_tokens, "from": origin})
 
     def note_called(self, identity: str) -> None:
-        """Record that a call begins to sample. The record survives a kill of this process. Never raises."""
+        """Record that a call begins to sample. Never raises."""
         if not self._is_closed:
             self._note({"kind": "called", "id": identity})
 
@@ -227,8 +224,7 @@ class AttemptJournal:
     ) -> None:
         """Write an answer of a try, and return when it is on the disk. Raises StorageError.
 
-        `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The first
-        `num_begun` tokens are already written (`note_aborted`).
+        The first `num_begun` tokens are already written (`note_aborted`). `origin` is that of `sampled_record`.
         """
         agent_try = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
@@ -304,11 +300,7 @@ class AttemptLog:
         earlier: JournaledTry | None = None,
         is_reopened: bool = False,
     ) -> None:
-        """`ended` is the trajectory of a try that is over. `earlier` is the attempt's previous try, with answers to
-        repeat.
-
-        `is_reopened`: the try's agent program still runs, and continues.
-        """
+        """`earlier` is the attempt's previous try, with answers to repeat."""
         self.ended = ended
         self.reopened: ReopenedSession | None = ReopenedSession.of(agent_try) if is_reopened else None
         self.calls: list[RecordedCall] = []
@@ -414,22 +406,24 @@ class AttemptLog:
         answered the call. The answer then has its tokens.
         """
         identity, num_tokens = call.identity, num_sampled(call.parts)
-        earlier = self._earlier or self._try
-        is_usable = earlier.settings == self._try.settings
-        if not earlier.has_counted(identity):
+        earlier_try = self._earlier or self._try
+        has_same_settings = earlier_try.settings == self._try.settings
+        if not earlier_try.has_counted(identity):
             # Its driver was killed, so no try has its tokens.
             if num_tokens:
-                self._journal.note_aborted(self.name if is_usable else earlier.name, identity, num_tokens)
-            return is_usable
-        num_counted = earlier.aborted[identity]
+                self._journal.note_aborted(self.name if has_same_settings else earlier_try.name, identity, num_tokens)
+            return has_same_settings
+        num_counted = earlier_try.aborted[identity]
         if 0 < num_counted < num_tokens:
             # Its driver continued it from an earlier checkpoint, and was killed.
-            self._journal.note_aborted(earlier.name, identity, num_tokens - num_counted)
+            self._journal.note_aborted(earlier_try.name, identity, num_tokens - num_counted)
         # With no tokens counted here, they have passed to an answer.
-        can_continue = is_usable and not earlier.has_answer(identity) and (num_counted > 0 or not num_tokens)
-        if earlier is not self._try:
+        can_continue = (
+            has_same_settings and not earlier_try.has_answer(identity) and (num_counted > 0 or not num_tokens)
+        )
+        if earlier_try is not self._try:
             # Record 0 tokens otherwise, so that the next driver does not count them either.
-            self._journal.note_aborted(self.name, identity, num_tokens if can_continue else 0, origin=earlier.name)
+            self._journal.note_aborted(self.name, identity, num_tokens if can_continue else 0, origin=earlier_try.name)
         return can_continue
 
     def check_storage(self) -> None:

@@ -112,11 +112,11 @@ class JournalState:
             except DAMAGE as error:
                 raise damaged(file, number, f"the record is not one of a journal ({error!r:.200})") from None
 
-    def apply(self, values: Mapping[str, Any]) -> None:
+    def apply(self, record: Mapping[str, Any]) -> None:
         """Apply a record. Raises an error of `DAMAGE` if it is not a valid record of a journal."""
         appliers: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "totals": self._apply_totals,
-            "start": lambda record: self.start(_count(record["version"])),
+            "start": lambda start_record: self.start(_count(start_record["version"])),
             "began": self._apply_began,
             "opened": self._apply_opened,
             "asked": self._apply_asked,
@@ -134,7 +134,7 @@ class JournalState:
             "lost": self._apply_lost,
             "step": self._apply_step,
         }
-        appliers[values["kind"]](values)
+        appliers[record["kind"]](record)
 
     def account(self) -> TokenAccount:
         """Return the numbers of sampled tokens so far, and the contradictions found in the records."""
@@ -223,25 +223,25 @@ class JournalState:
             t.is_open for t in self._tries_by_attempt[agent_try.attempt_name].values()
         )
 
-    def _apply_totals(self, values: Mapping[str, Any]) -> None:
+    def _apply_totals(self, record: Mapping[str, Any]) -> None:
         """Add the counts of the tries that an earlier start removed from the journal."""
         settled_tokens = self._settled_tokens
-        settled_tokens.sampled += _count(values["sampled"])
-        settled_tokens.dropped += _count(values["dropped"])
-        settled_tokens.lost += _count(values["lost"])
+        settled_tokens.sampled += _count(record["sampled"])
+        settled_tokens.dropped += _count(record["dropped"])
+        settled_tokens.lost += _count(record["lost"])
         # Earlier versions of megarl do not count these.
-        settled_tokens.unreported_calls += _count(values.get("unreported_calls", 0))
-        for step, trained, untrained in values["steps"]:
+        settled_tokens.unreported_calls += _count(record.get("unreported_calls", 0))
+        for step, trained, untrained in record["steps"]:
             settled_tokens.trained[_count(step)] = _count(trained)
             settled_tokens.untrained[step] = _count(untrained)
 
-    def _apply_began(self, values: Mapping[str, Any]) -> None:
+    def _apply_began(self, record: Mapping[str, Any]) -> None:
         """Begin a try. It replaces the attempt's earlier tries."""
-        name, attempt_name, settings = (str(values[field_name]) for field_name in ("try", "attempt", "settings"))
+        name, attempt_name, settings = (str(record[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError("a try began twice")
         # Only a rewritten record has it: a new try begins in the step after the newest settled one.
-        first_step = _count(values["step"]) if "step" in values else self._last_step + 1
+        first_step = _count(record["step"]) if "step" in record else self._last_step + 1
         tries_of_attempt = self._tries_by_attempt.setdefault(attempt_name, {})
         for earlier in tries_of_attempt.values():
             first_step = min(first_step, earlier.first_step)
@@ -250,73 +250,73 @@ class JournalState:
                 earlier.is_open, earlier.is_replaced = False, True
         self.tries[name] = tries_of_attempt[name] = JournaledTry(name, attempt_name, settings, first_step)
 
-    def _apply_called(self, values: Mapping[str, Any]) -> None:
-        self._calls_under_way.add(str(values["id"]))
+    def _apply_called(self, record: Mapping[str, Any]) -> None:
+        self._calls_under_way.add(str(record["id"]))
 
-    def _apply_sampled(self, values: Mapping[str, Any]) -> None:
+    def _apply_sampled(self, record: Mapping[str, Any]) -> None:
         """Add an answer to a try. A repeated answer moves from the earlier try, so that its tokens count once."""
-        agent_try, number = self.tries[values["try"]], _count(values["call"])
+        agent_try, number = self.tries[record["try"]], _count(record["call"])
         if number < agent_try.num_begun or not agent_try.is_open:
             raise ValueError("an answer of a try that is over, or an answer twice")
-        completion = read_completion(f"{agent_try.name}.{number}", values)
+        completion = read_completion(f"{agent_try.name}.{number}", record)
         num_tokens, versions = len(completion.token_ids), completion.weight_versions
-        identity = str(values.get("id", ""))
+        identity = str(record.get("id", ""))
         self._calls_under_way.discard(identity)
         call = None
         if self._used_from is not None:
-            call = RecordedCall(_read_prompt(agent_try, values), [completion], is_done=True, identity=identity)
+            call = RecordedCall(_read_prompt(agent_try, record), [completion], is_done=True, identity=identity)
         newest_version = int(versions.max(initial=0))
         # Earlier versions of megarl write no ids of requests and calls.
-        request_id = str(values.get("request", ""))
-        answer = JournaledAnswer(num_tokens, newest_version, call, values["repeatable"] is True, request_id, identity)
+        request_id = str(record.get("request", ""))
+        answer = JournaledAnswer(num_tokens, newest_version, call, record["repeatable"] is True, request_id, identity)
         agent_try.add(number, answer)
-        if values["from"] is None:
+        if record["from"] is None:
             # Earlier versions of megarl do not count the tokens of unfinished calls.
-            num_begun = _count(values.get("begun", 0))
-            self._take_aborted(agent_try, identity or values["prompt"], num_begun)
+            num_begun = _count(record.get("begun", 0))
+            self._take_aborted(agent_try, identity or record["prompt"], num_begun)
             self._settled_tokens.sampled += num_tokens - num_begun
             return
         # Move the tokens from the earlier try, so that they are counted once.
-        origin_try, origin_number = values["from"]
+        origin_try, origin_number = record["from"]
         if self.tries[origin_try].answers.pop(_count(origin_number)).num_tokens != num_tokens:
             raise ValueError("an answer taken from an earlier try has another number of tokens there")
 
-    def _apply_counted(self, values: Mapping[str, Any]) -> None:
+    def _apply_counted(self, record: Mapping[str, Any]) -> None:
         """Add an answer of a settled try to its numbers. Its tokens are removed from the journal."""
-        num_tokens, newest_version = _count(values["tokens"]), _count(values["version"])
-        answer = JournaledAnswer(num_tokens, newest_version, None, is_repeatable=False, identity=str(values["id"]))
-        self.tries[values["try"]].add(_count(values["call"]), answer)
+        num_tokens, newest_version = _count(record["tokens"]), _count(record["version"])
+        answer = JournaledAnswer(num_tokens, newest_version, None, is_repeatable=False, identity=str(record["id"]))
+        self.tries[record["try"]].add(_count(record["call"]), answer)
         self._settled_tokens.sampled += num_tokens
 
-    def _apply_refused(self, values: Mapping[str, Any]) -> None:
-        agent_try = self.tries[values["try"]]
-        completion = read_completion(agent_try.name, values, ("error",))
-        if not isinstance(values["error"], str | None):
+    def _apply_refused(self, record: Mapping[str, Any]) -> None:
+        agent_try = self.tries[record["try"]]
+        completion = read_completion(agent_try.name, record, ("error",))
+        if not isinstance(record["error"], str | None):
             raise TypeError("the reason of a refusal is not text")
-        completion = replace(completion, error=values["error"])
+        completion = replace(completion, error=record["error"])
         # Without `_used_from` the journal is only counted, and needs no calls.
         if self._used_from is not None:
-            prompt = _read_prompt(agent_try, values)
-            call = RecordedCall(prompt, [completion], is_done=True, identity=str(values["id"]))
+            prompt = _read_prompt(agent_try, record)
+            call = RecordedCall(prompt, [completion], is_done=True, identity=str(record["id"]))
             agent_try.refused.append((agent_try.num_begun, call))
 
-    def _apply_aborted(self, values: Mapping[str, Any]) -> None:
+    def _apply_aborted(self, record: Mapping[str, Any]) -> None:
         """Count the tokens of a call that ended without an answer."""
         # Earlier versions of megarl write the prompt's digest instead of the call's id.
-        identity, num_tokens = str(values["id"] if "id" in values else values["prompt"]), _count(values["tokens"])
+        identity, num_tokens = str(record["id"] if "id" in record else record["prompt"]), _count(record["tokens"])
         self._calls_under_way.discard(identity)
-        if values["from"] is not None:
-            self._take_aborted(self.tries[values["from"]], identity, num_tokens)
+        if record["from"] is not None:
+            self._take_aborted(self.tries[record["from"]], identity, num_tokens)
         else:
             self._settled_tokens.sampled += num_tokens
-        self._add_unanswered(values["try"], identity, num_tokens)
+        self._add_unanswered(record["try"], identity, num_tokens)
 
-    def _apply_engine_lost(self, values: Mapping[str, Any]) -> None:
-        num_tokens = _count(values["tokens"])
+    def _apply_engine_lost(self, record: Mapping[str, Any]) -> None:
+        num_tokens = _count(record["tokens"])
         self._settled_tokens.sampled += num_tokens
-        self._settled_tokens.unreported_calls += values["is_all"] is not True
+        self._settled_tokens.unreported_calls += record["is_all"] is not True
         # Not by the call's identity: the call goes on in another engine, without these tokens.
-        self._add_unanswered(values["try"], _LOST_ENGINES, num_tokens)
+        self._add_unanswered(record["try"], _LOST_ENGINES, num_tokens)
 
     def _add_unanswered(self, name: str, identity: str, num_tokens: int) -> None:
         """Count tokens without an answer for the try with this name."""
@@ -334,56 +334,56 @@ class JournalState:
         if num_tokens:
             agent_try.aborted[identity] -= num_tokens
 
-    def _apply_opened(self, values: Mapping[str, Any]) -> None:
-        agent_try = self.tries[values["try"]]
-        if not all(isinstance(values[name], str) for name in ("session", "key", "node", "container")):
+    def _apply_opened(self, record: Mapping[str, Any]) -> None:
+        agent_try = self.tries[record["try"]]
+        if not all(isinstance(record[name], str) for name in ("session", "key", "node", "container")):
             raise TypeError("the facts of a session are not texts")
         # Without `_used_from` the journal is only counted, and needs no session.
         if self._used_from is not None:
-            agent_try.opened = values
-            self.containers[agent_try.name] = values["node"], values["container"]
+            agent_try.opened = record
+            self.containers[agent_try.name] = record["node"], record["container"]
 
-    def _apply_asked(self, values: Mapping[str, Any]) -> None:
-        agent_try = self.tries[values["try"]]
-        if _count(values["number"]) < 1 or not all(isinstance(message, dict) for message in values["messages"]):
+    def _apply_asked(self, record: Mapping[str, Any]) -> None:
+        agent_try = self.tries[record["try"]]
+        if _count(record["number"]) < 1 or not all(isinstance(message, dict) for message in record["messages"]):
             raise ValueError("a request has no number, or a message that is not an object")
         if self._used_from is not None and agent_try.opened is not None:
-            agent_try.asked[str(values["request"])] = values
+            agent_try.asked[str(record["request"])] = record
 
-    def _apply_received(self, values: Mapping[str, Any]) -> None:
+    def _apply_received(self, record: Mapping[str, Any]) -> None:
         # -1 corrects an earlier +1: the client had read nothing.
-        if values["clients"] not in (1, -1):
+        if record["clients"] not in (1, -1):
             raise ValueError("a number of clients is neither one more nor one less")
-        self.tries[values["try"]].received[str(values["request"])] += values["clients"]
+        self.tries[record["try"]].received[str(record["request"])] += record["clients"]
 
-    def _apply_closed(self, values: Mapping[str, Any]) -> None:
-        self.tries[values["try"]].opened = None
+    def _apply_closed(self, record: Mapping[str, Any]) -> None:
+        self.tries[record["try"]].opened = None
 
-    def _apply_reopened(self, values: Mapping[str, Any]) -> None:
-        agent_try = self.tries[values["try"]]
+    def _apply_reopened(self, record: Mapping[str, Any]) -> None:
+        agent_try = self.tries[record["try"]]
         is_over = agent_try.is_replaced or agent_try.ended is not None or agent_try.settled_step is not None
         if agent_try.is_open or is_over:
             raise ValueError("a try that is not interrupted is opened again")
         agent_try.is_open = True
 
-    def _apply_ended(self, values: Mapping[str, Any]) -> None:
+    def _apply_ended(self, record: Mapping[str, Any]) -> None:
         """End a try with its trajectory, still as JSON values."""
-        agent_try = self.tries[values["try"]]
+        agent_try = self.tries[record["try"]]
         if not agent_try.is_open:
             raise ValueError("a try ended twice, or after a later one began")
         # Decode the trajectory only when it is used. Most attempts of a file were trained or dropped.
-        agent_try.ended, agent_try.is_open = values, False
+        agent_try.ended, agent_try.is_open = record, False
         # The container ended before the attempt.
         self.containers.pop(agent_try.name, None)
         if self._used_from is None:
             # For counting, numbers are enough, and a long run has billions of tokens.
             agent_try.forget_tokens()
 
-    def _apply_dropped(self, values: Mapping[str, Any]) -> None:
+    def _apply_dropped(self, record: Mapping[str, Any]) -> None:
         """Drop tries that no step will train."""
         # Some are dropped in the middle of a step. Earlier versions of megarl never write the step.
-        step = _count(values["step"]) if "step" in values else self._last_step + 1
-        for name in values["tries"]:
+        step = _count(record["step"]) if "step" in record else self._last_step + 1
+        for name in record["tries"]:
             agent_try = self.tries[name]
             if agent_try.step is not None or agent_try.dropped_step is not None:
                 raise ValueError("a try that was trained or dropped is dropped")
@@ -392,20 +392,20 @@ class JournalState:
             if self._used_from is None or step < self._used_from:
                 agent_try.forget_tokens()
 
-    def _apply_lost(self, values: Mapping[str, Any]) -> None:
+    def _apply_lost(self, record: Mapping[str, Any]) -> None:
         # Earlier versions of megarl never write the step: it is the newest one.
-        step = _count(values["step"]) if "step" in values else self._last_step
-        for name in values["tries"]:
+        step = _count(record["step"]) if "step" in record else self._last_step
+        for name in record["tries"]:
             agent_try = self.tries[name]
             agent_try.lost_step, agent_try.is_open = step, False
 
-    def _apply_step(self, values: Mapping[str, Any]) -> None:
+    def _apply_step(self, record: Mapping[str, Any]) -> None:
         """Note the step that trained these tries, and how many of their tokens. Contradictions become faults.
 
         Tokens of steps before `used_from` are removed.
         """
-        self._last_step = step = _count(values["step"])
-        for name, num_trained in values["tries"]:
+        self._last_step = step = _count(record["step"])
+        for name, num_trained in record["tries"]:
             agent_try = self.tries.get(name)
             if agent_try is None or agent_try.step is not None:
                 self._settled_tokens.faults.append(
@@ -425,12 +425,12 @@ class JournalState:
                     agent_try.forget_tokens()
 
 
-def _read_prompt(agent_try: JournaledTry, values: Mapping[str, Any]) -> NDArray[np.int32]:
+def _read_prompt(agent_try: JournaledTry, record: Mapping[str, Any]) -> NDArray[np.int32]:
     """Return the prompt of a record: int32 [prompt]. Raises an error of `DAMAGE` for damaged tokens."""
-    prompt = decode_tokens(values["new"])
-    if values["base"] is not None and (base := agent_try.answers[values["base"]].call) is not None:
+    prompt = decode_tokens(record["new"])
+    if record["base"] is not None and (base := agent_try.answers[record["base"]].call) is not None:
         prompt = np.concatenate([base.prompt_token_ids, base.parts[0].token_ids.astype(np.int32), prompt])
-    if prompt_digest(prompt) != values["prompt"]:
+    if prompt_digest(prompt) != record["prompt"]:
         raise ValueError("the prompt's tokens have another hash")
     return prompt
 

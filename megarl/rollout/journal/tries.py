@@ -223,7 +223,7 @@ def refused_record(agent_try: JournaledTry, call: RecordedCall) -> dict[str, Any
 
 
 def _call_fields(agent_try: JournaledTry, call: RecordedCall) -> dict[str, Any]:
-    """Return the record's fields of a call. `new` has only the prompt's tokens after the answer `base`."""
+    """Return a call's fields in a record. `new` has the prompt's tokens after the answer `base`."""
     base_answer, num_shared = agent_try.find_base_answer(call.prompt_token_ids)
     return {
         "id": call.identity,

@@ -95,18 +95,19 @@ def _metrics(recipe: Recipe) -> list[str]:
 
 
 def _column_type(annotation: Any) -> type:
-    types = {_TYPES.get(kind, str) for kind in _kinds(annotation)}
+    types = {_TYPES.get(kind, str) for kind in _plain_types(annotation)}
     # A column of mixed types must be text.
     return types.pop() if len(types) == 1 else str
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    """Yield the types in an annotation. Unions are split, and None is left out."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        yield from _kinds(arguments[0])
+        yield from _plain_types(arguments[0])
     elif origin in (Union, UnionType):
-        for argument in arguments:
-            yield from _kinds(argument)
+        for member in arguments:
+            yield from _plain_types(member)
     elif annotation is not NoneType:
         yield annotation
 

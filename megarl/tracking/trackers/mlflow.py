@@ -63,7 +63,7 @@ class MLflow:
                 name: value if isinstance(value, str) else json.dumps(value)
                 for name, value in flatten_sections(recipe).items()
             }
-            replace_text(file, self._new_run(folder.name, parameters) + "\n")
+            replace_text(file, self._create_run(folder.name, parameters) + "\n")
         self.run_id = file.read_text().strip()
         with _server_errors():
             self._client.update_run(self.run_id, status="RUNNING")
@@ -88,7 +88,7 @@ class MLflow:
         with _server_errors():
             self._client.set_terminated(self.run_id)
 
-    def _new_run(self, name: str, parameters: Mapping[str, str]) -> str:
+    def _create_run(self, name: str, parameters: Mapping[str, str]) -> str:
         from mlflow.entities import Param
 
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")

@@ -86,7 +86,6 @@ class TensorBoard:
         self._last_step = step
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write the first `_SAMPLES_SHOWN` records as texts with the tags `samples/SET/NUMBER`."""
         for number, record in enumerate(records[:_SAMPLES_SHOWN]):
             self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
 
@@ -118,6 +117,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, Mapping):
         return repr(value)
     if isinstance(value.get("role"), str) and isinstance(value.get("content"), str):
-        rest = {name: item for name, item in value.items() if name not in ("role", "content")}
-        return f"{value['role']}: {value['content']}" + (f"\n  {rest}" if rest else "")
+        other_fields = {name: item for name, item in value.items() if name not in ("role", "content")}
+        return f"{value['role']}: {value['content']}" + (f"\n  {other_fields}" if other_fields else "")
     return "\n".join(f"{name}: {_text(item)}" for name, item in value.items() if item is not None)

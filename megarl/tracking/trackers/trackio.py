@@ -65,7 +65,6 @@ class Trackio:
         self.run.log(dict(scalars), step=step)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Store the first samples of each data set in a table `samples/SET`."""
         for table in sample_tables(records):
             self.run.log({table.name: self._trackio.Table(columns=table.columns, data=table.rows)}, step=step)
 

@@ -33,6 +33,7 @@ class WandB:
         _mode()
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
+        """Create or continue the run. Raises OSError if W&B fails."""
         import wandb
 
         (folder / "wandb").mkdir(exist_ok=True)
