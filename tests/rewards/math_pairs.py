@@ -235,6 +235,10 @@ RIGHT: dict[str, tuple[str, ...]] = {
     r"x^2+C": (r"x^2+C,\ C\in\mathbb{R}",),
     r"2\pi k": (r"2\pi k, k\in\mathbb{Z}",),
     r"n\ge 5, n\in\mathbb{Z}": (r"n\in\mathbb{Z}, n\ge 5", r"n\ge 5"),
+    # lists of quantities
+    r"\text{12 cm and 5 cm}": ("5 cm and 12 cm", "5 cm, 12 cm", "50 mm and 0.12 m"),
+    "3 apples and 2 oranges": ("2 oranges and 3 apples",),
+    r"\bar{x}": (r"\overline{x}",),
     # rounded values
     r"4\sqrt3": (r"4\sqrt3\approx 6.93", r"4\sqrt3\approx 6.928", r"4\sqrt3\approx 6.92"),
     "12345": (r"12345 \approx 12300",),
@@ -512,6 +516,9 @@ WRONG: dict[str, tuple[str, ...]] = {
     # domains
     r"x\ge 5": (r"x\ge 5, x\in\mathbb{Z}", r"x\in\mathbb{N}, x\ge 5"),
     r"n\ge 5, n\in\mathbb{Z}": (r"n\ge 5, n\in\mathbb{R}", r"n\ge 5, n\in\mathbb{N}"),
+    # lists of quantities
+    r"\text{12 cm and 5 cm}": ("12 cm", "12 cm and 12 cm", "5 m and 12 m", "17 cm", "5 cm, 12 kg"),
+    "3 apples and 2 oranges": ("3 oranges and 2 apples", "5"),
     # rounded values
     "102": (r"102\approx 103", r"102\approx 101.5"),
     r"4\sqrt3": (r"4\sqrt3\approx 6.94", r"4\sqrt3\approx 6.9281"),

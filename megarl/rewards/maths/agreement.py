@@ -21,6 +21,7 @@ from megarl.rewards.maths.spelling import (
     is_same_without_stray_braces,
     is_within_caps,
     normalize,
+    plain_text,
     with_plain_vectors,
 )
 from megarl.rewards.maths.units import Unit, read_unit
@@ -28,6 +29,8 @@ from megarl.rewards.maths.units import Unit, read_unit
 __all__ = ["agreement", "is_within_caps"]
 
 _NO_WORDS: frozenset[str] = frozenset()
+_ITEM_END = re.compile(r"\s*,\s+and\s+|\s+and\s+|\s*[,;]\s+")
+_MAX_LIST_CHARACTERS = 200
 _IN_BASE = re.compile(r"([0-9][0-9A-F]*|[0-9A-F]{2,}(?=_\{?16\b))_\{?(?:\\text\s*\{)?(?:[0-9]+|[a-z]+)\}*")
 
 
@@ -67,7 +70,32 @@ def _compare_normalised(prediction: str, answer: str) -> float:
     gold_base = _IN_BASE.fullmatch(answer)
     if gold_base and gold_base[1] == prediction:
         return 1.0
-    return 1.0 if is_same_chemical(prediction, answer) else _compare_formulas(prediction, answer)
+    if is_same_chemical(prediction, answer) or _list_same_quantities(prediction, answer):
+        return 1.0
+    return _compare_formulas(prediction, answer)
+
+
+def _list_same_quantities(prediction: str, answer: str) -> bool:
+    """Return whether two lists of numbers with units agree in any order: `5 cm and 12 cm`."""
+    golds = _split_quantities(answer)
+    predictions = _split_quantities(prediction) if golds else []
+    if not golds or len(golds) != len(predictions):
+        return False
+    for gold in golds:
+        match = next((quantity for quantity in predictions if same_quantity(quantity, gold)), None)
+        if match is None:
+            return False
+        predictions.remove(match)
+    return True
+
+
+def _split_quantities(text: str) -> list[Quantity]:
+    """Return the quantities of a list, or nothing if it has other items or a number without a unit."""
+    # Most answers are no lists, and reading their words takes time.
+    may_be_list = len(text) < _MAX_LIST_CHARACTERS and _ITEM_END.search(text) is not None
+    items = _ITEM_END.split(plain_text(text)) if may_be_list else []
+    quantities = [quantity for item in items if (quantity := read_quantity(item)) is not None and quantity.unit]
+    return quantities if len(quantities) == len(items) > 1 else []
 
 
 def _compare_formulas(prediction: str, answer: str) -> float:

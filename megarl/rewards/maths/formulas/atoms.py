@@ -22,6 +22,7 @@ DECORATIONS = frozenset(
     """.split()  # noqa: SIM905
 )
 _FONTS = frozenset(("mathbf", "mathrm", "mathit", "mathsf", "boldsymbol", "bm", "text"))
+_SAME_DECORATIONS = {"overline": "bar", "widehat": "hat", "widetilde": "tilde"}
 _SHAPES = {"angle": "angle", "triangle": "triangle", "odot": "circle", "square": "square"}
 # A half-open interval such as (0, 1] closes with the other bracket.
 _CLOSING = {"(": (")", "]"), "[": ("]", ")")}
@@ -287,7 +288,7 @@ class Atoms(Scripts):
         if name in GREEK:
             return self._apply_to_arguments(symbol(name))
         if name in DECORATIONS:
-            return symbol(f"{name} {self.read_name_argument()}")
+            return symbol(f"{_SAME_DECORATIONS.get(name, name)} {self.read_name_argument()}")
         if name in _SHAPES:
             return symbol(f"{_SHAPES[name]} {self.read_name_argument()}")
         if name in _FONTS:
