@@ -56,7 +56,7 @@ async def test_agents_of_a_mixture_share_the_memory_of_the_nodes(
         tokenizer = load_tokenizer(folder)
         sources = await make_sources(recipe, data, rewards, pool, tokenizer, stack, tmp_path, screen)
         attempts: list[Any] = [source.sampler.agent for source in sources]
-        [first, second] = [attempt.__self__.containers for attempt in attempts]
+        [first, second] = [attempt.__self__.runner.containers for attempt in attempts]
         # Nodes share an account only once their machine is known, so the run's memory is compared.
         assert first.nodes[0].address != second.nodes[0].address and first._memory is second._memory
 
