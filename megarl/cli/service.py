@@ -66,8 +66,8 @@ def service(
 ) -> None:
     """Serve programs written with the Tinker SDK: LoRA training and sampling on the ranks of a recipe."""
     from megarl.console.lines import print_lines
-    from megarl.service.admission import QueueLimits
     from megarl.service.command import prepare, run
+    from megarl.service.queueing.admission import QueueLimits
 
     prepared = prepare(
         Path(recipe),

@@ -22,19 +22,19 @@ from megarl.loops.stopping import leaving_on_signals
 from megarl.planner.defaults import with_memory_defaults
 from megarl.preflight import check, download_missing, load
 from megarl.rollout.pool import EnginePool
-from megarl.service import wire
-from megarl.service.accounts import Accounts, read_accounts
-from megarl.service.admission import QueueLimits
-from megarl.service.checkpoints import MAX_BYTES, Checkpoints
-from megarl.service.deletion import delete_tree
-from megarl.service.desk import IDLE_SECONDS, Desk
-from megarl.service.rank_trainer import RankTrainer
-from megarl.service.routes import make_server
+from megarl.service.handlers.desk import IDLE_SECONDS, Desk
+from megarl.service.http.accounts import Accounts, read_accounts
+from megarl.service.http.routes import make_server
+from megarl.service.messages import wire
+from megarl.service.queueing.admission import QueueLimits
+from megarl.service.ranks.rank_trainer import RankTrainer
+from megarl.service.storage.checkpoints import MAX_BYTES, Checkpoints
+from megarl.service.storage.deletion import delete_tree
 from megarl.service.trainer import ServedModel
 from megarl.tracking.display import Display
 from megarl.types import ConfigError
 
-_WORKERS = "megarl.service.rank_worker"
+_WORKERS = "megarl.service.ranks.rank_worker"
 """Module with the worker classes of the ranks."""
 ENGINE_SLOTS = 4
 """Default number of adapters that an engine uses at once."""

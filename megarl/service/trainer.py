@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.token_batch import TokenBatch
-from megarl.service.requests import AdamSettings
-from megarl.service.wire import Sample
+from megarl.service.messages.requests import AdamSettings
+from megarl.service.messages.wire import Sample
 from megarl.types import SamplingSettings, TopTokens
 
 

@@ -28,7 +28,7 @@ def sample_adapters(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     """What an engine with two slots samples from three adapters, alone and together; of the first rank."""
     import torch.distributed as dist
 
-    from megarl.service.rank_worker import ServiceWorker
+    from megarl.service.ranks.rank_worker import ServiceWorker
 
     world_size = parallel.world_size
     worker = ServiceWorker(dist.get_rank(), world_size, recipe, parallel, [("here",)] * world_size, num_slots=2)

@@ -247,7 +247,7 @@ WALL_CLOCK = {
     "megarl/serving/dialects/chat.py": "dates of answers",
     "megarl/serving/dialects/responses.py": "dates of answers",
     "megarl/sandbox/containers/outliving.py": "age of sockets",
-    "megarl/service/sessions.py": "dates of sessions and models in listings",
+    "megarl/service/handlers/sessions.py": "dates of sessions and models in listings",
     "megarl/tracking/trackers/hparams.py": "dates of records",
     "megarl/tracking/trackers/mlflow.py": "dates of records",
     "megarl/tracking/prometheus.py": "dates of records",

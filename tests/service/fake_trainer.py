@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.token_batch import TokenBatch
+from megarl.service.messages.requests import AdamSettings
+from megarl.service.messages.wire import Sample
 from megarl.service.refusals import UserError
-from megarl.service.requests import AdamSettings
 from megarl.service.trainer import ServedModel
-from megarl.service.wire import Sample
 from megarl.types import SamplingSettings, TopTokens
 
 VOCABULARY = 32

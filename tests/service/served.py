@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from megarl.service.accounts import Accounts
-from megarl.service.admission import QueueLimits
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.desk import Desk
-from megarl.service.routes import make_server
+from megarl.service.handlers.desk import Desk
+from megarl.service.http.accounts import Accounts
+from megarl.service.http.routes import make_server
+from megarl.service.queueing.admission import QueueLimits
+from megarl.service.storage.checkpoints import Checkpoints
 from megarl.service.trainer import Trainer
 
 PROGRAM = Path(__file__).with_name("sdk_program.py")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from megarl.service import wire
-from megarl.service.accounts import Accounts, read_accounts
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.desk import Desk
-from megarl.service.models import MAX_MODELS
-from megarl.service.published import PublishedWeights, Weights
-from megarl.service.requests import CreateModel, CreateSession, LoraSettings
+from megarl.service.handlers.desk import Desk
+from megarl.service.handlers.models import MAX_MODELS
+from megarl.service.http.accounts import Accounts, read_accounts
+from megarl.service.messages import wire
+from megarl.service.messages.requests import CreateModel, CreateSession, LoraSettings
+from megarl.service.storage.checkpoints import Checkpoints
+from megarl.service.storage.published import PublishedWeights, Weights
 from megarl.types import ConfigError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
@@ -220,7 +220,7 @@ async def test_an_idle_model_moves_to_disk_once_and_its_heartbeat_does_not_keep_
 async def test_copies_to_sample_from_are_limited_and_those_of_checkpoints_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.service.published.MAX_PUBLISHED", 2)
+    monkeypatch.setattr("megarl.service.storage.published.MAX_PUBLISHED", 2)
     trainer = FakeTrainer()
     async with serving(trainer, tmp_path) as url, ClientSession() as http:
         client = Client(http, url, "tml-a")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
-from megarl.service.admission import BODY_BYTES, Admission, QueueLimits
-from megarl.service.ledger import PATIENCE_SECONDS, Ledger, Reply, json_reply
+from megarl.service.queueing.admission import BODY_BYTES, Admission, QueueLimits
+from megarl.service.queueing.ledger import PATIENCE_SECONDS, Ledger, Reply, json_reply
 from megarl.service.refusals import BusyError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import run_program, serving
@@ -106,7 +106,7 @@ async def test_a_body_without_room_uses_its_number_after_the_patience_of_its_cli
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The SDK raises after five minutes, and goes on with the next number."""
-    monkeypatch.setattr("megarl.service.routes._SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr("megarl.service.http.routes._SMALL_BYTES", 1 << 10)
     limits = QueueLimits(bytes_per_key=1 << 10)
     async with serving(FakeTrainer(), tmp_path, limits=limits) as url, ClientSession() as http:
         client = Client(http, url, "tml-a")
@@ -128,7 +128,7 @@ async def test_a_body_without_room_uses_its_number_after_the_patience_of_its_cli
                 # The other body may not have arrived.
                 body["seq_id"] += status == 200
             assert "at once" in reply["error"]
-            monkeypatch.setattr("megarl.service.ledger.PATIENCE_SECONDS", -1.0)
+            monkeypatch.setattr("megarl.service.queueing.ledger.PATIENCE_SECONDS", -1.0)
             refusal = await client.result("save_weights", body)
             is_read.set()
         assert "at once" in refusal["error"] and refusal["category"] == "user"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.deletion import delete_file, delete_tree
 from megarl.service.refusals import UserError
+from megarl.service.storage.checkpoints import Checkpoints
+from megarl.service.storage.deletion import delete_file, delete_tree
 
 
 def refuse_deletion(monkeypatch: pytest.MonkeyPatch, part: str) -> None:

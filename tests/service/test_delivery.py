@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
-from megarl.service import wire
-from megarl.service.admission import Admission
-from megarl.service.ledger import GAP_SECONDS, READ_SECONDS, Ledger, Reply, json_reply
+from megarl.service.messages import wire
+from megarl.service.queueing.admission import Admission
+from megarl.service.queueing.ledger import GAP_SECONDS, READ_SECONDS, Ledger, Reply, json_reply
 from megarl.service.refusals import BusyError
 from tests.service.fake_trainer import VOCABULARY, FakeTrainer
 from tests.service.served import run_program, serving
@@ -225,9 +225,9 @@ async def check_schedules(folder: Path, seeds: range) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Admission, "reading", reading)
-        patch.setattr("megarl.service.routes._SMALL_BYTES", 0)
+        patch.setattr("megarl.service.http.routes._SMALL_BYTES", 0)
         patch.setattr("megarl.serving.body.MAX_BODY_BYTES", MAX_BYTES)
-        patch.setattr("megarl.service.wire._MAX_PARTS", MAX_PARTS)
+        patch.setattr("megarl.service.messages.wire._MAX_PARTS", MAX_PARTS)
         async with serving(trainer, folder) as url, ClientSession(timeout=ClientTimeout(SCHEDULE_SECONDS)) as http:
             for seed in seeds:
                 program = make_program(random.Random(seed))
@@ -328,8 +328,8 @@ async def test_a_number_that_never_arrives_is_skipped_in_its_turn() -> None:
 async def test_a_late_copy_of_the_first_request_does_not_reset_a_trained_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.service.ledger.READ_SECONDS", -1.0)
-    monkeypatch.setattr("megarl.service.routes.EXPIRY_SECONDS", 0.05)
+    monkeypatch.setattr("megarl.service.queueing.ledger.READ_SECONDS", -1.0)
+    monkeypatch.setattr("megarl.service.http.routes.EXPIRY_SECONDS", 0.05)
     assert READ_SECONDS > 0
     trainer = FakeTrainer()
     async with serving(trainer, tmp_path) as url, ClientSession() as http:

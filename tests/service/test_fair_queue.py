@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.service.fair_queue import FairQueue
+from megarl.service.queueing.fair_queue import FairQueue
 
 COSTS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 

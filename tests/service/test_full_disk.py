@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from megarl.service.checkpoints import Checkpoints
+from megarl.service.storage.checkpoints import Checkpoints
 from megarl.types import DataError, StorageError
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
@@ -69,7 +69,7 @@ async def test_refused_saves_fail_alone(tmp_path: Path, monkeypatch: pytest.Monk
             await save(path="a/b"),
             await save(path="deep", user_metadata=json.loads('{"a":' * 70 + "1" + "}" * 70)),
         ]
-        monkeypatch.setattr("megarl.service.checkpoints.MAX_CHECKPOINTS", 1)
+        monkeypatch.setattr("megarl.service.storage.checkpoints.MAX_CHECKPOINTS", 1)
         refusals.append(await save(path="other"))
         assert [refusal["category"] for refusal in refusals] == ["user"] * 4
         step = await client.result("optim_step", {"model_id": model_id, "seq_id": next(numbers), "adam_params": {}})

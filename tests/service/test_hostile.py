@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from megarl.service import wire
+from megarl.service.messages import wire
+from megarl.service.messages.requests import (
+    CreateModel,
+    CreateSampler,
+    LoadWeights,
+    OptimStep,
+    SampleRequest,
+    read_fields,
+)
 from megarl.service.refusals import UserError
-from megarl.service.requests import CreateModel, CreateSampler, LoadWeights, OptimStep, SampleRequest, read_fields
 from megarl.serving.body import read_head
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import serving
@@ -224,7 +231,7 @@ async def test_a_long_name_is_not_sent_back(tmp_path: Path, values: dict[str, An
 async def test_a_too_large_body_of_unknown_length_uses_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("megarl.service.routes", "megarl.serving.body"):
+    for module in ("megarl.service.http.routes", "megarl.serving.body"):
         monkeypatch.setattr(f"{module}.MAX_BODY_BYTES", 1 << 16)
     async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
         _, model_id = await make_model(Client(http, url, "tml-a"))
@@ -257,7 +264,7 @@ async def test_a_body_that_stops_after_its_number_uses_it(tmp_path: Path, monkey
         is_answered = asyncio.Event()
         timing = SimpleNamespace(timeout=limit, to_thread=asyncio.to_thread)
         monkeypatch.setattr("megarl.serving.body.asyncio", timing)
-        monkeypatch.setattr("megarl.service.routes.read_head", read)
+        monkeypatch.setattr("megarl.service.http.routes.read_head", read)
 
         async def send() -> AsyncIterator[bytes]:
             yield f'{{"model_id": "{model_id}", "seq_id": 1, '.encode()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.service.ledger import PATIENCE_SECONDS, READ_SECONDS, Ledger, Reply, json_reply
+from megarl.service.queueing.ledger import PATIENCE_SECONDS, READ_SECONDS, Ledger, Reply, json_reply
 from megarl.service.refusals import BusyError, NotFoundError, UserError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.service.checkpoints import Checkpoints
 from megarl.service.refusals import NotFoundError, UserError
+from megarl.service.storage.checkpoints import Checkpoints
 from tests.service.fake_trainer import FakeTrainer
 from tests.service.served import run_program, serving
 from tests.service.test_access import ACCOUNTS

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megarl.service.memory_limits import MemoryLimits, RankMemory
-from megarl.service.rank_trainer import RankTrainer
+from megarl.service.messages.requests import AdamSettings
+from megarl.service.ranks.memory_limits import MemoryLimits, RankMemory
+from megarl.service.ranks.rank_trainer import RankTrainer
 from megarl.service.refusals import UserError
-from megarl.service.requests import AdamSettings
 from megarl.types import ConfigError, StorageError
 from tests.service.fake_trainer import FakeTrainer
 
@@ -161,7 +161,7 @@ async def test_a_state_that_cannot_be_read_back_fails_its_model_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # There is no checkpoint: these ranks only note that they load one.
-    monkeypatch.setattr("megarl.service.rank_trainer.check_intact", lambda folder: None)
+    monkeypatch.setattr("megarl.service.ranks.rank_trainer.check_intact", lambda folder: None)
     ranks, trainer = await start_with_two_of_three_models()
     ranks.damaged = {"a"}
     for _ in range(2):
@@ -192,7 +192,7 @@ async def test_a_state_that_cannot_be_read_back_fails_its_model_alone(
 async def test_a_checkpoint_that_ranks_cannot_read_takes_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.service.rank_trainer.check_intact", lambda folder: None)
+    monkeypatch.setattr("megarl.service.ranks.rank_trainer.check_intact", lambda folder: None)
     ranks, trainer = await start_with_two_of_three_models()
     ranks.has_read_fault = True
     for _ in range(5):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.service.datums import make_batch
-from megarl.service.losses import LOSSES, read_settings
-from megarl.service.objectives import make_objective
+from megarl.service.messages.datums import make_batch
+from megarl.service.messages.losses import LOSSES, read_settings
+from megarl.service.messages.wire import Datum
+from megarl.service.ranks.objectives import make_objective
 from megarl.service.refusals import UserError
-from megarl.service.wire import Datum
 from megarl.training import objective
 from megarl.training.rows.packed_rows import pack_row
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.service.datums import make_batch
-from megarl.service.requests import AdamSettings
-from megarl.service.wire import Datum
+from megarl.service.messages.datums import make_batch
+from megarl.service.messages.requests import AdamSettings
+from megarl.service.messages.wire import Datum
 from megarl.training.state.exchange import trained_parameters
 from tests.rank_pool import RankPool
 from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe
@@ -55,7 +55,7 @@ def run_call(adapters: Any, model: int, call: int, parallel: ParallelConfig) -> 
 
 def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[int]], folder: Path) -> list[Any]:
     """Return, for each order of the models' calls, the models' states: adapters, moments and steps."""
-    from megarl.service.rank_adapters import Adapters
+    from megarl.service.ranks.rank_adapters import Adapters
 
     engine, *_ = build(recipe, parallel)
     adapters = Adapters(engine, parallel)
@@ -111,7 +111,7 @@ def damage_models(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> lis
 
     All models then train like one without a fault.
     """
-    from megarl.service.rank_adapters import Adapters
+    from megarl.service.ranks.rank_adapters import Adapters
 
     engine, *_ = build(recipe, parallel)
     adapters = Adapters(engine, parallel)

@@ -20,7 +20,7 @@ def save_twice(recipe: Recipe, parallel: ParallelConfig, full: Path, roomy: Path
     """Return this rank's faults of both saves, and whether the second one loads with the same bits."""
     import torch
 
-    from megarl.service.rank_adapters import Adapters
+    from megarl.service.ranks.rank_adapters import Adapters
 
     engine, *_ = build(recipe, parallel)
     adapters = Adapters(engine, parallel)
@@ -39,7 +39,7 @@ def load_damaged(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> tupl
     """Return this rank's faults of loads from a cut file, and whether another model has the same bits afterwards."""
     import torch
 
-    from megarl.service.rank_adapters import Adapters
+    from megarl.service.ranks.rank_adapters import Adapters
 
     engine, *_ = build(recipe, parallel)
     adapters = Adapters(engine, parallel)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.service.queueing.turns import TENANT, Turns
 from megarl.service.refusals import UserError
-from megarl.service.turns import TENANT, Turns
 
 
 class Recorder:

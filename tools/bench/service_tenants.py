@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megarl.cluster.calls.deadlines import run_deadlines
 from megarl.cluster.launchers.run_nodes import start_ranks
 from megarl.service.command import Service, construct_workers, make_trainer, prepare
-from megarl.service.datums import make_batch
-from megarl.service.rank_trainer import RankTrainer
-from megarl.service.requests import AdamSettings
-from megarl.service.turns import TENANT
-from megarl.service.wire import Datum
+from megarl.service.messages.datums import make_batch
+from megarl.service.messages.requests import AdamSettings
+from megarl.service.messages.wire import Datum
+from megarl.service.queueing.turns import TENANT
+from megarl.service.ranks.rank_trainer import RankTrainer
 from megarl.types import SamplingSettings
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from megarl.service.engine_slots import EngineSlot, EngineSlots
-from megarl.service.fair_queue import FairQueue
+from megarl.service.queueing.engine_slots import EngineSlot, EngineSlots
+from megarl.service.queueing.fair_queue import FairQueue
 
 TENANT: ContextVar[str] = ContextVar("TENANT", default="")
 """Account of the current request. The ledger sets it."""

@@ -9,13 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.service import requests, wire
-from megarl.service.accounts import Accounts
-from megarl.service.admission import BODY_BYTES
-from megarl.service.desk import Desk
-from megarl.service.ledger import Promise
-from megarl.service.refusals import BusyError, MalformedError, NotFoundError, UserError
-from megarl.service.requests import (
+from megarl.service.handlers.desk import Desk
+from megarl.service.http.accounts import Accounts
+from megarl.service.http.rest_routes import RestRoutes
+from megarl.service.messages import requests, wire
+from megarl.service.messages.requests import (
     CreateModel,
     CreateSampler,
     CreateSession,
@@ -26,7 +24,9 @@ from megarl.service.requests import (
     SessionAddress,
     read_fields,
 )
-from megarl.service.rest_routes import RestRoutes
+from megarl.service.queueing.admission import BODY_BYTES
+from megarl.service.queueing.ledger import Promise
+from megarl.service.refusals import BusyError, MalformedError, NotFoundError, UserError
 from megarl.serving.body import MAX_BODY_BYTES, parse_json, read_bytes, read_head, read_json
 from megarl.serving.http_server import HttpServer
 from megarl.serving.refusal import RequestError

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from megarl.service.checkpoints import Checkpoints, Stored
+from megarl.service.messages.requests import Page
 from megarl.service.refusals import NotFoundError
-from megarl.service.requests import Page
+from megarl.service.storage.checkpoints import Checkpoints, Stored
 from megarl.service.trainer import ServedModel
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}

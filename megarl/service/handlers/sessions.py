@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.service.listing import RunState
-from megarl.service.published import Weights
+from megarl.service.handlers.listing import RunState
+from megarl.service.messages.requests import CreateSession, Numbered, read_fields
 from megarl.service.refusals import NotFoundError, UserError
-from megarl.service.requests import CreateSession, Numbered, read_fields
+from megarl.service.storage.published import Weights
 
 MAX_SESSIONS = 64
 """Maximum sessions of one account."""

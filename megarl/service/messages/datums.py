@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.token_batch import TokenBatch, borders
-from megarl.service.losses import LOSSES
+from megarl.service.messages.losses import LOSSES
+from megarl.service.messages.wire import Datum
 from megarl.service.refusals import UserError
-from megarl.service.wire import Datum
 
 _ARRAYS = {"weights": "token_weights", "logprobs": "old_logprobs", "advantages": "advantages"}
 """Names of a client's arrays, with megarl's names."""

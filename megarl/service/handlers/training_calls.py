@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from megarl.data.token_batch import TokenBatch
-from megarl.service import wire
-from megarl.service.datums import make_batch, split_values
-from megarl.service.ledger import Promise, Reply, digest_of, json_reply
-from megarl.service.losses import read_settings
+from megarl.service.handlers.request_handlers import RequestHandlers
+from megarl.service.handlers.served_checks import check_optimizer
+from megarl.service.messages import wire
+from megarl.service.messages.datums import make_batch, split_values
+from megarl.service.messages.losses import read_settings
+from megarl.service.messages.requests import OptimStep, read_fields
+from megarl.service.queueing.ledger import Promise, Reply, digest_of, json_reply
 from megarl.service.refusals import UserError
-from megarl.service.request_handlers import RequestHandlers
-from megarl.service.requests import OptimStep, read_fields
-from megarl.service.served_checks import check_optimizer
 
 
 class TrainingCalls(RequestHandlers):

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megarl.service.ledger import Promise, Reply, digest_of, json_reply
+from megarl.service.handlers.request_handlers import RequestHandlers
+from megarl.service.handlers.served_checks import check_adapters, check_base, check_optimizer, check_record
+from megarl.service.handlers.sessions import Model, Session
+from megarl.service.messages.requests import CreateModel, LoadWeights
+from megarl.service.queueing.ledger import Promise, Reply, digest_of, json_reply
 from megarl.service.refusals import MalformedError, UserError
-from megarl.service.request_handlers import RequestHandlers
-from megarl.service.requests import CreateModel, LoadWeights
-from megarl.service.served_checks import check_adapters, check_base, check_optimizer, check_record
-from megarl.service.sessions import Model, Session
 
 # Every idle model keeps its adapters, gradients and moments in host memory.
 MAX_MODELS = 16

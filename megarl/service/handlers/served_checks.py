@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.service.messages.requests import LoraSettings
 from megarl.service.refusals import UserError
-from megarl.service.requests import LoraSettings
 from megarl.service.trainer import ServedModel
 
 

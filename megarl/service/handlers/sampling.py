@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.service import wire
-from megarl.service.ledger import Promise, Reply, digest_of
-from megarl.service.published import Weights
-from megarl.service.refusals import UserError
-from megarl.service.request_handlers import RequestHandlers
-from megarl.service.requests import (
+from megarl.service.handlers.request_handlers import RequestHandlers
+from megarl.service.handlers.served_checks import check_base, check_record
+from megarl.service.handlers.sessions import Sampler
+from megarl.service.messages import wire
+from megarl.service.messages.requests import (
     CreateSampler,
     SampleAddress,
     SampleRequest,
@@ -20,8 +19,9 @@ from megarl.service.requests import (
     count_sampling_tokens,
     read_fields,
 )
-from megarl.service.served_checks import check_base, check_record
-from megarl.service.sessions import Sampler
+from megarl.service.queueing.ledger import Promise, Reply, digest_of
+from megarl.service.refusals import UserError
+from megarl.service.storage.published import Weights
 from megarl.types import SamplingSettings
 
 _SEEDS = 2**31

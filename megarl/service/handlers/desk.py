@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megarl.service.admission import QueueLimits
 from megarl.service.background import Background
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.ledger import Ledger
-from megarl.service.models import Models
-from megarl.service.published import PublishedWeights
-from megarl.service.sampling import Sampling
-from megarl.service.saves import Saves
-from megarl.service.sessions import Sessions
+from megarl.service.handlers.models import Models
+from megarl.service.handlers.sampling import Sampling
+from megarl.service.handlers.saves import Saves
+from megarl.service.handlers.sessions import Sessions
+from megarl.service.handlers.training_calls import TrainingCalls
+from megarl.service.queueing.admission import QueueLimits
+from megarl.service.queueing.ledger import Ledger
+from megarl.service.storage.checkpoints import Checkpoints
+from megarl.service.storage.published import PublishedWeights
 from megarl.service.trainer import ServedModel, Trainer
-from megarl.service.training_calls import TrainingCalls
 
 # SDK 0.38 sends a heartbeat every 10 seconds, so only a lost client is silent for this long.
 SILENT_SECONDS = 600.0

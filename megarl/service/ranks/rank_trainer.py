@@ -21,12 +21,12 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.data.token_batch import TokenBatch, borders
 from megarl.rollout.pool import EnginePool
 from megarl.service.background import Background
-from megarl.service.memory_limits import MemoryLimits
+from megarl.service.messages.requests import AdamSettings
+from megarl.service.messages.wire import Sample
+from megarl.service.queueing.turns import Engines, Turns
+from megarl.service.ranks.memory_limits import MemoryLimits
 from megarl.service.refusals import UserError
-from megarl.service.requests import AdamSettings
 from megarl.service.trainer import ServedModel
-from megarl.service.turns import Engines, Turns
-from megarl.service.wire import Sample
 from megarl.types import Completion, ConfigError, MegarlError, Request, SamplingSettings, StorageError, TopTokens
 
 Result = TypeVar("Result")

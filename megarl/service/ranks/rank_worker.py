@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.engine.engine import RolloutEngine
 from megarl.engine.parts.served_adapters import ServedAdapters
-from megarl.service.rank_adapters import Adapters
+from megarl.service.ranks.rank_adapters import Adapters
 from megarl.worker.colocated import Worker
 from megarl.worker.engine_builder import build_engine
 from megarl.worker.engine_worker import EngineWorker

@@ -25,11 +25,11 @@ from megarl.data.token_batch import TokenBatch
 from megarl.models.lora import adapters_of
 from megarl.models.policy import PolicyModel
 from megarl.platform.memory.host_memory import available_bytes
-from megarl.service.deletion import delete_file
-from megarl.service.memory_limits import RankMemory
-from megarl.service.objectives import make_objective, measure
-from megarl.service.rank_saves import SaveOutcome, save_model
-from megarl.service.rank_top_tokens import TopTokensHead, select_scores
+from megarl.service.ranks.memory_limits import RankMemory
+from megarl.service.ranks.objectives import make_objective, measure
+from megarl.service.ranks.rank_saves import SaveOutcome, save_model
+from megarl.service.ranks.rank_top_tokens import TopTokensHead, select_scores
+from megarl.service.storage.deletion import delete_file
 from megarl.training.optimizer import step_if_finite
 from megarl.training.state import checkpoint
 from megarl.training.state.exchange import (

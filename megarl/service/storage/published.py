@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.service.checkpoints import Checkpoints
 from megarl.service.refusals import UserError
+from megarl.service.storage.checkpoints import Checkpoints
 from megarl.service.trainer import Trainer
 
 # A loop that samples after each step makes one copy a step, and never releases one. A copy of rank-32 adapters of a 14B

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from megarl.service.admission import BODY_BYTES, Admission, QueueLimits
+from megarl.service.queueing.admission import BODY_BYTES, Admission, QueueLimits
+from megarl.service.queueing.turns import TENANT
 from megarl.service.refusals import BusyError, NotFoundError, UserError
-from megarl.service.turns import TENANT
 from megarl.types import MegarlError
 
 READ_SECONDS = 600.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.files.atomic import end_replacements, replace_folder, replace_text
-from megarl.service.deletion import Report, delete_file, delete_tree
+from megarl.service.messages.requests import NAME
 from megarl.service.refusals import NotFoundError, UserError
-from megarl.service.requests import NAME
+from megarl.service.storage.deletion import Report, delete_file, delete_tree
 from megarl.terminal import FirstOfEachKind
 from megarl.types import DataError, StorageError
 

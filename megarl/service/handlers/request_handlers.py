@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.service.background import Background
-from megarl.service.checkpoints import Checkpoints
-from megarl.service.ledger import Ledger
-from megarl.service.published import PublishedWeights
-from megarl.service.sessions import Sessions
+from megarl.service.handlers.sessions import Sessions
+from megarl.service.queueing.ledger import Ledger
+from megarl.service.storage.checkpoints import Checkpoints
+from megarl.service.storage.published import PublishedWeights
 from megarl.service.trainer import Trainer
 
 

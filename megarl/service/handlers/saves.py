@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megarl.service.ledger import Promise, Reply, digest_of, json_reply
+from megarl.service.handlers.request_handlers import RequestHandlers
+from megarl.service.handlers.sessions import Model, Sampler
+from megarl.service.messages.requests import SaveForSampler, SaveWeights, read_fields
+from megarl.service.queueing.ledger import Promise, Reply, digest_of, json_reply
 from megarl.service.refusals import UserError
-from megarl.service.request_handlers import RequestHandlers
-from megarl.service.requests import SaveForSampler, SaveWeights, read_fields
-from megarl.service.sessions import Model, Sampler
 from megarl.types import StorageError
 
 

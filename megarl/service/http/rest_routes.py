@@ -7,10 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.service.desk import Desk
-from megarl.service.listing import Listing
+from megarl.service.handlers.desk import Desk
+from megarl.service.handlers.listing import Listing
+from megarl.service.messages.requests import Lifetime, Page, read_fields
 from megarl.service.refusals import UserError
-from megarl.service.requests import Lifetime, Page, read_fields
 from megarl.serving.body import read_json
 
 Handler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]

@@ -1,0 +1,1 @@
+"""HTTP routes of the training service, and the accounts of their callers."""

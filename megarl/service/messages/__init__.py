@@ -1,0 +1,1 @@
+"""Messages of the training service: JSON bodies, protobuf, sequences and losses."""

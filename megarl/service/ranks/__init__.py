@@ -1,0 +1,1 @@
+"""Ranks of the training service: many models' adapters on one trainer."""
