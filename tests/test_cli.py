@@ -228,7 +228,7 @@ def test_plan_refuses_what_does_not_fit(recipe: Path) -> None:
 def test_an_error_is_one_message_and_its_exit_code(recipe: Path, arguments: list[str], code: int, message: str) -> None:
     done = megarl("train", recipe, *arguments)
     assert done.returncode == code
-    assert done.stdout == f"megarl: checks and starts {recipe}\n"
+    assert done.stdout == f"megarl: checking {recipe}, then training\n"
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -125,7 +125,7 @@ def train(
     if not dry_run:
         # Printed before the slow imports and checks, which take seconds.
         Terminal(highlight=False, soft_wrap=True).print(
-            f"megarl: checks and starts {recipe}", style="dim", markup=False
+            f"megarl: checking {recipe}, then training", style="dim", markup=False
         )
     from megarl.config.reading.override_text import override_text
     from megarl.platform.imports import disable_collector

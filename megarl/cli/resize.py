@@ -98,25 +98,27 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
             "--to: the forecast of bytes covers a policy only; leave --to out for recipes with lora or a critic"
         )
     if old_recipe.optimizer.name != "adam":
-        raise ConfigError(f"--to: counts Adam's state; leave it out with optimizer.name={old_recipe.optimizer.name}")
+        raise ConfigError(
+            "--to: the forecast of bytes covers Adam's state only; leave --to out with "
+            f"optimizer.name={old_recipe.optimizer.name}"
+        )
     new_recipe = with_sizes(old_recipe, _read_sizes(recipe, first_overrides, after.split()))
-    # Both sizes must be valid for the recipe's model.
-    layouts = []
-    for sizes in (old_recipe, new_recipe):
-        shape, parallel = check_plan(sizes)
-        layouts.append(align_parallel(sizes, shape, parallel))
+    # Both recipes have the same model. Their sizes must fit it.
+    shape, checked_parallel = check_plan(old_recipe)
+    old_parallel = align_parallel(old_recipe, shape, checked_parallel)
+    _, checked_parallel = check_plan(new_recipe)
+    new_parallel = align_parallel(new_recipe, shape, checked_parallel)
     # Forecast the bytes of weights and optimizer state that change their rank.
-    shape = trained_shape(old_recipe, shape)
     settings = StateSettings(2 if old_recipe.model.dtype == "bfloat16" else 4, old_recipe.trainer.distributed_optimizer)
     ranks_per_node = old_recipe.cluster.ranks_per_node, new_recipe.cluster.ranks_per_node
-    forecast = forecast_resize(shape, layouts[0], layouts[1], settings, ranks_per_node)
+    forecast = forecast_resize(trained_shape(old_recipe, shape), old_parallel, new_parallel, settings, ranks_per_node)
     if as_json:
-        print(json.dumps({"from": str(layouts[0]), "to": str(layouts[1]), **forecast.as_json()}))
+        print(json.dumps({"from": str(old_parallel), "to": str(new_parallel), **forecast.as_json()}))
         return
     print_lines(
         [
-            f"from {layouts[0]}",
-            f"to   {layouts[1]}",
+            f"from {old_parallel}",
+            f"to   {new_parallel}",
             f"state: {size_text(forecast.state)} of weights and optimizer, each element counted once",
             f"received from other ranks: about {size_text(forecast.received)} in total, at most "
             f"{size_text(forecast.most_received)} by one rank",

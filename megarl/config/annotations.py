@@ -89,7 +89,7 @@ class KeywordOf:
     formula: str
     """Recipe field that selects the formula, for example algorithm.advantage."""
     name: str | None = None
-    """Name of the formula's keyword argument. Default: the field's own name."""
+    """Name of the keyword argument. None: the name of the marked field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,14 +156,14 @@ class Dialogue:
             raise ValueError("the chat template does not write an assistant's turn exactly once and unchanged")
         return following
 
-    def _after_calls(self, answers: Messages, messages: Messages, tools: Tools) -> str | None:
+    def _after_calls(self, tool_results: Messages, messages: Messages, tools: Tools) -> str | None:
         """Return the template's text after a turn with tool calls. `messages` begin with the calls' results.
 
         None: the template does not write tool calls.
         """
         refusal: ValueError | None = None
         # Some templates refuse several calls in a turn, so a turn with one call is tried next.
-        for turn in _turns_with_calls(answers):
+        for turn in _turns_with_calls(tool_results):
             try:
                 text_without_messages = render(self.tokenizer, (_QUESTION, turn), generation_prompt=False, tools=tools)
                 text_with_messages = render(
@@ -198,18 +198,19 @@ class Dialogue:
         return first_special.start() if first_special else len(alone)
 
 
-def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
+def _turns_with_calls(tool_results: Messages) -> Iterator[Mapping[str, Any]]:
     """Yield two variants of the assistant's turn before these tool results: with all their calls, and with one call.
 
     The second is for templates that refuse several calls in a turn.
     """
-    for num_calls in (len(answers), 1):
+    for num_calls in (len(tool_results), 1):
+        # The caller searches the end of the last call, so only this call has the placeholder.
         calls = [
             {
-                "id": answer.get("tool_call_id", ""),
+                "id": result.get("tool_call_id", ""),
                 "type": "function",
-                "function": {"name": answer.get("name", "f"), "arguments": {"x": _TURN if is_last else "."}},
+                "function": {"name": result.get("name", "f"), "arguments": {"x": _TURN if is_last else "."}},
             }
-            for answer, is_last in zip(answers[:num_calls], [*[False] * (num_calls - 1), True], strict=True)
+            for result, is_last in zip(tool_results[:num_calls], [*[False] * (num_calls - 1), True], strict=True)
         ]
         yield {"role": "assistant", "content": "", "tool_calls": calls}

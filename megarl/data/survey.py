@@ -199,7 +199,7 @@ class _RecordReader:
         self._has_tokenizer = tokenizer is not None
         self._has_limit = max_tokens is not None
         self._max_tokens = max_tokens or MAX_TOKENS
-        self._kind = _make_kind(
+        self._kind = _make_record_kind(
             kind,
             tokenizer=tokenizer,
             system_prompt=system_prompt,
@@ -238,11 +238,12 @@ class _RecordReader:
             ) from error
 
 
-def _make_kind(
+def _make_record_kind(
     name: KindName, *, tokenizer: Tokenizer | None, system_prompt: str | None, has_answers: bool, max_tokens: int
 ) -> AnyKind:
+    # The other kinds have no gold answers.
     options: dict[str, Any] = {"has_answers": has_answers} if name == "problems" else {}
-    # Without a tokenizer no example is made.
+    # Without a tokenizer, the kind only reads records. It makes no training examples of them.
     return KINDS[name](
         tokenizer=cast("Tokenizer", tokenizer), system_prompt=system_prompt, max_tokens=max_tokens, **options
     )
@@ -276,7 +277,7 @@ def _places_by_prompt(source: str, names: FieldNames | None, system_prompt: str 
     """Return the place (file and line) of each prompt of a source, keyed by the prompt's digest."""
     places: dict[bytes, str] = {}
     for record in read_records(source, names, lambda *_: None):
-        kind = _make_kind(
+        kind = _make_record_kind(
             kind_of(record.fields, record.format),
             tokenizer=None,
             system_prompt=system_prompt,

@@ -24,13 +24,13 @@ from megarl.types import Completion, Request
 class LeaderRequests:
     """Passes requests to a vLLM engine, and makes completions of its outputs.
 
-    `running` are the unfinished requests by id. `parts` are the engine's optional features.
+    `running` are the requests without a completion, by id. `parts` are the engine's optional features.
     """
 
     def __init__(self, engine: LLMEngine, parts: Sequence[EnginePart]) -> None:
         self.engine = engine
         self.running: dict[str, RunningRequest] = {}
-        self._parts = parts
+        self._engine_parts = parts
         self._core: Any = cast(Any, engine.engine_core).engine_core
         self._scheduler: RecordingScheduler = self._core.scheduler
 
@@ -57,9 +57,9 @@ class LeaderRequests:
     def finish(self, output: Any) -> Completion:
         # The scheduler recorded the tokens itself, so vLLM's output lacks them.
         (finished_output,) = output.outputs
-        completion = self._remove_completed(output.request_id, finished_output.finish_reason)
+        completion = self._pop_completion(output.request_id, finished_output.finish_reason)
         completion = dataclasses.replace(completion, num_cached=output.num_cached_tokens or 0)
-        for part in self._parts:
+        for part in self._engine_parts:
             completion = part.extend_completion(completion, finished_output)
         return completion
 
@@ -68,8 +68,8 @@ class LeaderRequests:
         internal_id = self.running[request_id].internal_id
         # vLLM 0.30 returns no output for an aborted request, so read its output state.
         state = self.engine.output_processor.request_states[internal_id]
-        completion = self._remove_completed(request_id, "abort")
-        for part in self._parts:
+        completion = self._pop_completion(request_id, "abort")
+        for part in self._engine_parts:
             completion = part.extend_aborted(completion, state)
         self.engine.abort_request([internal_id], internal=True)
         return completion
@@ -120,11 +120,11 @@ class LeaderRequests:
         """Return the arguments of vLLM's `add_request`, extended by all parts. `request` None: a prompt to score."""
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         arguments: dict[str, Any] = {"prompt": prompt, "params": parameters}
-        for part in self._parts:
+        for part in self._engine_parts:
             part.extend_request(arguments, request, weight_version)
         return arguments
 
-    def _remove_completed(self, request_id: str, finish_reason: str | None) -> Completion:
+    def _pop_completion(self, request_id: str, finish_reason: str | None) -> Completion:
         running = self.running.pop(request_id)
         del self._scheduler.sampled[running.internal_id]
         return running.make_completion(request_id, finish_reason)

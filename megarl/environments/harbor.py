@@ -88,7 +88,9 @@ class Harbor:
         if not isinstance(rewards, dict) or not rewards:
             raise ForeignError(f"the verifier of trial {trial_name} gave no reward")
         if "reward" not in rewards and len(rewards) > 1:
-            raise ForeignError(f"the verifier gave {sorted(rewards)[:5]}, and none is named reward")
+            raise ForeignError(
+                f"the verifier's rewards are {sorted(rewards)[:5]}, and none is named reward; name one of them so"
+            )
         # A task with one number may give it any name.
         reward = rewards.get("reward", next(iter(rewards.values())))
         number = finite_number(reward)

@@ -13,7 +13,7 @@ from megarl.loops.measuring.performance import Performance
 from megarl.loops.measuring.profiles import Profiles
 from megarl.loops.observers.step_observer import StepObservers
 from megarl.loops.ranks.rank_processes import RankProcesses
-from megarl.loops.ranks.resizing import take_request
+from megarl.loops.ranks.resizing import ResizeAskedError, take_request
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.run_data import RunData
 from megarl.loops.sample_writer import SampleWriter
@@ -111,7 +111,7 @@ class Run:
                 evaluation_fault = await self._evaluate_unless_abandoned(number, evaluate)
                 fault = fault or evaluation_fault
             else:
-                self.checkpoints.judge(number, {})
+                self.checkpoints.keep_if_best(number, {})
             # An asynchronous save is published at the end of the first step after it was written.
             await self.checkpoints.complete()
         if fault is not None:
@@ -193,17 +193,17 @@ class Run:
         except AbandonedError:
             return None
         performance = await self.watch.performance.measure_evaluation(self.tracker.seconds)
-        return self._log_evaluation(number, metrics | performance.evaluation, performance.whole_step)
+        return self._log_evaluation(number, metrics | performance.evaluation, performance.whole_step_metrics)
 
     def _log_evaluation(
-        self, number: int, metrics: dict[str, float], whole_step: Mapping[str, float] | None = None
+        self, number: int, metrics: dict[str, float], whole_step_metrics: Mapping[str, float] | None = None
     ) -> MegarlError | None:
         """Log a step's evaluation, and keep its model if it is the best. Return the error that ends the run, or None.
 
-        `whole_step` are metrics of the step together with its evaluation.
+        `whole_step_metrics` are over the time of step and evaluation together.
         """
-        self.tracker.log_evaluation(number, metrics, whole_step or {})
-        self.checkpoints.judge(number, metrics)
+        self.tracker.log_evaluation(number, metrics, whole_step_metrics or {})
+        self.checkpoints.keep_if_best(number, metrics)
         return self.watch.observers.find_fault(Step(number, metrics))
 
     async def _stop_if_asked(self, step: int, state: RLState | None) -> None:
@@ -222,26 +222,26 @@ class Run:
         The reason is a `megarl resize`, or lost nodes that have come back.
         """
         try:
-            requested_change = take_request(self.folder.path, self.recipe)
+            resized_recipe = take_request(self.folder.path, self.recipe)
             if step == self.recipe.train.steps:
-                if requested_change is not None:
+                if resized_recipe is not None:
                     self.tracker.notice("the run is not resized, because this was its last step")
                 return
-            if requested_change is not None:
-                await self.ranks.reserve(requested_change.parallel.world_size, requested_change.parallel.replica_sizes)
+            if resized_recipe is not None:
+                await self.ranks.reserve(resized_recipe.parallel.world_size, resized_recipe.parallel.replica_sizes)
         except MegarlError as error:
             self.tracker.notice(f"the run cannot be resized: {error}")
             return
-        # Without a request: the change back to the run's full size, if lost nodes have come back.
-        requested_change = requested_change or self.processes.growth()
-        if requested_change is None:
+        # Without a request: back to the run's full size, if lost nodes have come back.
+        resized_recipe = resized_recipe or self.processes.find_growth()
+        if resized_recipe is None:
             return
         await self.complete_background_work()
         await self.reshard_schedule.sleep_engines()
         await self.checkpoints.copy(step, state and state.save)
         # A signal may have arrived meanwhile.
         await self._stop_if_asked(step, state)
-        raise requested_change
+        raise ResizeAskedError(resized_recipe)
 
     async def _save(self, step: int, state: RLState | None) -> None:
         """Save a checkpoint in addition to the regular ones, with the engines asleep."""

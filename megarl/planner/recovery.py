@@ -26,7 +26,7 @@ def leaves_recovery_open(recipe: Recipe) -> bool:
 
     False unless the run uses this machine's GPUs: the host memory of other nodes is unknown.
     """
-    return bool(_open_fields(recipe)) and recipe.train.steps != 0 and uses_this_machine(recipe)
+    return bool(_choose_unset_fields(recipe)) and recipe.train.steps != 0 and uses_this_machine(recipe)
 
 
 def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
@@ -34,20 +34,14 @@ def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
 
     Fields set in the recipe are unchanged.
     """
-    # The prediction includes copies only for a recipe that asks for them.
-    recovering_recipe = with_field_values(recipe, _open_fields(recipe))
-    return (
-        recovering_recipe
-        if fullest_node_bytes(recovering_recipe, judge.predict(recovering_recipe)) <= _HOST_SHARE * machine_bytes()
-        else recipe
-    )
+    recovering_recipe = with_field_values(recipe, _choose_unset_fields(recipe))
+    # This prediction includes the copies, because the recipe asks for them.
+    node_bytes = fullest_node_bytes(recovering_recipe, judge.predict(recovering_recipe))
+    return recovering_recipe if node_bytes <= _HOST_SHARE * machine_bytes() else recipe
 
 
-def _open_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return values for the fields of a recovery that the recipe leaves out.
-
-    Empty: another field rules a recovery out.
-    """
+def _choose_unset_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return values for recovery fields that the recipe leaves out. Empty: it sets both, or rules recovery out."""
     # A field written with its default value is still the user's choice.
     sets_recover = "recover" in recipe.cluster.model_fields_set
     sets_copies = "replicate" in recipe.checkpoint.model_fields_set

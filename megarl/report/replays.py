@@ -74,16 +74,19 @@ def _content(recorded: Mapping[str, Any]) -> dict[str, Any]:
         "made": shortened_text(str(recorded["made"]), 80),
         "lines": [shortened_text(str(line), _LINE) for line in recorded["lines"][:_MOST_LINES]] + omission,
         "changes": [shortened_text(str(change), _LINE) for change in recorded["changes"]],
-        "metrics": [[shortened_text(str(name), 80), *map(_text, pair)] for name, pair in recorded["metrics"].items()],
+        "metrics": [
+            [shortened_text(str(name), 80), *map(_format_value, pair)] for name, pair in recorded["metrics"].items()
+        ],
         "columns": columns,
-        "rows": [[_text(value) for value in sample.values()] for sample in samples],
+        "rows": [[_format_value(value) for value in sample.values()] for sample in samples],
     }
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
-        first, second = value
-        return _text(first) if first == second else f"{_text(first)} → {_text(second)}"
+        in_run, with_changes = value
+        text = _format_value(in_run)
+        return text if in_run == with_changes else f"{text} → {_format_value(with_changes)}"
     return "no number" if value is None else f"{float(value):.5g}"
 
 

@@ -12,8 +12,8 @@ from megarl.processes.process_tree import descendants
 class BusyTime:
     """Seconds during which the processes of a run had a CPU or waited for one.
 
-    The kernel reports this time for living processes only. An ended process counts with its last report, plus the time
-    from this report to the next reading.
+    The kernel reports this time for living processes only. Ended processes count with their last report, and once with
+    the time from there to the next reading.
     """
 
     def __init__(self, spawner: int) -> None:
@@ -28,6 +28,7 @@ class BusyTime:
         seconds_by_process = {pid: _busy_seconds(pid) for pid in descendants(self._spawner)}
         ended_processes = self._seconds_by_process.keys() - seconds_by_process.keys()
         if ended_processes:
+            # What they computed since the last reading is unknown.
             self._seconds_of_ended += (
                 sum(self._seconds_by_process[pid] for pid in ended_processes) + now - self._read_at
             )

@@ -71,7 +71,7 @@ class Sessions:
         await session.restore(earlier.calls, num_started=earlier.num_started)
         self._open[session.secret] = session
         self.restart_timer(session)
-        self.cease_to_expect(session.secret)
+        self.stop_expecting(session.secret)
 
     def expect(self, secrets_of_programs: Sequence[str]) -> None:
         """Let requests with these keys wait until their sessions reopen."""
@@ -80,8 +80,8 @@ class Sessions:
     def is_expected(self, secret: str) -> bool:
         return secret in self._expected
 
-    def cease_to_expect(self, secret: str) -> None:
-        """Stop waiting for this session: unless it is open, its requests are refused."""
+    def stop_expecting(self, secret: str) -> None:
+        """Let requests of this session wait no longer. Unless it is open, they are refused."""
         if (event := self._expected.pop(secret, None)) is not None:
             if secret not in self._open:
                 self._ended[secret] = None

@@ -48,9 +48,9 @@ class UpdateOutcome:
     """Skipped, because it has no trained token."""
     not_finite: bool = False
     """Skipped, because its loss or gradient is not finite."""
-    spike: bool = False
+    is_spike: bool = False
     """Dropped, because it exceeds a limit of train.on_spike."""
-    mismatch_exceeded: bool | None = None
+    is_mismatch_exceeded: bool | None = None
     """Skipped because of train.max_logprob_gap; None: there is no limit."""
     loss: Sum | None = None
     """The minimised loss, in nats."""
@@ -68,8 +68,8 @@ class UpdateOutcome:
         }
         if self.is_empty:
             metrics["train/empty_update"] = Max(1.0)
-        if self.mismatch_exceeded is not None:
-            metrics["train/gap_exceeded"] = Max(float(self.mismatch_exceeded))
+        if self.is_mismatch_exceeded is not None:
+            metrics["train/gap_exceeded"] = Max(float(self.is_mismatch_exceeded))
         return metrics
 
 
@@ -110,7 +110,7 @@ class StepOutcome:
         if any(outcome.not_finite for outcome in outcomes):
             self.not_finite = (*self.not_finite, model)
         self.has_empty_update |= any(outcome.is_empty for outcome in outcomes)
-        if any(outcome.mismatch_exceeded for outcome in outcomes):
+        if any(outcome.is_mismatch_exceeded for outcome in outcomes):
             mismatch = merge_measured(outcome.mismatch for outcome in outcomes)
             assert mismatch is not None
             self.excess_mismatch = mismatch.value()

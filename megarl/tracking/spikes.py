@@ -74,7 +74,7 @@ class SpikeDetector:
 
     def add(self, outcome: UpdateOutcome) -> None:
         loss = None if outcome.loss is None else outcome.loss.number
-        self.observe(outcome.grad_norm, loss, is_spike=outcome.spike)
+        self.observe(outcome.grad_norm, loss, is_spike=outcome.is_spike)
 
     def observe(self, grad_norm: float, loss: float | None, *, is_spike: bool) -> None:
         """Add an update. `is_spike`: the ranks dropped it."""

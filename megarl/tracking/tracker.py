@@ -92,12 +92,12 @@ class Tracker:
         self._log(StepLine(step, _floats({**scalars, **timing}), evaluation_follows))
 
     def log_evaluation(
-        self, step: int, metrics: Mapping[str, float], whole_step: Mapping[str, float] | None = None
+        self, step: int, metrics: Mapping[str, float], whole_step_metrics: Mapping[str, float] | None = None
     ) -> None:
         """Log a step's evaluation, in a second line if the step is already logged.
 
-        The second line has the time of step and evaluation together, the larger peak memory, and the metrics
-        `whole_step`. The first line has all other metrics of the training.
+        The second line has the time of step and evaluation together, the larger peak memory, and
+        `whole_step_metrics`. The first line has all other metrics of the training.
         """
         timing = self._take_timing()
         step_metrics = self._line.metrics if self._line is not None and self._line.step == step else {}
@@ -107,7 +107,7 @@ class Tracker:
             if name not in step_metrics or name.startswith("memory/")
         }
         timing = {name: seconds + step_metrics.get(name, 0.0) for name, seconds in timing.items()}
-        self._log(StepLine(step, _floats({**evaluation_metrics, **(whole_step or {}), **timing})))
+        self._log(StepLine(step, _floats({**evaluation_metrics, **(whole_step_metrics or {}), **timing})))
 
     def _take_timing(self) -> dict[str, float]:
         """Return the seconds since the last logged line, in total and by phase, and reset them."""

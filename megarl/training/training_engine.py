@@ -397,8 +397,8 @@ class TrainingEngine(ModelShard):
             learning_rate=float(learning_rate),
             is_empty=not has_tokens,
             not_finite=not is_finite,
-            spike=is_spike,
-            mismatch_exceeded=None if self.role.max_logprob_gap is None else is_mismatch_exceeded,
+            is_spike=is_spike,
+            is_mismatch_exceeded=None if self.role.max_logprob_gap is None else is_mismatch_exceeded,
         )
         return _report_rows(outcome, rows) if self.returns_results else Update(outcome, {})
 

@@ -163,7 +163,7 @@ def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) ->
     own = re.compile(
         r"sft \(sft\)|rl \(rl\)|[┏━┓┃┡┩│└─┴┘┌┬┐├┼┤]|step \d+/\d+ "
         r"| +(reward|loss) .*s/step    left$| +val/\w+/accuracy="
-        r"|megarl: checks and starts |(reading data|starting 2 ranks|building models|exporting the model)$"
+        r"|megarl: checking |(reading data|starting 2 ranks|building models|exporting the model)$"
         r"|trainer against transformers: log-probs of \d+ tokens differ by "
         r"|(done|model|accuracy|time|next)  |  +(megarl|tensorboard) |warning: |profile of step 2: "
     )

@@ -448,7 +448,7 @@ class Trials:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, has_locks: bool = True) -> None:
         self.library: Any = object.__new__(Library)
         self.library.settings = {"trials_dir": str(folder), "environment": {}}
-        self.library.stop_session = self.stop_session
+        self.library.stop_environment = self.stop_environment
         self.stopped: list[str] = []
         flock = fcntl.flock
 
@@ -462,7 +462,7 @@ class Trials:
 
         monkeypatch.setattr(fcntl, "flock", flock_on_disk)
 
-    async def stop_session(self, trial_name: str, settings: Any, session: str, values: dict[str, Any]) -> None:
+    async def stop_environment(self, trial_name: str, settings: Any, session: str, values: dict[str, Any]) -> None:
         self.stopped.append(session)
 
 

@@ -57,7 +57,7 @@ class Run:
     def step(self, best: BestModel, number: int, value: float | None) -> None:
         asyncio.run(best.take(number))
         metrics: Mapping[str, float] = {} if value is None else {self.metric: value}
-        best.judge(number, metrics)
+        best.keep_if_best(number, metrics)
 
     @property
     def kept(self) -> tuple[int, float]:
@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_from_the_best_that_it_had(tmp_path: Path) -> None
     asyncio.run(first.take(4))  # its evaluation was cut short
     again = run.begin(resumed_step=4)
     assert again.step == 2
-    again.judge(4, {run.metric: 0.75})
+    again.keep_if_best(4, {run.metric: 0.75})
     assert run.kept == (4, 0.75)
     # Also what was measured of a step that is trained again: no worse model takes its place.
     later = run.begin(resumed_step=2)
@@ -137,7 +137,7 @@ def test_a_metric_that_no_evaluation_has_is_reported(tmp_path: Path) -> None:
     run = Run(tmp_path)
     best = run.begin()
     asyncio.run(best.take(2))
-    best.judge(2, {"val/a/format_valid": 1.0})
+    best.keep_if_best(2, {"val/a/format_valid": 1.0})
     assert run.names == set() and best.step is None
     [notice] = run.notices
     assert "checkpoint.best = val/a/accuracy" in notice and "val/a/format_valid" in notice

@@ -96,7 +96,7 @@ async def test_a_spike_has_one_owner_and_is_counted_in_its_step_alone() -> None:
         for norm in norms:
             limit = spikes.limits().grad_norm
             is_spike = limit is not None and norm > limit
-            spikes.add(UpdateOutcome(applied=not is_spike, grad_norm=norm, learning_rate=0.1, spike=is_spike))
+            spikes.add(UpdateOutcome(applied=not is_spike, grad_norm=norm, learning_rate=0.1, is_spike=is_spike))
         await instabilities.after_updates(step)
         await instabilities.observe(step)
         return step.metrics, instabilities.find_fault(step)

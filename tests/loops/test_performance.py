@@ -97,12 +97,12 @@ async def test_an_evaluated_step_s_rates_are_over_the_whole_step() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     ranks: Any = Ranks((None, None))
     performance = Performance(recipe, ranks, {"policy": SimpleNamespace(work=Work(update_tokens=600))})  # type: ignore[dict-item]
-    evaluation, whole_step = await performance.measure_evaluation({"time/step_seconds": 30.0})
-    assert evaluation["memory/train_gib"] == 5.0 and not whole_step, "an earlier start measured the step"
+    evaluation, whole_step_metrics = await performance.measure_evaluation({"time/step_seconds": 30.0})
+    assert evaluation["memory/train_gib"] == 5.0 and not whole_step_metrics, "an earlier start measured the step"
     await performance.measure_step(SECONDS, {})
     # Ranks are busy for 8 s of the step's 10 s, and for 8 s of the evaluation's 30 s.
-    _, whole_step = await performance.measure_evaluation({"time/step_seconds": 30.0})
-    assert whole_step == pytest.approx({"time/ranks_idle": 0.6, "perf/tokens_per_second_per_rank": 7.5})
+    _, whole_step_metrics = await performance.measure_evaluation({"time/step_seconds": 30.0})
+    assert whole_step_metrics == pytest.approx({"time/ranks_idle": 0.6, "perf/tokens_per_second_per_rank": 7.5})
 
 
 async def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:

@@ -40,13 +40,13 @@ class Parts:
 
     async def measure_evaluation(self, seconds: object) -> EvaluationMetrics:
         evaluation = {"memory/rollout_gib": 2.0, "memory/logprobs_gib": 1.0, "perf/mfu": 0.1}
-        return EvaluationMetrics(evaluation, whole_step={"time/ranks_idle": 0.25})
+        return EvaluationMetrics(evaluation, whole_step_metrics={"time/ranks_idle": 0.25})
 
     def find_fault(self, step: Any) -> MegarlError | None:
         return UnhealthyError("fault") if step.number == self.fault_at and "reward/mean" in step.metrics else None
 
-    def judge(self, step: int, metrics: dict[str, float]) -> None:
-        self.events.append(f"judge {step} {sorted(metrics)}")
+    def keep_if_best(self, step: int, metrics: dict[str, float]) -> None:
+        self.events.append(f"keep {step} {sorted(metrics)}")
 
     async def save(self, step: int, save_driver: object = None) -> None:
         self.events.append(f"save {step}")
@@ -54,7 +54,7 @@ class Parts:
     def take_metrics(self) -> dict[str, float]:
         return {}
 
-    def growth(self) -> None: ...
+    def find_growth(self) -> None: ...
 
 
 def run_of(folder: RunFolder, recipe: Recipe, parts: Any) -> Run:
@@ -120,7 +120,7 @@ def test_a_step_is_logged_before_its_evaluation(recipe: Recipe) -> None:
         assert evaluation["memory/rollout_gib"] == 3.0
         _, whole = folder.logged_steps()
         assert whole.metrics["perf/mfu"] == 0.5 and whole.metrics["val/a/accuracy"] == 0.25
-        assert parts.events[0] == "judge 1 []" and "val/a/accuracy" in parts.events[1]
+        assert parts.events[0] == "keep 1 []" and "val/a/accuracy" in parts.events[1]
 
 
 @pytest.mark.parametrize("fault_at", [None, 2])
@@ -145,7 +145,7 @@ def test_a_signal_in_an_evaluation_saves_the_logged_step_and_the_resumed_run_eva
         parts.events.append(f"evaluate {step}")
         return {"val/a/accuracy": 0.75}
 
-    for expected in (["evaluate 2", "judge 2 ['val/a/accuracy']"], []):
+    for expected in (["evaluate 2", "keep 2 ['val/a/accuracy']"], []):
         parts.events.clear()
         with RunFolder(recipe, resume=True) as folder:
             folder.begin(2)
@@ -165,7 +165,7 @@ def test_a_fault_ends_the_run_after_the_evaluation_and_a_save(recipe: Recipe) ->
     with pytest.raises(UnhealthyError), RunFolder(recipe) as folder:
         folder.begin()
         asyncio.run(make_step(run_of(folder, recipe, parts), 2, evaluate))
-    assert [event.split()[0] for event in parts.events] == ["evaluate", "judge", "save"]
+    assert [event.split()[0] for event in parts.events] == ["evaluate", "keep", "save"]
 
 
 def test_a_signal_in_sampling_saves_the_step_before(recipe: Recipe) -> None:

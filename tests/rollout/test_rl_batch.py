@@ -330,7 +330,7 @@ def test_updates_end_with_the_first_one_beyond_the_limit(exceeded: list[bool], e
     updates = PolicyUpdates(rl_batch("xx", "xx", "xx"), recipe(train={"updates_per_step": 3}), step=1)
     num_updates = 0
     for _ in updates:
-        updates.add(skipped_update(mismatch_exceeded=exceeded[num_updates]))
+        updates.add(skipped_update(is_mismatch_exceeded=exceeded[num_updates]))
         num_updates += 1
     assert num_updates == len(exceeded) and updates.metrics() == {}
     outcome = StepOutcome()
@@ -358,6 +358,6 @@ def test_tokens_of_skipped_updates_and_without_a_loss_are_not_trained() -> None:
         assert updates.trained_tokens.tolist() == expected
 
 
-def skipped_update(*, mismatch_exceeded: bool) -> Update:
+def skipped_update(*, is_mismatch_exceeded: bool) -> Update:
     """An update without metrics, whose log-probs were 0.3 nats from the engine's."""
-    return Update(UpdateOutcome(False, 1.0, 0.1, mismatch_exceeded=mismatch_exceeded, mismatch=Mean(0.3, 4)), {})
+    return Update(UpdateOutcome(False, 1.0, 0.1, is_mismatch_exceeded=is_mismatch_exceeded, mismatch=Mean(0.3, 4)), {})

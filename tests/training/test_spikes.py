@@ -29,7 +29,7 @@ def state_after(
         rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
         update = engine.update(rows, limits=limit)
         numbers = {name: metric.number for name, metric in update.metrics.items()}
-        metrics.append(numbers | {"is_spike": update.outcome.spike})
+        metrics.append(numbers | {"is_spike": update.outcome.is_spike})
     state = dict(engine.parameters) | {f"optimizer {i}": t for i, t in enumerate(engine._optimizer_state())}
     return metrics, {name: value.detach().clone() for name, value in state.items()}
 

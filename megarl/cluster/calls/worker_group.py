@@ -62,10 +62,10 @@ class WorkerGroup:
     ) -> Self:
         """Start the ranks, construct `Class(rank=..., world_size=..., **kwargs)` in each, and return the group.
 
-        `worker` is "package.module:Class". Ranks have their agent's variables, `environment`, `RANK`, `WORLD_SIZE`,
-        `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`. Their output goes to `log_folder/rank_NNNN.log`. Each
-        node imports the modules `imports` once. `start_timeout_seconds` limits the interpreters' start, then the
-        construction, then each call until `deadlines` are set.
+        `worker` is "package.module:Class". Ranks have the environment variables of their node's agent, `environment`,
+        `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`. They write to
+        `log_folder/rank_NNNN.log`. Each node imports the modules `imports` once. These may take `start_timeout_seconds`
+        each: the interpreters' start, the construction, and a call before `deadlines` are set.
         """
         self.start_timeout_seconds = start_timeout_seconds
         self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")

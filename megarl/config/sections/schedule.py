@@ -76,14 +76,14 @@ class TrainConfig(Section):
     # Records cannot contain rollbacks, and a replay does not apply these limits.
     on_spike: Annotated[Literal["ignore", "skip", "rollback", "stop"], OnlyIf(left_out("train.record")),
         UntriedOnGpu("skip, rollback, stop")] = "ignore"  # fmt: skip
-    """Action for an update of the policy above spike_factor or spike_loss_factor. ignore (default): none. The others
-    drop the update. skip: continue. rollback: load the newest checkpoint, and continue with new data. stop: save, and
+    """Action if an update of the policy is a spike (spike_factor, spike_loss_factor). ignore (default): apply it. skip:
+    drop it and continue. rollback: drop it, load the newest checkpoint, continue with new data. stop: drop it, save and
     end with exit code 79. Metrics: train/spikes, train/rollbacks (megarl/training/README.md#spikes)."""
     spike_factor: Annotated[float, Field(gt=1.0), OnlyIf(SPIKES)] = 10.0
-    """Factor of a spike: the update's gradient norm before clipping is above this factor times the median of the last
+    """An update is a spike if its gradient norm before clipping is above this factor times the median of the last
     spike_window updates."""
     spike_loss_factor: Annotated[float | None, Field(gt=1.0), OnlyIf(SPIKES, LOSSES)] = 2.0
-    """An update with a loss above this factor times the median is a spike too. null: losses are not compared."""
+    """An update is a spike too if its loss is above this factor times the median. null: losses are not compared."""
     spike_window: Annotated[PositiveInt, OnlyIf(SPIKES)] = 32
     """Number of updates in the median of spike_factor and spike_loss_factor. No spike is detected before half this
     number of updates."""

@@ -199,7 +199,7 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
     exact_matches = {
         file: inside
         for file, inside in files.items()
-        if split in (*inside.parts[:-1], stem_of(inside), _set_name(inside))
+        if split in (*inside.parts[:-1], stem_of(inside), _unnumbered_name(inside))
     }
     if exact_matches:
         return exact_matches
@@ -208,7 +208,7 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
         available = f"it has {', '.join(split_names)}" if split_names else "it has none that is named"
         raise DataError(f"{source}: {_find_existing_path(place)} has no split {split!r}; {available}")
     sets = sorted(
-        {next(name for name in _name_parts(inside) if split in _split_words(name)) for inside in matches.values()}
+        {next(name for name in _names_in_path(inside) if split in _split_words(name)) for inside in matches.values()}
     )
     if len(sets) > 1:
         raise DataError(
@@ -231,7 +231,7 @@ def _refuse_several_configurations(
     configuration_folders = {
         "/".join(part for part in inside.parts[:-1] if part not in SPLITS)
         for inside in files.values()
-        if is_hub_data_set or any(map(_split_words, _name_parts(inside)[:2]))
+        if is_hub_data_set or any(map(_split_words, _names_in_path(inside)[:2]))
     }
     if len(configuration_folders) < 2:
         return
@@ -269,21 +269,18 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
                 )
 
 
-def _name_parts(path: Path) -> tuple[str, ...]:
-    """Return the names to search for a split: the file's, then its folders', innermost first.
-
-    The file's name has no extension and no shard number.
-    """
-    return (_set_name(path), *reversed(path.parts[:-1]))
+def _names_in_path(path: Path) -> tuple[str, ...]:
+    """Return the names to search for a split: the file's, then its folders', innermost first."""
+    return (_unnumbered_name(path), *reversed(path.parts[:-1]))
 
 
-def _set_name(path: Path) -> str:
-    """Return a file's name without the number of its shard or part."""
+def _unnumbered_name(path: Path) -> str:
+    """Return a file's name without extension, and without the number of its shard or part."""
     return _PART.sub("", _SHARD.sub("", stem_of(path)))
 
 
 def _split_words_in_path(path: Path) -> set[str]:
-    return {word for name in _name_parts(path) for word in _split_words(name)}
+    return {word for name in _names_in_path(path) for word in _split_words(name)}
 
 
 def _split_words(name: str) -> set[str]:

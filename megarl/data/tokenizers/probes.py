@@ -42,8 +42,8 @@ _RUN_LENGTH = 100
 _RUN_ENDS = "\n", "\u0001"
 """Characters after a run of equal ones. An expression backtracks where the character after a run does not match."""
 _MAX_UNITS = 1000
-"""Maximum number of characters and words of the patterns that are repeated. Published tokenizers have fewer than
-300.
+"""Maximum number of characters and words taken from a tokenizer's patterns. Probe texts repeat each. Published
+tokenizers have fewer than 300.
 """
 _SURROGATES = range(0xD800, 0xE000)
 _ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]{1,6})\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[pP]\{[^}]*\}|(.))", re.DOTALL)
@@ -77,13 +77,13 @@ def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any],
 
 
 def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
-    """Return the probe texts of a tokenizer.json: sentences, and runs of the characters in its patterns."""
-    units = {**dict.fromkeys(_CHARACTERS), **dict.fromkeys(_list_units(definition))}
+    """Return the probe texts of a tokenizer.json: sentences, and its patterns' characters and words, repeated."""
+    units = {**dict.fromkeys(_CHARACTERS), **dict.fromkeys(_list_pattern_units(definition))}
     runs = ((unit * (_RUN_LENGTH // len(unit)) + end) for unit in units for end in _RUN_ENDS)
     return [*_SENTENCES, *_CHARACTERS, "".join(runs)]
 
 
-def _list_units(definition: Mapping[str, Any]) -> list[str]:
+def _list_pattern_units(definition: Mapping[str, Any]) -> list[str]:
     units: dict[str, None] = {}
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         for text in _iterate_patterns(definition.get(part)):

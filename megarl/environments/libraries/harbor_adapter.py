@@ -282,7 +282,7 @@ class Library:
                     continue
                 try:
                     for session, values in running.items():
-                        await self.stop_session(path.name, facts["environment"], session, values)
+                        await self.stop_environment(path.name, facts["environment"], session, values)
                 # The environment may be a user's class and raise anything.
                 except Exception as error:
                     print(f"{path}: {error!r}", file=sys.stderr)
@@ -291,7 +291,7 @@ class Library:
                 path.unlink()
         return errors
 
-    async def stop_session(self, trial_name, settings, session, values):
+    async def stop_environment(self, trial_name, settings, session, values):
         """Stop an environment that another process started. Harbor's environments find it by its session.
 
         `values` describe it (`describe_environment`): a verifier's own environment has other files than the task's.

@@ -46,7 +46,10 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
     """Return the parts of a model with delta-nets and gated attention. `has_experts` has one value per layer."""
     refuse_biases(config)
     if config.get("attn_output_gate", True) is not True:
-        raise DataError(f"attn_output_gate is {quote(config['attn_output_gate'])}: transformers always has the gates.")
+        raise DataError(
+            f"attn_output_gate is {quote(config['attn_output_gate'])}: transformers computes this family's attention "
+            "with output gates only; use another model."
+        )
     key_heads, value_heads = size(config, "linear_num_key_heads"), size(config, "linear_num_value_heads")
     if value_heads % key_heads:
         raise DataError(

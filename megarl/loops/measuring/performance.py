@@ -93,7 +93,7 @@ class EvaluationMetrics(NamedTuple):
 
     evaluation: dict[str, float]
     """Metrics of the engines, and peak memory."""
-    whole_step: dict[str, float]
+    whole_step_metrics: dict[str, float]
     """Metrics divided by the time of step and evaluation together; empty if an earlier start measured the step."""
 
 
@@ -197,10 +197,10 @@ class Performance:
         activities, engines = await self._take_measurements()
         memory = peak_memory(activities)
         last_step, self._last_step = self._last_step, None
-        whole_step: dict[str, float] = {}
+        whole_step_metrics: dict[str, float] = {}
         if last_step is not None:
             busy_seconds = self._busy_seconds(activities)
-            whole_step = self._idle_metrics(
+            whole_step_metrics = self._idle_metrics(
                 _MeasuredStep(
                     last_step.update_tokens,
                     last_step.busy_seconds + busy_seconds.all_ranks,
@@ -208,7 +208,7 @@ class Performance:
                     last_step.seconds + seconds["time/step_seconds"],
                 )
             )
-        return EvaluationMetrics(engines | memory | self._predicted_metrics(memory), whole_step)
+        return EvaluationMetrics(engines | memory | self._predicted_metrics(memory), whole_step_metrics)
 
     def _busy_seconds(self, activities: Sequence[Activity]) -> _BusySeconds:
         return _BusySeconds(mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size]))

@@ -18,7 +18,7 @@ from megarl.cluster.state_copies import drop_others, files_for_ranks, is_complet
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.private_folder import PrivateFolder
-from megarl.loops.ranks.resizing import ResizeAskedError, can_grow, shrink_to
+from megarl.loops.ranks.resizing import ResizeAskedError, ResizedRecipe, can_grow, shrink_to
 from megarl.loops.saving.resume import Origin
 from megarl.loops.saving.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest
@@ -71,7 +71,7 @@ class RankProcesses:
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
         """Number of lost trainer ranks that the run has survived."""
-        self._full_size: ResizeAskedError | None = None
+        self._full_size: ResizedRecipe | None = None
         """Recipe and sizes before losses made the run smaller; None: it has its full size, or cannot grow."""
         self._node_search: asyncio.Task[None] | None = None
         """Background search for nodes for the full size. When the task is done, there are enough."""
@@ -191,7 +191,7 @@ class RankProcesses:
             self._places = []
             return
         # shrink: whole data-parallel replicas go on. The full size is remembered, to return to it.
-        full_size = self._full_size or ResizeAskedError(self.recipe, self.parallel)
+        full_size = self._full_size or ResizedRecipe(self.recipe, self.parallel)
         try:
             shrunk_recipe = shrink_to(self.recipe, self.parallel, living_ranks)
         except MegarlError as refusal:
@@ -208,8 +208,8 @@ class RankProcesses:
             pause_seconds = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
             self._node_search = asyncio.create_task(self._await_nodes(self._full_size.parallel, pause_seconds, notify))
 
-    def growth(self) -> ResizeAskedError | None:
-        """Return the resize back to the full size if the nodes for it have been found, else None."""
+    def find_growth(self) -> ResizedRecipe | None:
+        """Return the recipe of the full size if the nodes for it have been found, else None."""
         return self._full_size if self._node_search is not None and self._node_search.done() else None
 
     async def _await_nodes(

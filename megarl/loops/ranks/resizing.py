@@ -47,9 +47,9 @@ class ShrunkRecipe(NamedTuple):
 class ResizeAskedError(Exception):
     """Raised between two steps to continue the run with a recipe that has other parallel sizes."""
 
-    def __init__(self, recipe: Recipe, parallel: ParallelConfig) -> None:
-        super().__init__(f"the run continues with {parallel}")
-        self.recipe, self.parallel = recipe, parallel
+    def __init__(self, resized: ResizedRecipe) -> None:
+        super().__init__(f"the run continues with {resized.parallel}")
+        self.recipe, self.parallel = resized
 
 
 def refuse_other_fields(fields: Iterable[str]) -> None:
@@ -88,8 +88,8 @@ def _link_or_create(complete: Path, path: Path) -> None:
             file.write(complete.read_text(encoding="utf-8"))
 
 
-def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
-    """Return the requested change of a run, checked, and remove the request. None without one.
+def take_request(run_folder: Path, recipe: Recipe) -> ResizedRecipe | None:
+    """Return the recipe that a request changes a run to, and remove the request. None without one.
 
     Raises ConfigError or DataError if the run cannot change like this.
     """
@@ -113,7 +113,7 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
             )
     resized_recipe = change_sizes(recipe, values)
     refuse_same_sizes(recipe, resized_recipe)
-    return ResizeAskedError(resized_recipe.recipe, resized_recipe.parallel)
+    return resized_recipe
 
 
 def refuse_same_sizes(recipe: Recipe, resized: ResizedRecipe) -> None:

@@ -104,7 +104,7 @@ class BestModel:
         BestRecord(step).write(self._candidate)
         self._exported_step = step
 
-    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+    def keep_if_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the model exported at `step` if its evaluation is the best so far, else remove it."""
         if self._metric is None or self._exported_step != step:
             return

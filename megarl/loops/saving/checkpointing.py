@@ -92,12 +92,12 @@ class Checkpoints:
             await self._begin_save(step, save_driver, config.asynchronous, is_resharded=False)
         await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._spike_state())
 
-    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the step's model in `hf_best/` if its evaluation, with these metrics, is the best so far.
+    def keep_if_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the step's model in `hf_best/` if these metrics are the best so far.
 
         Also write the cards of models exported at this step, whose metrics must have been logged.
         """
-        self._best.judge(step, metrics)
+        self._best.keep_if_best(step, metrics)
         exported = {self._step_folder(step): self._exported_at, self._folder.path / "hf_best": self._best.step}
         for folder, exported_at in exported.items():
             if exported_at == step:

@@ -11,10 +11,10 @@ _SCORE_COPIES = 3
 """Arrays as large as a chunk's scores: the scores, their softmax and its gradient."""
 
 
-def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int, num_parts: int) -> int:
+def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int, ranks_per_row: int) -> int:
     """Return the peak bytes that drafting one row takes during an update, on top of the policy's bytes.
 
-    `num_parts` ranks share the row's positions. Each rank has the hidden states of the whole row.
+    `ranks_per_row` ranks share the row's positions. Each rank has the hidden states of the whole row.
     """
     hidden, size = shape.hidden_size, settings.itemsize
     query_channels, key_channels = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -28,7 +28,7 @@ def drafter_bytes(shape: DrafterShape, settings: PassSettings, *, num_steps: int
     score_bytes = _SCORE_COPIES * _CHUNK_QUERIES * settings.longest * shape.num_heads * _FLOAT32
     head_bytes = shape.vocab_size * hidden * size
     return (
-        settings.row_tokens * (bytes_per_token + num_steps * layer_bytes_per_token // num_parts)
+        settings.row_tokens * (bytes_per_token + num_steps * layer_bytes_per_token // ranks_per_row)
         + score_bytes
         + head_bytes
     )

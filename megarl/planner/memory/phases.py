@@ -68,7 +68,7 @@ class RankPhases:
             part = "trainer" if self.memory.has_trainer else "engine"
         uses_by_phase = self._list_trainer_phases() if self.memory.has_trainer else self._list_engine_phases()
         for name, uses in uses_by_phase.items():
-            all_uses = tuple(self._add_libraries([*uses, *self._list_send_uses(name)]))
+            all_uses = tuple(self._add_libraries([*uses, *self._list_overlap_uses(name)]))
             yield Phase(name=name, rank=self.memory.rank, uses=all_uses, part=part)
 
     def _list_engine_phases(self) -> dict[str, list[Use]]:
@@ -190,7 +190,7 @@ class RankPhases:
             Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))),
             Use("backward", device_bytes=int(backward_bytes)),
             Use("logits", device_bytes=int(logit_bytes)),
-            *([Use("drafts", device_bytes=self.memory.drafter_pass())] if built is self.memory.models.policy else []),
+            *([Use("drafts", device_bytes=self.memory.drafting_bytes())] if built is self.memory.models.policy else []),
         ]
         # The optimizer steps after the activations are freed.
         temporary_uses = max(
@@ -272,14 +272,15 @@ class RankPhases:
             host_bytes=sum(use.host_bytes for use in uses),
         )
 
-    def _list_send_uses(self, phase: str) -> Iterator[Use]:
-        """Yield the memory of a reshard during training: a copy of the weights, and its buffers."""
+    def _list_overlap_uses(self, phase: str) -> Iterator[Use]:
+        """Yield the memory of a reshard that overlaps training: a copy of the weights, and its buffers."""
         if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
             return
         policy = self.memory.models.policy
         policy_bytes = trainer_bytes.parameter_bytes(policy.layouts, self.memory.rank, itemsize=self.memory.itemsize)
         yield Use("weights being sent", device_bytes=policy_bytes + self.memory.drafter_weights)
-        if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
+        # The uses of a start and of a reshard include its buffers.
+        if phase not in ("start", "reshard"):
             yield Use("staging", device_bytes=self.memory.staging)
 
     def _list_idle_models(self, at_work: str = "") -> Iterator[Use]:

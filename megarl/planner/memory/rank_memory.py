@@ -293,8 +293,8 @@ class RankMemory:
     def drafter_weights(self) -> int:
         return sum(map(math.prod, self._drafter_shapes)) * self.itemsize
 
-    def drafter_pass(self) -> int:
-        """Return the bytes of a row's drafts in an update of the policy; 0 without a trained drafter."""
+    def drafting_bytes(self) -> int:
+        """Return the bytes for drafting a row in an update of the policy; 0 without a trained drafter."""
         if self.drafter is None:
             return 0
         shape, parallel = self.models.policy.shape, self.parallel
@@ -304,12 +304,12 @@ class RankMemory:
             return received_bytes
         # The last stage has a copy of the first stage's embedding.
         embedding_bytes = shape.vocab_size * shape.hidden_size * self.itemsize // parallel.tp if parallel.pp > 1 else 0
-        num_parts = parallel.cp * (parallel.tp if settings.sequence_parallel else 1)
+        ranks_per_row = parallel.cp * (parallel.tp if settings.sequence_parallel else 1)
         num_steps = self.recipe.trainer.drafter_steps
         return (
             received_bytes
             + embedding_bytes
-            + drafter_bytes(self.drafter, settings, num_steps=num_steps, num_parts=num_parts)
+            + drafter_bytes(self.drafter, settings, num_steps=num_steps, ranks_per_row=ranks_per_row)
         )
 
     def pass_settings(self, built: Built) -> PassSettings:

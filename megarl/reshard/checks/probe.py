@@ -40,7 +40,7 @@ def check_logprobs(
     `tolerance` or not finite.
     """
     values_by_rank = gather_values((trainer, engine, replica), group)
-    trainer_logprobs = next(engine_logprobs for engine_logprobs, _, _ in values_by_rank if engine_logprobs is not None)
+    trainer_logprobs = next(logprobs for logprobs, _, _ in values_by_rank if logprobs is not None)
     mean_distances: list[float] = []
     for rank, (_, engine_logprobs, replica_number) in enumerate(values_by_rank):
         if engine_logprobs is None:

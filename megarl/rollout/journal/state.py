@@ -99,7 +99,8 @@ class JournalState:
         self.containers: dict[str, tuple[str, str]] = {}
         """(node, container) of each program that can outlive the driver, by the name of its try, until it ends."""
         self._used_from = used_from
-        self._settled_tokens = TokenAccount()
+        self._token_counts = TokenAccount()
+        """Counts of removed tries. `sampled` includes the tries in `tries`."""
         self._calls_under_way: set[str] = set()
         """Identities of calls without an answer or a report of their abort."""
         self._last_step = 0
@@ -138,13 +139,13 @@ class JournalState:
 
     def account(self) -> TokenAccount:
         """Return the numbers of sampled tokens so far, and the contradictions found in the records."""
-        settled_tokens = self._settled_tokens
+        token_counts = self._token_counts
         account = replace(
-            settled_tokens,
-            trained=dict(settled_tokens.trained),
-            untrained=dict(settled_tokens.untrained),
-            unreported_calls=settled_tokens.unreported_calls + len(self._calls_under_way),
-            faults=list(settled_tokens.faults),
+            token_counts,
+            trained=dict(token_counts.trained),
+            untrained=dict(token_counts.untrained),
+            unreported_calls=token_counts.unreported_calls + len(self._calls_under_way),
+            faults=list(token_counts.faults),
         )
         for agent_try in self.tries.values():
             account.add(agent_try)
@@ -158,18 +159,18 @@ class JournalState:
         """Start from a checkpoint with weights of `version`: undo later steps, remove later answers, close
         all tries.
         """
-        settled_tokens = self._settled_tokens
+        token_counts = self._token_counts
         # Their driver was killed, else it would have reported their tokens.
-        settled_tokens.unreported_calls += len(self._calls_under_way)
+        token_counts.unreported_calls += len(self._calls_under_way)
         self._calls_under_way.clear()
         # A resume discards these steps' weights, so their tokens count as not trained.
-        for step in [step for step in settled_tokens.trained if step >= version]:
-            settled_tokens.lost += settled_tokens.trained.pop(step) + settled_tokens.untrained.pop(step)
+        for step in [step for step in token_counts.trained if step >= version]:
+            token_counts.lost += token_counts.trained.pop(step) + token_counts.untrained.pop(step)
         for agent_try in self.tries.values():
             if agent_try.settled_step is not None and agent_try.settled_step >= version:
                 agent_try.step = agent_try.dropped_step = agent_try.lost_step = None
                 agent_try.num_trained = 0
-            settled_tokens.lost += agent_try.forget_after(version) if agent_try.settled_step is None else 0
+            token_counts.lost += agent_try.forget_after(version) if agent_try.settled_step is None else 0
             agent_try.is_open = False
         self._last_step = version - 1
 
@@ -190,24 +191,22 @@ class JournalState:
             elif any(agent_try.first_step <= step + 1 <= settled_step for step in saved_steps):
                 agent_try.forget_tokens()
                 continue
-            self._settled_tokens.add(agent_try)
+            self._token_counts.add(agent_try)
             del self.tries[name], self._tries_by_attempt[agent_try.attempt_name][name]
             if not self._tries_by_attempt[agent_try.attempt_name]:
                 del self._tries_by_attempt[agent_try.attempt_name]
 
     def totals(self) -> dict[str, Any]:
         """Return the record summarising all removed tries."""
-        settled_tokens = self._settled_tokens
-        steps = [
-            [step, settled_tokens.trained[step], settled_tokens.untrained[step]] for step in settled_tokens.trained
-        ]
+        token_counts = self._token_counts
+        steps = [[step, token_counts.trained[step], token_counts.untrained[step]] for step in token_counts.trained]
         counts = {
-            "dropped": settled_tokens.dropped,
-            "lost": settled_tokens.lost,
-            "unreported_calls": settled_tokens.unreported_calls,
+            "dropped": token_counts.dropped,
+            "lost": token_counts.lost,
+            "unreported_calls": token_counts.unreported_calls,
         }
         num_live_tokens = sum(agent_try.num_sampled for agent_try in self.tries.values())
-        return {"kind": "totals", **counts, "sampled": settled_tokens.sampled - num_live_tokens, "steps": steps}
+        return {"kind": "totals", **counts, "sampled": token_counts.sampled - num_live_tokens, "steps": steps}
 
     def newest(self, attempt_name: str) -> JournaledTry | None:
         tries = [
@@ -224,16 +223,16 @@ class JournalState:
         )
 
     def _apply_totals(self, record: Mapping[str, Any]) -> None:
-        """Add the counts of the tries that an earlier start removed from the journal."""
-        settled_tokens = self._settled_tokens
-        settled_tokens.sampled += _count(record["sampled"])
-        settled_tokens.dropped += _count(record["dropped"])
-        settled_tokens.lost += _count(record["lost"])
+        """Add the counts of tries that were left out when an earlier start rewrote the journal."""
+        token_counts = self._token_counts
+        token_counts.sampled += _count(record["sampled"])
+        token_counts.dropped += _count(record["dropped"])
+        token_counts.lost += _count(record["lost"])
         # Earlier versions of megarl do not count these.
-        settled_tokens.unreported_calls += _count(record.get("unreported_calls", 0))
+        token_counts.unreported_calls += _count(record.get("unreported_calls", 0))
         for step, trained, untrained in record["steps"]:
-            settled_tokens.trained[_count(step)] = _count(trained)
-            settled_tokens.untrained[step] = _count(untrained)
+            token_counts.trained[_count(step)] = _count(trained)
+            token_counts.untrained[step] = _count(untrained)
 
     def _apply_began(self, record: Mapping[str, Any]) -> None:
         """Begin a try. It replaces the attempt's earlier tries."""
@@ -274,7 +273,7 @@ class JournalState:
             # Earlier versions of megarl do not count the tokens of unfinished calls.
             num_begun = _count(record.get("begun", 0))
             self._take_aborted(agent_try, identity or record["prompt"], num_begun)
-            self._settled_tokens.sampled += num_tokens - num_begun
+            self._token_counts.sampled += num_tokens - num_begun
             return
         # Move the tokens from the earlier try, so that they are counted once.
         origin_try, origin_number = record["from"]
@@ -286,7 +285,7 @@ class JournalState:
         num_tokens, newest_version = _count(record["tokens"]), _count(record["version"])
         answer = JournaledAnswer(num_tokens, newest_version, None, is_repeatable=False, identity=str(record["id"]))
         self.tries[record["try"]].add(_count(record["call"]), answer)
-        self._settled_tokens.sampled += num_tokens
+        self._token_counts.sampled += num_tokens
 
     def _apply_refused(self, record: Mapping[str, Any]) -> None:
         agent_try = self.tries[record["try"]]
@@ -308,13 +307,13 @@ class JournalState:
         if record["from"] is not None:
             self._take_aborted(self.tries[record["from"]], identity, num_tokens)
         else:
-            self._settled_tokens.sampled += num_tokens
+            self._token_counts.sampled += num_tokens
         self._add_unanswered(record["try"], identity, num_tokens)
 
     def _apply_engine_lost(self, record: Mapping[str, Any]) -> None:
         num_tokens = _count(record["tokens"])
-        self._settled_tokens.sampled += num_tokens
-        self._settled_tokens.unreported_calls += record["is_all"] is not True
+        self._token_counts.sampled += num_tokens
+        self._token_counts.unreported_calls += record["is_all"] is not True
         # Not by the call's identity: the call goes on in another engine, without these tokens.
         self._add_unanswered(record["try"], _LOST_ENGINES, num_tokens)
 
@@ -323,7 +322,7 @@ class JournalState:
         # The try may be gone: an engine can report an aborted call's tokens after the try was dropped.
         agent_try = self.tries.get(name)
         if agent_try is None:
-            self._settled_tokens.dropped += num_tokens
+            self._token_counts.dropped += num_tokens
         else:
             agent_try.aborted[identity] += num_tokens
 
@@ -408,7 +407,7 @@ class JournalState:
         for name, num_trained in record["tries"]:
             agent_try = self.tries.get(name)
             if agent_try is None or agent_try.step is not None:
-                self._settled_tokens.faults.append(
+                self._token_counts.faults.append(
                     f"step {step}: attempt {name!s:.80} was trained before, or never began"
                 )
             elif (
@@ -416,7 +415,7 @@ class JournalState:
                 or agent_try.lost_step is not None
                 or _count(num_trained) > agent_try.num_answered
             ):
-                self._settled_tokens.faults.append(
+                self._token_counts.faults.append(
                     f"step {step}: attempt {name!s:.80} did not end, or trains too many tokens"
                 )
             else:

@@ -43,7 +43,7 @@ class PolicyUpdates:
         for minibatch in self._minibatches:
             yield minibatch
             # Stop: the remaining minibatches would be trained with wrong ratios.
-            if self._updates[-1].outcome.mismatch_exceeded:
+            if self._updates[-1].outcome.is_mismatch_exceeded:
                 return
 
     def add(self, update: Update) -> None:
@@ -51,9 +51,9 @@ class PolicyUpdates:
 
     @property
     def trained_tokens(self) -> NDArray[np.int64]:
-        """Number of each sample's tokens with a loss in an applied update [samples]."""
+        """[samples]: number of each sample's tokens with a loss; 0 if no applied update had this sample."""
         is_trained = np.zeros(len(self._tokens_with_loss), bool)
-        # Updates after the first one beyond the limit are not made.
+        # Not all planned updates are made: `__iter__` stops after one above train.max_logprob_gap.
         for update, samples in zip(self._updates, self._samples_by_update, strict=False):
             is_trained[samples] |= update.outcome.applied
         return np.where(is_trained, self._tokens_with_loss, 0)

@@ -156,7 +156,7 @@ class _Routes:
             try:
                 if is_numbered:
                     return await handler(request, owner)
-                with self._count_while_read(request, owner):
+                with self._count_body_bytes(request, owner):
                     return await handler(request, owner)
             except NotFoundError as error:
                 return _error_response(str(error), 404)
@@ -174,14 +174,14 @@ class _Routes:
         return handle_checked
 
     @contextlib.contextmanager
-    def _count_while_read(self, request: web.Request, owner: str) -> Iterator[None]:
-        """Count a request's body while it is read.
+    def _count_body_bytes(self, request: web.Request, owner: str) -> Iterator[None]:
+        """Context of reading a request's body. Its bytes count among those that the account sends now.
 
-        Raises RequestError for a compressed body, and BusyError if the account now sends too many bytes.
+        Raises RequestError for a compressed body, and BusyError if they are too many.
         """
         if encoding := request.headers.get("Content-Encoding"):
             raise RequestError(f"Content-Encoding = {encoding:.50}: send the body uncompressed", status=415)
-        # Polls have small bodies, and stay in the handler for a long time.
+        # Small bodies do not count: a poll has one, and waits here for a long time.
         if BODY_BYTES.get() < _SMALL_BYTES:
             yield
             return
@@ -201,7 +201,7 @@ class _Routes:
                 return accept(dict(await parse_json(raw)), owner)
 
             return await self._accept_numbered(
-                request, owner, requests.find_address, accept_body, is_training=is_training
+                request, owner, requests.find_model_and_number, accept_body, is_training=is_training
             )
 
         return handle
@@ -210,28 +210,28 @@ class _Routes:
         self,
         request: web.Request,
         owner: str,
-        find_address: Callable[[bytes], tuple[str, int] | None],
+        find_model_and_number: Callable[[bytes], tuple[str, int] | None],
         accept_body: Callable[[bytes], Awaitable[Promise]],
         *,
         is_training: bool,
     ) -> web.StreamResponse:
         """Answer a numbered request with the promise that `accept_body` returns.
 
-        An unreadable or too large request gets a failed promise, the latter after the SDK's repetitions. `find_address`
-        returns model and number from the body's first bytes.
+        An unreadable or too large request gets a failed promise, the latter after the SDK's repetitions.
         """
         body_start = bytearray()
         try:
             # Read the number first: after a refusal without it, later requests would wait for it.
             await read_head(request, body_start, _HEAD_BYTES)
-            with self._count_while_read(request, owner):
+            with self._count_body_bytes(request, owner):
                 return _promise_response(await accept_body(bytes(body_start) + await read_bytes(request)))
         except (RequestError, MalformedError, UserError, BusyError) as error:
-            address = find_address(bytes(body_start))
+            model_and_number = find_model_and_number(bytes(body_start))
             # After a broken connection the client sends the request again.
-            if address is None or request.transport is None:
+            if model_and_number is None or request.transport is None:
                 raise
-            return _promise_response(self._desk.training.fail_in_turn(*address, error, owner, is_training=is_training))
+            failed_promise = self._desk.training.fail_in_turn(*model_and_number, error, owner, is_training=is_training)
+            return _promise_response(failed_promise)
 
     async def _client_config(self, request: web.Request, owner: str) -> web.StreamResponse:
         # Clients must not compress bodies, because `_add_checks` refuses them. All else has the SDK's defaults.
@@ -277,7 +277,7 @@ class _Routes:
             return self._desk.training.forward_backward(raw, owner)
 
         # An unreadable body does not show `forward_only`. If its gradients are missing, the next step must fail.
-        return await self._accept_numbered(request, owner, wire.find_address, accept_body, is_training=True)
+        return await self._accept_numbered(request, owner, wire.find_model_and_number, accept_body, is_training=True)
 
     async def _sample(self, request: web.Request, owner: str) -> web.StreamResponse:
         return _promise_response(self._desk.sampling.sample(await _read_json(request), owner))

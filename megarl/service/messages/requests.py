@@ -276,7 +276,7 @@ class PathAddress(Body):
 
 
 def read_fields(body_class: type[Any], values: dict[str, Any]) -> Any:
-    """Return a body of type `kind`. Raises UserError with the first invalid field."""
+    """Return a body of `body_class`. Raises UserError with the first invalid field."""
     try:
         return body_class.model_validate(values)
     except ValidationError as error:
@@ -289,7 +289,7 @@ def read_fields(body_class: type[Any], values: dict[str, Any]) -> Any:
         raise UserError(f"{field_path}{value_text}: {first_error['msg'].removeprefix('Value error, ')}") from error
 
 
-def find_address(head: bytes) -> tuple[str, int] | None:
+def find_model_and_number(head: bytes) -> tuple[str, int] | None:
     """Return model id and sequence number (`seq_id`) from the first bytes of a JSON body, or None."""
     model_id, seq_id = _MODEL_ID.search(head), _SEQ_ID.search(head)
     return None if model_id is None or seq_id is None else (model_id[1].decode(), int(seq_id[1]))

@@ -118,11 +118,8 @@ def _walk_parts(raw: bytes) -> Iterator[tuple[Any, int]]:
             yield from ((datum, part_number) for part_number, *_ in _find_fields(raw, start, end))
 
 
-def find_address(head: bytes) -> tuple[str, int] | None:
-    """Return a forward_backward request's model id and sequence number, from the first bytes of its protobuf body.
-
-    None: `head` does not contain both.
-    """
+def find_model_and_number(head: bytes) -> tuple[str, int] | None:
+    """Return model id and sequence number from the first bytes of a forward_backward request in protobuf, or None."""
     fields_by_name = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
     model_id, seq_id = None, None
     # The bytes end inside a field. SDK 0.38 writes model and number before the datums.

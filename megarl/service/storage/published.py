@@ -119,6 +119,7 @@ class PublishedWeights:
                     with self._checkpoints.reading(weights.folder, weights.saved_at):
                         await self._trainer.publish_folder(weights.folder, version)
                     weights.version = version
+            # A parallel request listed them while this one waited.
             if weights in self._published:
                 return weights.version
         else:

@@ -74,7 +74,7 @@ class AgentProgram:
         earlier = None if engine.log is None else engine.log.reopened
         if earlier is not None and (self.runner.config.outlive_seconds is None or self.runner.make_agent is not None):
             # The recipe has changed since the last start: now programs end with the driver.
-            self.runner.sessions.cease_to_expect(earlier.key)
+            self.runner.sessions.stop_expecting(earlier.key)
             self.runner.containers.end_earlier([(earlier.node, earlier.container)])
             engine.begin_again()
         began = time.monotonic()

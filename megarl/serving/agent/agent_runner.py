@@ -177,7 +177,7 @@ class AgentRunner:
                 try:
                     container = await stack.enter_async_context(self.containers.adopt(earlier.node, earlier.container))
                 except ContainerError:
-                    self.sessions.cease_to_expect(earlier.key)
+                    self.sessions.stop_expecting(earlier.key)
                     engine.begin_again()
             yield container or await stack.enter_async_context(self._container_context(task, harbor))
 

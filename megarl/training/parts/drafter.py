@@ -46,10 +46,10 @@ DRAFTER_LOSS = Signal("drafter/loss", is_loss=True)
 
 
 class DrafterFeed(RowFeed):
-    """Feed that gives the drafter whole rows, and its loss the weights of the predicted tokens.
+    """Gives the drafter the tokens of each whole row, and each microbatch the values for the drafter's loss.
 
-    Step k at position t predicts the sequence's token t + 2 + k. Each microbatch gets `drafter_mask`, True where this
-    token is trained, and `drafter_weights`, zero elsewhere: [tokens, steps] each.
+    At position t, the drafter's step k predicts the sequence's token t + 2 + k. `drafter_mask` is True where this token
+    is trained. Elsewhere `drafter_weights` are zero. Both are [tokens, steps].
     """
 
     def __init__(self, head: DrafterHead | None, num_steps: int, step_decay: float, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class DrafterFeed(RowFeed):
         return [self._add_weights(row, batch) for row, batch in zip(rows, batches, strict=True)]
 
     def _add_weights(self, row: TokenBatch, batch: Microbatch) -> DrafterRow:
-        """Add mask and weights to a microbatch. Returns the tokens and sequence starts of its whole row."""
+        """Add mask and weights to a microbatch. Returns the tokens and sequence starts of its row on all ranks."""
         assert batch.row.host_local is not None
         lengths, padded, local = batch.lengths, batch.padded, batch.row.host_local
         masks, weights = (

@@ -30,8 +30,9 @@ def pack_row(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> Microbatch:
-    """Return a batch's sequences as one packed row, padded as in `padded_lengths`. With context parallelism, return
-    this rank's part of the row.
+    """Return a batch's sequences as one packed row; with context parallelism, this rank's part of it.
+
+    The row's length is a multiple of cp * `multiple` (`padded_lengths`).
     """
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
@@ -46,6 +47,7 @@ def pack_row(
         """Return values [tokens] of predicted tokens, stored one position earlier, for this rank."""
         return select_row_part(values[is_predicted_token], indices=row_indices[is_predicted_token] - 1)
 
+    # Log-probs are normalised over the tokens that sampling could choose.
     support = None
     if batch.retained_sets is not None:
         # For each position: the index of its predicted token, or -1 if it predicts none.

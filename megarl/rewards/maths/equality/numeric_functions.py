@@ -11,6 +11,9 @@ from megarl.rewards.maths.equality.precision import CONTEXT, as_fraction, is_rea
 
 MAX_MAGNITUDE = 400
 """Maximum binary exponent of arguments to functions and powers: the digits needed grow with it."""
+_MAX_POWER_BITS = 1 << 20
+"""Maximum binary exponent of a power: mpmath computes with about as many bits."""
+_MAX_EXPONENT = 1 << 40
 MAX_GAMMA = 1 << 24
 """Maximum argument of the gamma function. Larger arguments take too long."""
 MAX_ZETA = 50
@@ -29,8 +32,8 @@ def raise_to_power(base: Any, exponent: Any) -> Any:
         if not is_real(exponent) or CONTEXT.re(exponent) <= 0:
             raise NoValueError
         return CONTEXT.mpf(0)
-    # mpmath needs more digits, as many as the result has before its point.
-    if abs(CONTEXT.mag(base) * exponent) > 1 << 20 or abs(exponent) > 1 << 40:
+    # The magnitude of a base between 0.5 and 1 is 0, so the exponent has a limit too.
+    if abs(CONTEXT.mag(base) * exponent) > _MAX_POWER_BITS or abs(exponent) > _MAX_EXPONENT:
         raise NoValueError
     return CONTEXT.power(base, exponent)
 
