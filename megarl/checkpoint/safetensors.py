@@ -68,7 +68,7 @@ class FolderReader:
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
         """Find the file and dtype of each tensor.
 
-        Packed experts become pieces of single experts. Raises DataError for missing tensors.
+        Packed experts become pieces of single experts. Raises DataError for a folder with faults.
         """
         self._open_files: dict[Path, Any] = {}
         self._stored, faults = stored_tensors(folder, model)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from typing import Any
 
@@ -258,6 +258,8 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+# A text may be a megabyte, and a dozen fields are looked up in it.
+@lru_cache(maxsize=8)
 def _object_in_text(text: str) -> Any:
     """Return the object in a JSON text: table programs save objects as text."""
     if not text.lstrip().startswith("{"):

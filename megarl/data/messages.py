@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import chain, cycle, pairwise
 from typing import Any
 
+from megarl.data.sources.rows import EncodedBytes
 from megarl.data.tools.records import with_standard_calls
 from megarl.files.strict_json import MEDIUM, parse, shown
 
@@ -38,6 +39,8 @@ _CALL_KEYS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of text parts, in OpenAI's two APIs."""
+_PREFIX = "prefix"
+"""Key of a message that the answer continues (Mistral)."""
 _REMEDIES = {
     "function_call": "give the call in tool_calls",
     **dict.fromkeys(
@@ -45,7 +48,7 @@ _REMEDIES = {
         'give "weight": 0 if the message is not to be trained, and remove the key',
     ),
     **dict.fromkeys(
-        ("train_detail", "training_detail", "reasoning_training_detail", "prefix"),
+        ("train_detail", "training_detail", "reasoning_training_detail", _PREFIX),
         "a message is trained as a whole or not at all, so remove the record",
     ),
     **dict.fromkeys(
@@ -238,8 +241,10 @@ def _unify_calls(message: dict[str, Any], field_path: str) -> None:
 def _is_unsaid(name: str, value: Any) -> bool:
     """Return whether a message's key counts as absent: its value is empty or white space.
 
-    A list or object of empty values is empty too, except `tool_calls`.
+    A list or object of empty values is empty too, except `tool_calls`. `prefix` is false in ordinary messages.
     """
+    if name == _PREFIX and value is False:
+        return True
     return is_empty(value) or (name != "tool_calls" and not isinstance(value, str) and says_nothing(value))
 
 
@@ -279,6 +284,8 @@ def _check_texts(message: Mapping[str, Any], field_path: str) -> None:
         raise ValueError(f"{field_path} has name {shown(name)}; give a string")
     if content is None and "tool_calls" in message:
         return
+    if isinstance(content, EncodedBytes):
+        raise ValueError(f"{field_path} has content of bytes that are not UTF-8 text; save it as text")
     if not isinstance(content, str):
         with_calls = ", or null with tool_calls" if "tool_calls" in message else ""
         raise ValueError(f"{field_path} has content {shown(content)}; give a string{with_calls}")

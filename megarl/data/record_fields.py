@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.data.formats import RecordFormat, value_at
-from megarl.data.messages import says_nothing
+from megarl.data.messages import is_blank, says_nothing
 from megarl.data.tools.records import standard_tools
 from megarl.data.tools.schemas import ToolSchema
 from megarl.files.nearest import nearest
@@ -159,7 +159,7 @@ def _misspelt_field(fields: Mapping[str, Any], format: RecordFormat) -> str | No
     parts = (*format.system, *format.history, *format.tools)
     for name, value in fields.items():
         part = None if name in format.names else _nearest_part(name, parts)
-        if part is None or says_nothing(value) or not says_nothing(fields.get(part)):
+        if part is None or says_nothing(value) or not says_nothing(value_at(fields, part)):
             continue
         if part in format.tools:
             is_part = bool(_read_tools(value))
@@ -179,17 +179,21 @@ def _nearest_part(name: str, parts: tuple[str, ...]) -> str | None:
 
 def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
     """Return an error for tools in a field of another program, or None. A record may repeat its own tools there."""
-    if not all(says_nothing(value_at(fields, name)) for name in format.tools):
+    # An empty list says that the record has no tools.
+    values = [value_at(fields, name) for name in format.tools]
+    if any(isinstance(value, list) or not is_blank(value) for value in values):
         return None
     # Tools next to a prompt in an inner object: `input.messages` and `input.tools` in OpenAI's preference data.
     inner_places = (f"{name.rpartition('.')[0]}.tools" for name in format.prompt if "." in name)
     # Other values under these names are notes, such as the names of tools.
     places = [name for name in (*_TOOLS_ELSEWHERE, *inner_places) if _read_tools(value_at(fields, name))]
-    # Under any other name, schemas show that the tools are not only the names of those that were used.
+    # Under any other name, schemas tell tools from calls (Llama's have `parameters` too) and from names of tools.
     places += [
         name
         for name in fields
-        if _NAMES_TOOLS.search(name) and any(tool["function"].get("parameters") for tool in _read_tools(fields[name]))
+        if name not in format.names
+        and _NAMES_TOOLS.search(name)
+        and any(_is_schema(tool["function"].get("parameters")) for tool in _read_tools(fields[name]))
     ]
     if not places:
         return None
@@ -197,6 +201,13 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
         f"'{places[0]}' is {shown(value_at(fields, places[0]))}, which is not read; {_AS_TOOLS}, or set "
         f"data.fields.tools={places[0]}"
     )
+
+
+def _is_schema(parameters: Any) -> bool:
+    """Return whether a tool's parameters are a JSON schema, and not the arguments of a call."""
+    if not isinstance(parameters, Mapping):
+        return False
+    return parameters.get("type") == "object" or "properties" in parameters or "$ref" in parameters
 
 
 def _read_tools(value: Any) -> tuple[ToolSchema, ...]:
@@ -267,7 +278,9 @@ def _unread_environment_field(fields: Mapping[str, Any], environment: str) -> st
                 continue
             if name == _MAX_TURNS and value == 1 and environment == "single_turn":
                 continue
-            remedy = "set rollout.max_turns for all records alike, and " if name == _MAX_TURNS else ""
+            # With a single turn rollout.max_turns is refused too.
+            has_setting = name == _MAX_TURNS and environment != "single_turn"
+            remedy = "set rollout.max_turns for all records alike, and " if has_setting else ""
             return (
                 f"'{place}' is {shown(value)}, which rollout.environment = {environment} does not read; {remedy}remove "
                 "the field, or set rollout.environment to an environment of your own, module:Class, which gets the "

@@ -51,6 +51,10 @@ _QUESTIONS = ("question", "query", "problem", "instruction")
 _OPTIONS = ("options", "choices")
 """Fields with the options of a multiple-choice question."""
 _OPTION_LABEL = re.compile(r"[A-Za-z]|\d+")
+_LABEL_IN_OPTION = re.compile(r"\(?[A-Za-z]\s*[).:]")
+"""Label before an option's text, as in `A)3` of AQuA."""
+_UNWRITTEN_OPTIONS = {"yes", "no", "maybe", "true", "false"}
+"""Options that a question needs not write: it asks for them."""
 
 
 class TooLongError(DataError):
@@ -124,7 +128,7 @@ class Record:
             if name == field or is_blank(other) or _is_same_answer(other, value):
                 continue
             # Next to a label, `answer` is often a worked solution that ends with it.
-            if field == _LABEL_FIELD and isinstance(other, str) and str(value).strip() in other:
+            if field == _LABEL_FIELD and isinstance(other, str) and _ends_with_answer(other, str(value).strip()):
                 continue
             raise self.error(
                 f"'{name}' is {shown(other)}, but the gold answer is read from '{field}', {shown(value)}; remove one "
@@ -248,7 +252,9 @@ class Record:
             return
         written_text = _without_space("\n".join(message.get("content") or "" for message in messages))
         for name, texts in options.items():
-            if missing_text := next((text for text in texts if _without_space(text) not in written_text), None):
+            if all(text.strip().casefold() in _UNWRITTEN_OPTIONS for text in texts):
+                continue
+            if missing_text := next((text for text in texts if _strip_option(text) not in written_text), None):
                 raise self.error(
                     f"'{name}' has the option {shown(missing_text)}, but the prompt does not write it; write the "
                     "options into the prompt, or rename the field if they are not part of the question"
@@ -368,8 +374,19 @@ def _read_options(value: Any) -> list[str]:
     return [text for text in value if text.strip()] if is_list else []
 
 
+def _strip_option(text: str) -> str:
+    """Return an option without its label, spaces and closing punctuation. A prompt may write others."""
+    stripped = _LABEL_IN_OPTION.sub("", text.strip(), count=1) if _LABEL_IN_OPTION.match(text.strip()) else text
+    return _without_space(stripped).rstrip(".;,") or _without_space(text)
+
+
 def _without_space(text: str) -> str:
     return "".join(text.split()).casefold()
+
+
+def _ends_with_answer(solution: str, answer: str) -> bool:
+    """Return whether a worked solution has the answer as a word or number of its own."""
+    return re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|[.,]\d)", solution) is not None
 
 
 def _is_same_answer(first: Any, second: Any) -> bool:

@@ -46,7 +46,7 @@ class Python(ToolEnvironment):
         return await super().reset(problem, seed)
 
     def _start_sandbox(self) -> AnySandbox:
-        """Return the running sandbox. Raises EnvironmentUnavailableError: the policy is not at fault."""
+        """Return the running sandbox. Raises EnvironmentUnavailableError if it does not start."""
         try:
             return _start_shared_sandbox(json.dumps(asdict(self._settings)))
         except (SandboxError, ConfigError) as error:

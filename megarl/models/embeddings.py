@@ -21,8 +21,8 @@ def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_
     rows from `first_token_id` on. The vocabulary is split over `group`.
     """
     local = tokens - first_token_id
-    is_in_block = (local >= 0) & (local < len(table))
-    embeddings = F.embedding(local.clamp(0, len(table) - 1), table) * is_in_block[:, None]
+    is_local = (local >= 0) & (local < len(table))
+    embeddings = F.embedding(local.clamp(0, len(table) - 1), table) * is_local[:, None]
     all_reduce(embeddings, group, torch.distributed.ReduceOp.SUM)
     if positions is not None:
         embeddings = embeddings.masked_fill_(positions[:, None] == 0, 0.0)

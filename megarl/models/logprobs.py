@@ -76,7 +76,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the targets' log-probs and the entropies, [tokens] each.
 
-        Logits exist for one block of the vocabulary at a time.
+        With `keeps_logits` all logits stay for the backward pass, else one block of the vocabulary at a time.
         """
         ctx.set_materialize_grads(False)
         local_targets = targets - first_token_id

@@ -98,8 +98,8 @@ def find_fp8_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         "channels of the queries on a rank": shape.num_heads * shape.head_dim // trainer.tp,
     }
     if isinstance(shape.attention, Latent):
-        attention = shape.attention.kv_rank + shape.attention.rotary_channels
-        channels_by_part["channels of the latent vector of keys and values"] = attention
+        latent_channels = shape.attention.kv_rank + shape.attention.rotary_channels
+        channels_by_part["channels of the latent vector of keys and values"] = latent_channels
     if shape.num_experts:
         channels_by_part["channels of an expert on a rank"] = shape.moe_intermediate_size // trainer.etp
         channels_by_part["channels of the shared expert on a rank"] = shape.shared_intermediate_size // trainer.tp

@@ -24,7 +24,7 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
 
     With `is_start`, this machine's GPUs are checked, else the GPUs named in the recipe.
     """
-    # `sizes.fp8_fit` reports a missing Transformer Engine, with the other needs of trainer.fp8.
+    # `model_sizes.check_fp8` reports a missing Transformer Engine, with the other needs of trainer.fp8.
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
     versions = library_versions() if has_libraries else None
     needed_formats, engines = needs(recipe, is_trained=is_trained), recipe.cluster.groups.engines

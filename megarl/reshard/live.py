@@ -278,7 +278,7 @@ class GatheredReshard:
         first_engine: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Plan the copies in groups of tensors, each at most `bucket_bytes`. Each engine rank gets whole tensors."""
+        """Plan copies in groups of at most `bucket_bytes`, or of one larger tensor. Engine ranks get whole tensors."""
         self._parameters, self._load, self._dtype, self._group = parameters, load, dtype, group
         self._dtypes = float32_dtypes(shape)
         num_engines = len(topology) - first_engine

@@ -45,13 +45,16 @@ UNUSED = (
     "trackers", "samples_every_steps", "samples_with_tokens", "model.chat_template", "model.chat_template_kwargs",
     "data.validation", "data.ptx", "data.format", "data.fields", "data.answer_field", "data.system_prompt",
     "data.overlong", "data.streaming", "data.shuffle", "data.curriculum", "mixture", "cluster.recover",
-    "cluster.spare_nodes", "cluster.max_restarts", "lora.export_adapter", "optimizer.learning_rate",
-    "optimizer.schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "optimizer.warmup_ratio",
-    "optimizer.min_learning_rate", "optimizer.weight_decay", "optimizer.betas", "optimizer.epsilon",
-    "optimizer.clip_grad_norm", "optimizer.max_skipped_updates", "rollout.sampling.temperature",
-    "rollout.sampling.temperature_schedule", "rollout.sampling.end_temperature", "rollout.sampling.temperature_steps",
-    "rollout.sampling.top_p", "rollout.sampling.top_k", "rollout.sampling.min_p", "rollout.sampling.stop",
-    "rollout.sampling.stop_token_ids", "rollout.environment", "rollout.stragglers", "rollout.max_staleness",
+    "cluster.spare_nodes", "cluster.max_restarts", "cluster.peak_tflops", "trainer.share_prefixes",
+    "lora.export_adapter", "optimizer.learning_rate", "optimizer.schedule", "optimizer.decay_steps",
+    "optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.min_learning_rate", "optimizer.weight_decay",
+    "optimizer.betas", "optimizer.epsilon", "optimizer.clip_grad_norm", "optimizer.max_skipped_updates",
+    "rollout.sampling.temperature", "rollout.sampling.temperature_schedule", "rollout.sampling.end_temperature",
+    "rollout.sampling.temperature_steps", "rollout.sampling.top_p", "rollout.sampling.top_k",
+    "rollout.sampling.min_p", "rollout.sampling.stop", "rollout.sampling.stop_token_ids", "rollout.environment",
+    "rollout.environment_kwargs", "rollout.environment_processes", "rollout.environment_memory_gib",
+    "rollout.tool_parser", "rollout.agent", "rollout.endpoint", "rollout.max_turns", "rollout.truncated_turn",
+    "rollout.history", "rollout.budget", "rollout.on_stale", "rollout.stragglers", "rollout.max_staleness",
     "rollout.sync_every", "reward", "sandbox", "algorithm", "critic", "train", "evaluation", "weights.verify_every",
     "weights.check_every", "weights.canary_every", "weights.probe_tolerance", "checkpoint", "health", "monitor",
 )  # fmt: skip
@@ -191,6 +194,8 @@ def _list_unfit_fields(recipe: Recipe) -> Iterator[str]:
         yield "weights.overlap = true: the trainer of a service sends adapters between two calls; leave it out"
     if recipe.trainer.overlap_grad_reduce:
         yield "trainer.overlap_grad_reduce = true: gradients of several calls add up before one reduction; leave it out"
+    if recipe.trainer.router_replay:
+        yield "trainer.router_replay = true: clients send no experts to replay; leave it out"
     if setting := recipe.trainer.draft_layers_setting:
         yield f"{setting}: no client sends this loss; leave it out"
     if (rate := recipe.trainer.drafter_learning_rate) is not None:

@@ -80,7 +80,7 @@ class MergedWeights:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-        """Allocate a merged weight beside each weight with an adapter, and offload it until `merging`."""
+        """Allocate a merged weight next to each weight with an adapter, and offload it until `merging`."""
         self._adapters: dict[str, tuple[Adapter, Tensor]] = {}
         for index, name, adapter in adapters_of(chunks):
             weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"

@@ -12,6 +12,7 @@ import yaml
 
 from megarl.data.formats import FieldNames
 from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.preferences import Judged, Pairs
 from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples, read_records
 from megarl.types import DataError
@@ -277,9 +278,15 @@ REFUSED = {
         "'choices' has the option \"one\"",
     ),
     "an empty answer": ({"messages": [Q, {**X, "content": " "}]}, r"messages\[1\] is an .* message without text"),
-    "an empty rejected answer": (
-        {"prompt": [Q], "chosen": [X], "rejected": [{**X, "content": ""}]},
+    "an empty only answer": (
+        {"messages": [Q, {**X, "content": " "}]}, "give the answer, remove the record$",
+    ),
+    "an empty chosen answer": (
+        {"prompt": [Q], "chosen": [{**X, "content": ""}], "rejected": [X]},
         r"messages\[1\] is an .* message without text",
+    ),
+    "a ratio before a label": (
+        {"prompt": "q", "label": 1, "answer": "#### 13"}, "'answer' is \"#### 13\", but the gold answer is read",
     ),
     "a mask of a message": ({"messages": [Q, {**X, "masked": True}]}, "masked.*weight\": 0 if"),
 }  # fmt: skip
@@ -303,6 +310,31 @@ def test_a_remedy_names_no_field_that_is_read_already(tmp_path, record) -> None:
     with pytest.raises(DataError) as caught:
         texts_of(tmp_path, record)
     assert ": prompt}" not in str(caught.value)
+
+
+EMPTY_CALL = [{"name": "get", "parameters": {"city": "Paris", "type": "x"}}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [Q], "chosen": [X], "rejected": [{**X, "content": ""}]},
+        {"prompt": "q", "completion": "", "label": False},
+        {"prompt": [{**Q, "prefix": False}], "answer": "4"},
+        # The record has no tools, and says so.
+        {"prompt": [Q], "answer": "4", "tools": [], "all_tools": [TOOL]},
+        {"prompt": [Q], "answer": "4", "wanted_tool_calls": EMPTY_CALL},
+        {"prompt": "2+2? A. 3, B. 4", "answer": "B", "options": ["A)3", "(B) 4."]},
+        {"prompt": "Is 3 even?", "answer": "no", "choices": ["yes", "no"]},
+        {"prompt": "q", "label": 13, "answer": "We add. #### 13"},
+    ],
+)
+def test_harmless_records_are_read(tmp_path, record) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(record))
+    settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 1000}
+    kind = Pairs if "chosen" in record else Judged if "completion" in record else Problems
+    assert len(read_examples(path, kind(**settings))) == 1
 
 
 def test_a_response_named_in_the_recipe_is_read(tmp_path) -> None:
@@ -360,6 +392,10 @@ def test_bytes_that_are_no_text_stay_base64(tmp_path) -> None:
     pq.write_table(pa.table({"prompt": [b"\xff\xfe"], "answer": ["4"]}), tmp_path / "data.parquet")
     with pytest.raises(DataError, match="row 1: 'prompt' has bytes"):
         problems_of(tmp_path / "data.parquet")
+    columns = {"prompt": [[{"role": "user", "content": b"\xff\xfe"}]], "answer": ["4"]}
+    pq.write_table(pa.table(columns), tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"prompt\[0\] has content of bytes"):
+        problems_of(tmp_path / "data.parquet")
 
 
 @pytest.mark.parametrize(
@@ -371,7 +407,7 @@ def test_bytes_that_are_no_text_stay_base64(tmp_path) -> None:
 )
 def test_values_without_a_form_in_json_are_refused(tmp_path, column, fault) -> None:
     pq.write_table(pa.table({"prompt": ["q"], "answer": ["4"], "info": column}), tmp_path / "data.parquet")
-    with pytest.raises(DataError, match=f"data.parquet: cannot be read .*{fault}"):
+    with pytest.raises(DataError, match=f"data.parquet: has a value .*{fault}.*save its column as text"):
         problems_of(tmp_path / "data.parquet")
 
 
@@ -486,6 +522,14 @@ def test_settings_of_an_environment_that_the_recipe_does_not_name_are_refused(tm
     with pytest.raises(DataError, match="environment of your own") as caught:
         read_problem(tmp_path, ELSEWHERE[field], environment)
     assert f"'{field}' is " in str(caught.value)
+
+
+def test_a_number_of_turns_gets_a_remedy_that_works(tmp_path) -> None:
+    for environment, has_setting in (("single_turn", False), ("calculator", True)):
+        with pytest.raises(DataError) as caught:
+            read_problem(tmp_path, ELSEWHERE["max_turns"], environment)
+        # With a single turn the recipe's field is refused too.
+        assert ("set rollout.max_turns" in str(caught.value)) is has_setting
 
 
 @pytest.mark.parametrize("field", ELSEWHERE)

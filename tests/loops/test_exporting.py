@@ -78,7 +78,7 @@ def test_the_exported_model_of_a_finished_run_gets_a_new_card(run: Path) -> None
     export(run, step=4, out=run / "hf")
     (run / "hf/README.md").unlink()
     # hf/ may be of the run's earlier end.
-    with pytest.raises(ConfigError, match="the run is interrupted and went on after it exported hf/"):
+    with pytest.raises(ConfigError, match="is interrupted, and it went on after it exported hf/; resume it"):
         export(run)
     (run / "status.json").unlink()
     with pytest.raises(ConfigError, match="the run is unknown and went on"):

@@ -198,7 +198,7 @@ def _has_run(package: str, installed: Mapping[str, str], name: str) -> bool:
 def choose_version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
     """Return megarl's extra with the most pinned versions installed: `kind` (cpu or gpu), or `kind-next`.
 
-    The other arguments are as in `versions`. If both have as many, the result is `kind`.
+    The other arguments are as in `check_versions`. If both have as many, the result is `kind`.
     """
 
     def num_met(extra: str) -> int:

@@ -104,6 +104,7 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
     record.refuse_other_prompts(messages, with_answers=True)
     record.refuse_reasoning_field(messages)
     record.refuse_unlisted_calls(messages)
+    refuse_empty_answers(record, messages)
     return messages
 
 
@@ -212,23 +213,28 @@ def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, f
 
 
 def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:
-    """Raise ValueError if no assistant's message from number `first` on is trained, or one of them is empty."""
-    trained_numbers = [
-        number
-        for number, message in enumerate(messages[first:], start=first)
-        if message["role"] == "assistant" and WEIGHT not in message
-    ]
-    for number in trained_numbers:
-        if not any(not is_blank(messages[number].get(key)) for key in ("content", "tool_calls", REASONING)):
-            raise ValueError(
-                f"messages[{number}] is an assistant's message without text; give the answer, remove the record, or "
-                'give "weight": 0 at the message'
-            )
-    if trained_numbers:
+    """Raise ValueError if no assistant's message from number `first` on is trained."""
+    if any(map(_is_trained, messages[first:])):
         return
     if any(WEIGHT in message for message in messages):
         raise ValueError("the assistant's messages have weight 0, so nothing is trained; remove the record")
     raise ValueError("no message has the role assistant; fine-tuning needs an assistant's answer to train on")
+
+
+def refuse_empty_answers(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:
+    """Raise DataError for an empty answer from message `first` on: it would teach the policy to end at once."""
+    answers = [(number, message) for number, message in enumerate(messages) if number >= first and _is_trained(message)]
+    for number, message in answers:
+        if all(is_blank(message.get(key)) for key in ("content", "tool_calls", REASONING)):
+            by_weight = ', or give "weight": 0 at the message' if len(answers) > 1 else ""
+            raise record.error(
+                f"messages[{number}] is an assistant's message without text; give the answer, remove the "
+                f"record{by_weight}"
+            )
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and WEIGHT not in message
 
 
 @dataclass(slots=True)

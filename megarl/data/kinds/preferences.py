@@ -15,6 +15,7 @@ from megarl.data.kinds.conversations import (
     encode_conversation,
     make_conversation,
     new_messages,
+    refuse_empty_answers,
 )
 from megarl.data.messages import have_same_texts
 from megarl.data.records import Record, TooLongError
@@ -106,7 +107,15 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
     _refuse_different_prompts(record, chosen, rejected)
+    # A rejected answer may be rejected because it is empty.
+    refuse_empty_answers(record, chosen, first=_count_shared(chosen, rejected))
     return chosen, rejected
+
+
+def _count_shared(chosen: Messages, rejected: Messages) -> int:
+    """Return how many messages both conversations begin with. These are context, so they are not trained in either."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
 
 
 def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messages) -> None:
@@ -126,15 +135,7 @@ def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messag
 def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
     """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
     chosen, rejected = pair_conversations(record, system_prompt)
-    # Messages common to both answers are context, so they are not trained in either.
-    num_shared = next(
-        (
-            number
-            for number, (chosen_message, rejected_message) in enumerate(zip(chosen, rejected, strict=False))
-            if chosen_message != rejected_message
-        ),
-        min(len(chosen), len(rejected)),
-    )
+    num_shared = _count_shared(chosen, rejected)
     pair = [
         _only_sequence(
             record, encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=num_shared)
@@ -164,6 +165,8 @@ def _read_judged_conversation(record: Record, system_prompt: str | None) -> tupl
     record.refuse_reasoning_field(messages)
     # A bad answer may be bad for its call.
     record.refuse_unlisted_calls(messages if label else messages[:-1])
+    if label:
+        refuse_empty_answers(record, messages, first=len(messages) - 1)
     return messages, label
 
 

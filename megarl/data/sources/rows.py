@@ -427,8 +427,14 @@ def _arrow_faults(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    # pyarrow's own errors are subclasses of the first three. A map may have a key twice, and a time no date in Python.
-    except (ValueError, OSError, NotImplementedError, KeyError, OverflowError) as error:
+    # A map may have a key twice, and a time no date in Python.
+    except (KeyError, OverflowError) as error:
+        raise DataError(
+            f"{path}: has a value that Python cannot hold ({' '.join(str(error).split())}); save its column as text, "
+            "or remove the column"
+        ) from None
+    # pyarrow's own errors are subclasses of these.
+    except (ValueError, OSError, NotImplementedError) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}); write the file again") from None
 
 
@@ -439,8 +445,8 @@ def _to_python(value: Any) -> Any:
     """
     if isinstance(value, dict):
         plain = {name: _to_python(item) for name, item in value.items()}
-        # The keys of a map may be numbers.
-        return {str(name): item for name, item in plain.items() if item is not None}
+        # The keys of a map may be numbers or bytes.
+        return {str(_to_python(name)): item for name, item in plain.items() if item is not None}
     if isinstance(value, list | tuple):
         return [_to_python(item) for item in value]
     # JSON has no NaN and no infinities; pandas writes NaN for a missing number.

@@ -376,7 +376,7 @@ class LiveTrial:
 def read_live_trial(file):
     """Return a trial's facts, and the descriptions of its unstopped environments, by session.
 
-    Raises ValueError, TypeError or KeyError for a damaged file.
+    Raises ValueError or TypeError for a damaged file.
     """
     facts, *changes = map(json.loads, file)
     running = {session: values for session, values in dict(changes).items() if values is not None}

@@ -13,7 +13,7 @@ def has_matrices(rule: Rule) -> bool:
     """Return whether a parameter consists of matrices between hidden states: tensors with two axes and several rows.
 
     Embedding and output head are excluded: a row belongs to a token, and few tokens occur in a batch. Routers are
-    excluded too: an equal update of all experts' rows would change the choice of experts.
+    excluded too: an update of equal size in all directions would send many tokens to other experts.
     """
     is_fixed = rule.is_buffer or rule.padded or rule.parameter.endswith(_ROUTER)
     return not is_fixed and all(len(shape) == 2 and min(shape) > 1 for _, shape in rule.tensors)

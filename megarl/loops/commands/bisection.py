@@ -47,7 +47,10 @@ class _RunPair:
         return self._records_by_step[step]
 
     def list_differences(self, step: int) -> tuple[Difference, ...]:
-        """Raises ConfigError if rounding alone makes the records differ."""
+        """Return the differences of a step's records.
+
+        Raises ConfigError if their layouts differ and they are not in float32: rounding could explain any difference.
+        """
         first_record, second_record = self.load(step)
         if first_record.layout != second_record.layout and first_record.layout.get("dtype") != "float32":
             raise ConfigError(

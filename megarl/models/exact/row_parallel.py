@@ -22,7 +22,7 @@ class BlockRowParallelLinear(RowParallelLinear):
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         """Return the sum of all ranks' outputs [tokens, 1, out] for this rank's input [tokens, 1, in].
 
-        Under sequence parallelism the output has this rank's tokens only. If an expert [tokens, in] is split over
+        Under sequence parallelism the output has this rank's tokens only. If an expert's layer is split over
         ranks, its output is this rank's product, float32. `weight` [out, in] replaces the layer's own.
         """
         part = _BlockProduct.apply(input_, self.weight if weight is None else weight, self.num_blocks)

@@ -69,8 +69,9 @@ class RowTokens:
 class UpdateRouter(TopKRouter):
     """Megatron's router with losses averaged over the update's tokens, and with noise in training only.
 
-    Megatron-Core 0.16.1 divides a row's loss in `finalize_model_grads`: the sum depends on tp, cp, padding, and the
-    sequences in a row. Here each rank's part is divided by the update's tokens at once.
+    Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and divides only in
+    `finalize_model_grads`: the sum depends on tp, cp, padding, and the sequences in a row. Here each rank's part is
+    divided by the update's tokens at once.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:

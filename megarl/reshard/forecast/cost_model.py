@@ -76,7 +76,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float:
-        """1.0 if nothing must be sent."""
+        """Received bytes divided by their lower bound; 1.0 if nothing must be sent."""
         least = int(self.lower_bound.sum())
         return int(self.received[1:].sum()) / least if least else 1.0
 

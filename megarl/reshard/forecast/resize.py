@@ -60,7 +60,7 @@ class ResizeBytes(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """1.0 if nothing has to move."""
+        """Moved bytes divided by their minimum; 1.0 if nothing has to move."""
         return (self.received + self.handed_over) / self.minimum if self.minimum else 1.0
 
     def as_json(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class JournaledTry:
             answer.call = None
 
     def add(self, number: int, answer: JournaledAnswer) -> None:
-        """Add an answer. The hash of its prompt and tokens lets `place` find it as the beginning of a later prompt."""
+        """Add an answer. `find_base_answer` finds it by a hash of its prompt and tokens, if a prompt continues it."""
         self.answers[number] = answer
         self.num_begun = number + 1
         if (call := answer.call) is not None:

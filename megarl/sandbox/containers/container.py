@@ -30,7 +30,7 @@ from megarl.processes.supervised_process import SupervisedProcess
 from megarl.sandbox.containers.outliving import connect_to, launch_outliving, remove_socket
 from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
-# Time for six renewals (`serving.containers._RENEW_SECONDS`), so a few late ones do no harm.
+# Time for six renewals (`serving.agent.containers._RENEW_SECONDS`), so a few late ones do no harm.
 LEASE_SECONDS = 60.0
 """Seconds after a lease's last renewal until the container ends."""
 COMMAND_LINES = ("podman", "docker")
@@ -41,7 +41,7 @@ _USER_SETTINGS = (
     "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR",
 )  # fmt: skip
 """Environment variables through which podman, docker and apptainer find their settings, images and daemon."""
-# The keeper may take this long to remove a container (`command_lines._SECONDS`).
+# The keeper may take this long to remove a container (`command_lines.SHORT_SECONDS`).
 _REMOVAL_SECONDS = 60.0
 # Longer than a start of podman or docker (`command_lines._START_SECONDS`), so the keeper itself reports a late one.
 _TRIAL_SECONDS = 330.0

@@ -31,7 +31,7 @@ LOSSES = {
     "dro": Loss(_POLICY, ("beta",), ("beta",)),
     "gspo": Loss((*_POLICY, "sequence_ratio_mask"), _THRESHOLDS),
 }
-"""Losses by the SDK's names. `objectives` computes them."""
+"""Losses by the SDK's names. `ranks.objectives` computes them."""
 
 
 def read_settings(name: str, settings: Mapping[str, float | str]) -> dict[str, float]:
@@ -56,7 +56,7 @@ def read_settings(name: str, settings: Mapping[str, float | str]) -> dict[str, f
     for setting_name in loss.required:
         if setting_name not in numbers:
             raise UserError(f"loss_fn_config.{setting_name} is missing: {name} needs it; give a number")
-    # `objectives._clip_bounds` has the same defaults. A single bound is checked against the other bound's default.
+    # `ranks.objectives._clip_bounds` has the same defaults. A single bound is checked against the other's default.
     low, high = numbers.get("clip_low_threshold", 0.8), numbers.get("clip_high_threshold", 1.2)
     if not 0 <= low <= 1 <= high:
         raise UserError(

@@ -59,16 +59,16 @@ class Body(BaseModel):
     model_config = {"protected_namespaces": (), "extra": "ignore"}
 
 
-class Settings(Body):
-    """Settings of training or sampling. A setting that this version does not know is refused, unless it is null."""
+class StrictBody(Body):
+    """A body of which all fields matter to the results. Unknown fields are refused, unless they are null."""
 
     _known_type: ClassVar[str | None] = None
-    """The `type` of the settings; None: any. Optimizers of other types have other settings."""
+    """The `type` of the body; None: any. Optimizers of other types have other settings."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, values: Any) -> Any:
-        """Refuse settings unknown to this model: ignoring them would train or sample differently."""
+        """Refuse fields unknown to this class: ignoring them would train or sample differently."""
         # `check_optimizer` refuses another optimizer, so its settings need no error of their own.
         if isinstance(values, dict) and cls._known_type in (None, values.get("type", cls._known_type)):
             for name, value in values.items():
@@ -122,7 +122,7 @@ class Numbered(Body):
     seq_id: int
 
 
-class LoraSettings(Settings):
+class LoraSettings(StrictBody):
     rank: PositiveInt
     seed: NonNegativeInt | None = None
     # True is the SDK's default. It has no effect here, but refusing it would refuse most programs.
@@ -131,12 +131,12 @@ class LoraSettings(Settings):
     train_attn: bool = True
 
 
-class OptimizerKind(Settings):
+class OptimizerKind(StrictBody):
     _known_type = "adamw"
     type: str = "adamw"
 
 
-class CreateModel(Settings):
+class CreateModel(StrictBody):
     session_id: str
     model_seq_id: Number
     base_model: str
@@ -145,7 +145,7 @@ class CreateModel(Settings):
     optimizer_config: OptimizerKind = OptimizerKind()
 
 
-class LoadWeights(Settings):
+class LoadWeights(StrictBody):
     """A load either creates a model (`session_id`), or is the first numbered request of one (`model_id`)."""
 
     path: str
@@ -160,7 +160,7 @@ class LoadWeights(Settings):
     weights_access_token: str | None = None
 
 
-class AdamSettings(Settings):
+class AdamSettings(StrictBody):
     """Settings of one step of AdamW, with the SDK's defaults. `grad_clip_norm` 0: no clipping."""
 
     learning_rate: Annotated[FiniteFloat, Field(ge=0)] = 1e-4
@@ -171,7 +171,7 @@ class AdamSettings(Settings):
     grad_clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 0.0
 
 
-class OptimStep(Numbered, Settings):
+class OptimStep(Numbered, StrictBody):
     adam_params: AdamSettings | None = None
     optimizer_params: OptimizerKind | None = None
 
@@ -191,7 +191,7 @@ class SaveForSampler(Numbered):
     user_metadata: Metadata | None = None
 
 
-class CreateSampler(Settings):
+class CreateSampler(StrictBody):
     session_id: str
     sampling_session_seq_id: Number
     base_model: str | None = None
@@ -227,7 +227,7 @@ def _check_stops(stop: Any) -> Any:
     return stop
 
 
-class SampleSettings(Settings):
+class SampleSettings(StrictBody):
     max_tokens: PositiveInt | None = None
     seed: int | None = None
     stop: Annotated[str | list[str | int] | None, BeforeValidator(_check_stops)] = None
@@ -245,7 +245,7 @@ class SampleAddress(Body):
     num_samples: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] = 1
 
 
-class SampleRequest(SampleAddress, Settings):
+class SampleRequest(SampleAddress, StrictBody):
     base_model: str | None = None
     model_path: str | None = None
     prompt: Prompt
@@ -286,7 +286,10 @@ def read_fields(body_class: type[Any], values: dict[str, Any]) -> Any:
         is_short = isinstance(value, str | int | float | bool) and not (isinstance(value, float) and math.isnan(value))
         value_text = f" = {value!r:.80}" if is_short and first_error["type"] != "missing" else ""
         # Pydantic's prefix of texts raised by this module.
-        raise UserError(f"{field_path}{value_text}: {first_error['msg'].removeprefix('Value error, ')}") from error
+        fault = first_error["msg"].removeprefix("Value error, ")
+        # A fault of the whole body has no field.
+        place = f"{field_path}{value_text}"
+        raise UserError(f"{place}: {fault}" if place else fault) from error
 
 
 def find_model_and_number(head: bytes) -> tuple[str, int] | None:

@@ -49,7 +49,7 @@ def _clip_bounds(settings: Mapping[str, float]) -> dict[str, float]:
 
 
 def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
-    """Return the loss function `name` of `losses.LOSSES`, with a client's settings."""
+    """Return the loss function `name` of `messages.losses.LOSSES`, with a client's settings."""
     if name == "cross_entropy":
         return cross_entropy
     if name == "importance_sampling":

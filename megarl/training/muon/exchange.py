@@ -61,7 +61,7 @@ class MatrixExchange:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        """Choose an owner among the ranks that hold parts of each matrix, then plan the rounds."""
+        """Choose an owner of each matrix, by preference a rank that holds a part of it, then plan the rounds."""
         self._storages, self._device, self._group = storages, device, group
         holders: dict[str, set[int]] = defaultdict(set)
         for rank, layout in enumerate(layouts):
