@@ -187,7 +187,7 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
     inner_places = (f"{name.rpartition('.')[0]}.tools" for name in format.prompt if "." in name)
     # Other values under these names are notes, such as the names of tools.
     places = [name for name in (*_TOOLS_ELSEWHERE, *inner_places) if _read_tools(value_at(fields, name))]
-    # Under any other name, schemas tell tools from calls (Llama's have `parameters` too) and from names of tools.
+    # Under any other name, only schemas count: Llama's calls have `parameters` too, and lists of names are notes.
     places += [
         name
         for name in fields

@@ -136,7 +136,17 @@ class _PolicyObjective:
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _select_gradient(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        loss, loss_metrics = self._call_policy_loss(policy_logprobs, old_logprobs, batch)
+        # Copies, because a user's loss may write into them, and the other terms read the originals.
+        arguments = policy_logprobs, old_logprobs.clone(), batch.per_token["advantages"].clone()
+        try:
+            if self.takes_whole_row:
+                loss, loss_metrics = compute_sequence_loss(self.policy_loss, arguments, batch, self.settings)
+            else:
+                result = self.policy_loss(*arguments, **self.settings)
+                loss, loss_metrics = checked_policy_loss(result, policy_logprobs)
+            refuse_missing_metrics(loss_metrics, config.needed_loss_metrics)
+        except ResultError as error:
+            raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
         ratios = loss_metrics.pop("ratio", None)
         token_metrics: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in loss_metrics.items()}
         if ratios is not None:
@@ -159,24 +169,6 @@ class _PolicyObjective:
         logged |= self._measure_mismatch(policy_logprobs, old_logprobs, batch, is_of_policy)
         total, count, means = weighted_loss(loss, token_metrics, batch, is_of_policy)
         return total, count, means | logged
-
-    def _call_policy_loss(
-        self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the policy loss and its metrics by name, one value per token. A wrong result is a ConfigError."""
-        config = self.config
-        # Copies, because a user's loss may write into them, and the other terms read the originals.
-        arguments = policy_logprobs, old_logprobs.clone(), batch.per_token["advantages"].clone()
-        try:
-            if self.takes_whole_row:
-                loss, loss_metrics = compute_sequence_loss(self.policy_loss, arguments, batch, self.settings)
-            else:
-                result = self.policy_loss(*arguments, **self.settings)
-                loss, loss_metrics = checked_policy_loss(result, policy_logprobs)
-            refuse_missing_metrics(loss_metrics, config.needed_loss_metrics)
-        except ResultError as error:
-            raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
-        return loss, loss_metrics
 
     def _measure_mismatch(
         self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch, is_of_policy: Tensor

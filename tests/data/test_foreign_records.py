@@ -319,7 +319,7 @@ EMPTY_CALL = [{"name": "get", "parameters": {"city": "Paris", "type": "x"}}]
     "record",
     [
         {"prompt": [Q], "chosen": [X], "rejected": [{**X, "content": ""}]},
-        {"prompt": "q", "completion": "", "label": False},
+        {"prompt": [Q], "completion": [{**X, "content": ""}], "label": False},
         {"prompt": [{**Q, "prefix": False}], "answer": "4"},
         # The record has no tools, and says so.
         {"prompt": [Q], "answer": "4", "tools": [], "all_tools": [TOOL]},
@@ -331,10 +331,12 @@ EMPTY_CALL = [{"name": "get", "parameters": {"city": "Paris", "type": "x"}}]
 )
 def test_harmless_records_are_read(tmp_path, record) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(record))
+    # KTO needs good and bad answers.
+    good = [{"prompt": [Q], "completion": [X], "label": True}] if "completion" in record else []
+    path.write_text("\n".join(map(json.dumps, [record, *good])))
     settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 1000}
     kind = Pairs if "chosen" in record else Judged if "completion" in record else Problems
-    assert len(read_examples(path, kind(**settings))) == 1
+    assert len(read_examples(path, kind(**settings))) == 1 + len(good)
 
 
 def test_a_response_named_in_the_recipe_is_read(tmp_path) -> None:

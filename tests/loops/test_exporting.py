@@ -81,7 +81,7 @@ def test_the_exported_model_of_a_finished_run_gets_a_new_card(run: Path) -> None
     with pytest.raises(ConfigError, match="is interrupted, and it went on after it exported hf/; resume it"):
         export(run)
     (run / "status.json").unlink()
-    with pytest.raises(ConfigError, match="the run is unknown and went on"):
+    with pytest.raises(ConfigError, match="the run is unknown, and it went on"):
         export(run)
     (run / "status.json").write_text('{"state": "done", "step": 4}')
     assert export(run).step == 4 and (run / "hf/README.md").is_file()

@@ -19,7 +19,7 @@ def test_fields_without_effect_in_a_service_are_named(tmp_path: Path) -> None:
     assert [*warn_of_unused_fields(load(path, ["rollout.sampling.max_new_tokens=9", "trainer.tp=2"]))] == []
     overrides = [
         "monitor.port=9400", "optimizer.learning_rate=1e-3", "rollout.sampling.temperature=0.5", "train.steps=3",
-        "weights.check_every=1", "data.validation.heldout=h", "trainer.share_prefixes=off",
+        "weights.check_every=1", "data.validation.heldout=h", "trainer.share_prefixes=auto",
     ]  # fmt: skip
     [notice] = warn_of_unused_fields(load(path, overrides))
     names = (
@@ -29,7 +29,7 @@ def test_fields_without_effect_in_a_service_are_named(tmp_path: Path) -> None:
     assert notice.startswith(f"not used by a service: {names}. ")
 
 
-@pytest.mark.parametrize("override", ["trainer.router_replay=true", "weights.overlap=true", "loop=sft"])
+@pytest.mark.parametrize("override", ["trainer.router_replay=true", "lora.dropout=0.1", "loop=sft"])
 def test_a_field_that_a_service_cannot_honour_is_refused(tmp_path: Path, override: str) -> None:
     path = tmp_path / "recipe.yaml"
     recipe = {"name": "s", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "lora": {"rank": 8}}

@@ -72,7 +72,7 @@ def _find_exported(run_record: RunRecord, *, is_best: bool) -> Exported:
     if not is_best and (folder / "config.json").is_file():
         # A resumed run does not replace the earlier model before its own end.
         if (state := run_record.state) != "done":
-            remedy = "let it end" if state == "running" else "resume it to its end"
+            remedy = "let it end" if state in ("starting", "running") else "resume it to its end"
             raise ConfigError(
                 f"{run_record.path}: the state of the run is {state}, and it went on after it exported hf/; {remedy}, "
                 "or export a checkpoint with --step N"
