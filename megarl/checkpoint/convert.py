@@ -304,7 +304,7 @@ def _read_slab(source: Source, slab: _Slab) -> Tensor:
         [source_pieces], [tuple(slab.pieces)], itemsize=slab.dtype.itemsize, bucket_bytes=1 << 62
     ).for_rank(0)
     storage_names = {transfer.source.storage for bucket in rank_plan.buckets for transfer in bucket.local}
-    storages = {name: source.storage(name) for name in sorted(storage_names)}
+    storages = {name: source.read_storage(name) for name in sorted(storage_names)}
     Transport(rank_plan, storages, {"slab": values}, dtype=slab.dtype).reshard()
     # Unmap after every slab: otherwise the mapped pages of the whole model add up in memory.
     source.release()

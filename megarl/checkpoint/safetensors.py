@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megarl.checkpoint.kept import UnchangedTensor, file_content, split_unchanged_tensors, total_bytes
 from megarl.checkpoint.mxfp4 import dequantise
-from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
+from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, find_stored_tensors
 from megarl.checkpoint.weight_checksums import check_weights, checksums_text, compute_checksums
 from megarl.config.override import apply_override
 from megarl.families.model_tensors import checkpoint_name, float32_tensors
@@ -71,7 +71,7 @@ class FolderReader:
         Packed experts become pieces of single experts. Raises DataError for a folder with faults.
         """
         self._open_files: dict[Path, Any] = {}
-        self._stored, faults = stored_tensors(folder, model)
+        self._stored, faults = find_stored_tensors(folder, model)
         if faults:
             raise DataError(faults[0].text)
         self._experts: dict[str, tuple[str, int]] = {}
@@ -87,8 +87,8 @@ class FolderReader:
                 self.dtypes[piece.box.name] = torch.bfloat16 if is_quantised else DTYPES[stored.code]
                 self._files[piece.box.name] = stored.path
 
-    def storage(self, name: str) -> Tensor:
-        """Return a storage's elements, flat: [elements]. The dtype is the stored one, or bfloat16 for MXFP4."""
+    def read_storage(self, name: str) -> Tensor:
+        """Return a storage, flat: [elements]. It is a stored tensor, or an expert of an MXFP4 tensor in bfloat16."""
         if name in self._experts:
             packed, expert = self._experts[name]
             stored = self._stored[packed]
@@ -159,7 +159,7 @@ def load(
     for wanted_pieces, stored_pieces in reader.split_by_expert(layout):
         # Source and destination are on this rank: nothing is staged, and one bucket of any size (4 EiB) is enough.
         plan = make_plan([stored_pieces], [wanted_pieces], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
-        sources = {name: reader.storage(name) for name in sorted({piece.storage for piece in stored_pieces})}
+        sources = {name: reader.read_storage(name) for name in sorted({piece.storage for piece in stored_pieces})}
         Transport(plan, sources, parameters, dtype=torch.float32).reshard()
     for piece in layout:
         if not _is_finite(piece, parameters[piece.storage]):
@@ -185,7 +185,7 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
     """
     model = read_model_shape(folder, override)
     name = checkpoint_name(EMBEDDING if model.tie_word_embeddings else HEAD, model)
-    head = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
+    head = FolderReader(folder, model).read_storage(name).view(-1, model.hidden_size)
     # Clone, so that the memory map of the whole file can be freed.
     return head[rows.start : rows.stop].clone()
 

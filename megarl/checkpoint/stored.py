@@ -55,8 +55,8 @@ class Fault(NamedTuple):
     text: str
 
 
-def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Stored], list[Fault]]:
-    """Return the places of the model's tensors in a folder, and faults in their names, dtypes and shapes.
+def find_stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Stored], list[Fault]]:
+    """Return the files and dtypes of a model's tensors in a folder, and faults in names, dtypes and shapes.
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
@@ -78,10 +78,10 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
                     expected_form = f"U8 {quantised[name]}"
                     faults.append(Fault("shape", f"{path}: {name} is {code} {shape}; MXFP4 has {expected_form} there."))
             elif name not in shapes:
-                faults += _find_fault_of_further(path, name, model, prefixes)
+                faults += _find_fault_of_untrained(path, name, model, prefixes)
             else:
                 doubled = _find_doubled(path, name, stored[name].path if name in stored else None)
-                faults += doubled or _find_fault_of_form(path, name, code, shape, shapes[name])
+                faults += doubled or _find_fault_of_trained(path, name, code, shape, shapes[name])
                 stored[name] = Stored(path, code)
     faults += _join_quantised(quantised_parts, stored)
     faults += [
@@ -94,14 +94,13 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
 
 def _find_doubled(path: Path, name: str, earlier_file: Path | None) -> list[Fault]:
-    """Return a fault if an earlier file has the same tensor."""
     if earlier_file is None:
         return []
     return [Fault("doubled", f"{path}: {name} is also in {earlier_file}. Remove one of the files.")]
 
 
-def _find_fault_of_further(path: Path, name: str, model: ModelShape, copied_prefixes: tuple[str, ...]) -> list[Fault]:
-    """Return a fault if a tensor that the model does not train is not one to compare or to copy either.
+def _find_fault_of_untrained(path: Path, name: str, model: ModelShape, copied_prefixes: tuple[str, ...]) -> list[Fault]:
+    """Return a fault unless an untrained tensor is one to copy or to compare.
 
     Redundant tensors are only compared (`checkpoint.redundant`). Exports copy those with `copied_prefixes`
     (`checkpoint.kept`).
@@ -116,7 +115,7 @@ def _find_fault_of_further(path: Path, name: str, model: ModelShape, copied_pref
     return [Fault("extra", f"{path}: {name} has no place in a {model.family} model.")]
 
 
-def _find_fault_of_form(
+def _find_fault_of_trained(
     path: Path, name: str, code: str, shape: tuple[int, ...], expected_shape: tuple[int, ...]
 ) -> list[Fault]:
     """Return a fault if a tensor's dtype cannot be trained, or its shape is not the model's."""
@@ -166,10 +165,10 @@ def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) 
 def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:
     """Yield the faults of a folder's tensors as lines: the first few of each kind, then the number of further faults.
 
-    Raises DataError for a folder without safetensors and for a truncated file.
+    Raises DataError as `find_stored_tensors`.
     """
     texts_by_kind: dict[str, list[str]] = defaultdict(list)
-    for fault in stored_tensors(folder, model)[1]:
+    for fault in find_stored_tensors(folder, model)[1]:
         texts_by_kind[fault.kind].append(fault.text)
     for kind, texts in texts_by_kind.items():
         yield from texts[:_NAMED]

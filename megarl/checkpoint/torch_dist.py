@@ -12,6 +12,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -34,7 +35,7 @@ from megarl.families.model_tensors import list_rules
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, padded_vocab_size
-from megarl.families.tensors.rules import Rule
+from megarl.families.tensors.rules import Rule, Segment
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.layouts.megatron import MegatronLayouts
 from megarl.types import DataError
@@ -98,15 +99,18 @@ class Parameter:
         key = name.replace("{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")
         return f"{key}.{self.block_key}" if self.block_key else key
 
+    @property
+    def _segments(self) -> Iterator[Segment]:
+        """The parameter's parts, in order. A fused parameter, such as query, key and value, has several."""
+        return chain.from_iterable(self.rule.blocks)
+
     def shape(self, padded_vocab: int) -> tuple[int, ...]:
         """Return the shape of the whole parameter, not split over tensor-parallel ranks."""
         shape, dim = list(self.rule.tensors[0][1]), self.rule.dim or 0
         if self.rule.padded:
             shape[dim] = padded_vocab
         else:
-            # A fused parameter, such as query, key and value, has one segment per fused tensor.
-            segments = (segment for block in self.rule.blocks for segment in block)
-            shape[dim] = sum(segment.stop - segment.start for segment in segments)
+            shape[dim] = sum(segment.stop - segment.start for segment in self._segments)
         return tuple(shape)
 
     def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
@@ -115,7 +119,7 @@ class Parameter:
         strides = contiguous_strides(box.shape)
         names = {"layer": self.layer, "expert": self.expert}
         segment_start = 0
-        for segment in (segment for block in self.rule.blocks for segment in block):
+        for segment in self._segments:
             low = max(box.start[dim], segment_start)
             high = min(box.stop[dim], segment_start + segment.stop - segment.start)
             if low < high:

@@ -90,8 +90,8 @@ class CheckpointReader:
             if sum(piece.box.numel for piece in self.pieces[name]) != prod(shape):
                 raise DataError(f"{folder / METADATA}: the checkpoint does not hold all of {name}. {_AGAIN}")
 
-    def storage(self, name: str) -> Tensor:
-        """Return the elements of a stored part of a tensor, memory-mapped: [elements]."""
+    def read_storage(self, name: str) -> Tensor:
+        """Return a storage (a stored part of a tensor), memory-mapped: [elements]."""
         place, shape, dtype = self._chunks[name]
         if name not in self._starts:
             self._starts[name] = place.start + self._locate(place, shape, dtype)
@@ -116,7 +116,7 @@ class CheckpointReader:
             name = f"{key} {offset}"
             self._chunks[name] = (part_place, part_shape, stored.dtype)
             part = tuple(slice(start, start + length) for start, length in zip(offset, part_shape, strict=True))
-            tensor[part] = self.storage(name).view(part_shape)
+            tensor[part] = self.read_storage(name).view(part_shape)
         if not torch.isfinite(tensor).all():
             raise DataError(f"{self.folder}: {key} is not complete, or has values that are not finite. {_AGAIN}")
         return tensor

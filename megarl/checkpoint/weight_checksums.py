@@ -32,7 +32,7 @@ class StoredTensors(Protocol):
 
     pieces: dict[str, Layout]
 
-    def storage(self, name: str) -> Tensor:
+    def read_storage(self, name: str) -> Tensor:
         """Return a storage's elements: [elements]."""
         ...
 
@@ -112,7 +112,7 @@ def check_weights(folder: Path, stored: StoredTensors) -> None:
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name in sorted(names)[rank::num_ranks]:
         checksum = sum(
-            int(piece_checksum(piece, stored.storage(piece.storage)).item()) for piece in stored.pieces[name]
+            int(piece_checksum(piece, stored.read_storage(piece.storage)).item()) for piece in stored.pieces[name]
         )
         if checksum & MASK != expected[name]:
             raise DataError(

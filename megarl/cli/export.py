@@ -28,7 +28,9 @@ def export(
     ),
     out: Annotated[
         Path | None,
-        typer.Option(help="With --step: folder to write instead. It must not exist yet.", show_default=False),
+        typer.Option(
+            help="With --step: write this folder instead of RUN/hf_step_NNNNNN. It must not exist.", show_default=False
+        ),
     ] = None,
     push_to_hub: Annotated[
         str | None,

@@ -19,7 +19,7 @@ FromOption = Annotated[
     typer.Option(
         "--from",
         metavar="SIZES",
-        help="With --to: sizes before the change, as overrides in quotes. Default: the recipe's. --to applies on top.",
+        help="With --to: sizes before the change, as overrides in quotes. Default: the recipe's. --to changes them.",
         show_default=False,
     ),
 ]

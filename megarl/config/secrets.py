@@ -89,8 +89,8 @@ _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 
 def is_secret_name(name: str) -> bool:
     """Return whether a field name means a secret: `hf_token`, `apiKeys`, `auth`."""
-    words = _split_words(name)
-    return bool(_SECRET_NAME.search(words)) and not _TOKENIZER_NAME.search(words)
+    snake_name = _to_snake_case(name)
+    return bool(_SECRET_NAME.search(snake_name)) and not _TOKENIZER_NAME.search(snake_name)
 
 
 def is_secret_place(place: Place) -> bool:
@@ -103,7 +103,7 @@ def holds_secret(place: Place, value: Any) -> bool:
     token.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_split_words(str(place[-1]))))
+        return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_to_snake_case(str(place[-1]))))
     # Users choose the run's name, and paths and logs contain it anyway.
     if not isinstance(value, str) or not value or place == ("name",):
         return False
@@ -166,7 +166,7 @@ def _secret_error(place: Place) -> str:
     return f"{dotted_name(place)} = {HIDDEN}: a secret must not stand in a recipe; {REMEDY}"
 
 
-def _split_words(name: str) -> str:
+def _to_snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
 
 
@@ -175,10 +175,11 @@ def _name_at(place: Place) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Return whether a value under a secret's name is a placeholder, or a count like `max_tokens: "64"`."""
-    if _split_words(name) == "pass" and _PASS_COUNT.fullmatch(value):
-        return True
-    return bool(_PLACEHOLDER.fullmatch(value)) or (_split_words(name).endswith("tokens") and value.isdecimal())
+    """Return whether a value under a secret's name is a placeholder or a count: `pass: "first"`, `tokens: "64"`."""
+    snake_name = _to_snake_case(name)
+    is_pass_count = snake_name == "pass" and bool(_PASS_COUNT.fullmatch(value))
+    is_token_count = snake_name.endswith("tokens") and value.isdecimal()
+    return is_pass_count or is_token_count or bool(_PLACEHOLDER.fullmatch(value))
 
 
 def _is_clear_secret(name: str, value: str) -> bool:
@@ -196,7 +197,7 @@ def _is_secret_option(option: str, value: str) -> bool:
 
 def _has_secret_argument(place: Place, text: str) -> bool:
     """Return whether a text of a command, a variable or a header has a secret: `--token X`, `TOKEN=X`, JSON."""
-    name = _split_words(_name_at(place))
+    name = _to_snake_case(_name_at(place))
     if _PROSE.search(name) or place[:1] == ("data",):
         return False
     if _has_assigned_secret(text, _JSON_VALUE):

@@ -65,8 +65,8 @@ _PARAMETER_TYPES = "_megarl_parameter_types"
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
     """Mark a method of a `ToolEnvironment` as a tool. `schema` replaces the JSON schema of its parameters.
 
-    Methods with `async def` run concurrently and must not block. Other methods may block: they run in a thread, one at
-    a time within an attempt, and the environment runs in processes (`rollout.environment_processes`).
+    Methods with `async def` run concurrently and must not block. Other methods may block: they run in threads, one at a
+    time within an attempt. By default they make attempts run in processes (`rollout.environment_processes`).
 
     Parameters need type hints that pydantic can read from JSON: str, int, float, bool, list, dict, Literal, X | None,
     enumerations, dataclasses, pydantic models, Annotated[int, Field(ge=1)]. The method gets values of these types.
@@ -115,7 +115,6 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
 
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into the tool's description and its parameters' descriptions by name."""
     description, _, parameter_lines = text.partition("\n\n")
     parameter_texts = {}
     for line in parameter_lines.splitlines():

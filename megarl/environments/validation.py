@@ -61,9 +61,9 @@ def checked_step(step: object) -> Step:
         raise ValueError(
             f"the environment's step returned metrics that are not finite numbers by name: {step.metrics!r:.80}"
         )
-    if fault := _replaced_metric(step.metrics):
+    if name := _find_reserved_name(step.metrics):
         raise ValueError(
-            f"the environment's step returned the metric {fault!r}, which is one of every rollout; give it another name"
+            f"the environment's step returned the metric {name!r}: megarl logs a metric of this name; use another"
         )
     _check_state(step.state, "step")
     return replace(step, messages=_copy_mappings(step.messages), metrics=dict(step.metrics))
@@ -73,7 +73,7 @@ def _copy_mappings(mappings: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any
     return tuple(deepcopy(dict(mapping)) for mapping in mappings)
 
 
-def _replaced_metric(metrics: Mapping[Any, float]) -> str | None:
+def _find_reserved_name(metrics: Mapping[Any, float]) -> str | None:
     names = map(str, metrics)
     return next((name for name in names if name in ROLLOUT_METRICS or name.startswith(_ROLLOUT_GROUPS)), None)
 

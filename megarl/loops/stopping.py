@@ -84,8 +84,8 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.signal_name is not None
 
-    def ask(self, signal_name: str) -> None:
-        """Record the first request, and print what happens next."""
+    def record_signal(self, signal_name: str) -> None:
+        """Record the first stop signal, and print what happens next."""
         if self.signal_name is None:
             self.signal_name = signal_name
             self._notice(
@@ -117,7 +117,6 @@ class StopRequest:
         self._notice, first_request_time = notice, float("inf")
 
         def handle_signal(signal_number: signal.Signals) -> None:
-            """Request a stop. A repeated request ends the run without saving."""
             nonlocal first_request_time
             # One request can arrive twice: at the batch script and its processes, or through a rank. Ctrl-C pressed
             # twice means two requests.
@@ -130,7 +129,7 @@ class StopRequest:
             if is_repeated or (self.signal_name is None and not self._has_steps):
                 task.cancel()
             first_request_time = min(first_request_time, loop.time())
-            self.ask(signal_number.name)
+            self.record_signal(signal_number.name)
 
         signal_numbers = stop_signals()
         for signal_number in signal_numbers:
@@ -147,7 +146,9 @@ class StopRequest:
                 loop.remove_signal_handler(signal_number)
                 # Only record signals: they must not interrupt the writing of the run's end. A recovery acts on them
                 # later.
-                signal.signal(signal_number, lambda signal_number, _: self.ask(signal.Signals(signal_number).name))
+                signal.signal(
+                    signal_number, lambda signal_number, _: self.record_signal(signal.Signals(signal_number).name)
+                )
             self._notice = lambda text: None
 
     def _explain_end(self, error: BaseException, run_folder: Path) -> MegarlError | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,8 +48,8 @@ class ProcessPool:
         self.places = [Place(self, lambda log=log: make_server(settings, log)) for log in logs]
         # Last in, first out: places with a running process are reused first.
         self._free = list(reversed(self.places))
-        # Futures of threads, not of asyncio, belong to no event loop.
-        self._waiting: deque[Future[Place]] = deque()
+        # Unlike asyncio's futures, these belong to no event loop.
+        self._waiting: deque[ThreadFuture[Place]] = deque()
 
     def __len__(self) -> int:
         return len(self.places)
@@ -96,23 +97,24 @@ class ProcessPool:
         self._threads.submit(call)
 
     async def _take_place(self) -> Place:
+        """Return a free place, or wait for the next place that `_release_place` assigns."""
         if self._free:
             return self._free.pop()
-        next_place: Future[Place] = Future()
+        next_place: ThreadFuture[Place] = ThreadFuture()
         self._waiting.append(next_place)
         try:
             return await asyncio.wrap_future(next_place)
         except asyncio.CancelledError:
-            # `_release_place` may have assigned a place at the same moment.
-            if not next_place.cancel() and not next_place.cancelled():
+            # It cannot be cancelled if `_release_place` has already assigned a place.
+            if not next_place.cancel():
                 self._release_place(next_place.result())
             raise
 
     def _release_place(self, place: Place) -> None:
         while self._waiting:
-            waiting = self._waiting.popleft()
-            if waiting.set_running_or_notify_cancel():
-                waiting.set_result(place)
+            next_place = self._waiting.popleft()
+            if next_place.set_running_or_notify_cancel():
+                next_place.set_result(place)
                 return
         # An empty place is taken last, because its user would wait for a new process.
         self._free.insert(0 if place.process is None else len(self._free), place)

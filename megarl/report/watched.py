@@ -98,9 +98,9 @@ class WatchedRun:
     _notice_file: GrowingFile | None = None
     _last_line: StepLine | None = None
     _samples_step: int = -1
-    _changed_at: float = 0.0
-    _changed_seen: bool = False
-    """Whether a step was logged while this process watched. Then `_changed_at` is this machine's time."""
+    _last_step_time: float = 0.0
+    _saw_last_step: bool = False
+    """Whether the last step was logged while this process watched. Else `_last_step_time` is the file's time."""
 
     def __post_init__(self) -> None:
         refuse_other_folders(self.path)
@@ -137,11 +137,11 @@ class WatchedRun:
     @property
     def seconds_since_step(self) -> float | None:
         """Return the seconds since the last logged step, or None. Another machine's clock may be wrong."""
-        return max(0.0, time.time() - self._changed_at) if self.rows else None
+        return max(0.0, time.time() - self._last_step_time) if self.rows else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the predicted seconds until the last step. None: the run has ended, or has too few steps."""
+        """Return the predicted seconds until the last step. None: the run has ended, or timed no step yet."""
         if self.is_over or not self.steps:
             return None
         # A start's first step includes the start and one-time compilation.
@@ -149,7 +149,8 @@ class WatchedRun:
         seconds = [row["time/step_seconds"] for row in timed_rows if row.get("time/step_seconds", 0.0) > 0]
         if not seconds:
             return None
-        seconds_waited = self.seconds_since_step if self._changed_seen else 0.0
+        # The file's time may be another machine's, and wrong.
+        seconds_waited = self.seconds_since_step if self._saw_last_step else 0.0
         return max(0.0, fmean(seconds) * (self.steps - self.step) - (seconds_waited or 0.0))
 
     def values(self, metric: str, max_values: int) -> list[float]:
@@ -204,7 +205,6 @@ class WatchedRun:
             self.status = status
 
     def _read_newest_start(self) -> None:
-        """Read the facts and notices of the run's newest start."""
         folders = attempt_folders(self.path / "logs")
         if not folders:
             return
@@ -243,8 +243,8 @@ class WatchedRun:
         for step in list(self.rows)[:-_MOST_ROWS]:
             del self.rows[step]
         if new_steps:
-            self._changed_seen = was_read
-            self._changed_at = time.time() if was_read else (self.path / "metrics.jsonl").stat().st_mtime
+            self._saw_last_step = was_read
+            self._last_step_time = time.time() if was_read else (self.path / "metrics.jsonl").stat().st_mtime
         return list(new_steps)
 
     def _read_samples(self) -> None:

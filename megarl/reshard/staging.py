@@ -35,9 +35,7 @@ _END_MILLISECONDS = 1000
 
 
 class PrivateSlots:
-    """Two slots of staging memory that only this rank uses. Each slot holds what the rank sends and receives in one
-    exchange.
-    """
+    """Two slots of staging memory of this rank only. Each holds what the rank sends and receives in one exchange."""
 
     def __init__(
         self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
@@ -77,9 +75,9 @@ class PrivateSlots:
 
 
 class SharedSlots:
-    """Two slots of shared memory for the elements that a rank sends. Other ranks map the memory and unpack from it.
+    """Two slots of shared memory for the elements that this rank sends. Other ranks map them and unpack from them.
 
-    The first page has three int64 counters: exchanges packed by the rank, exchanges read by it, and 1 after it left.
+    The first page has three int64: how many exchanges this rank packed, how many it unpacked, and 1 after it left.
     """
 
     # A whole page keeps the slots aligned. Half an hour is far above any exchange: a dead peer is noticed sooner
@@ -106,7 +104,7 @@ class SharedSlots:
             gather_values(None, group)  # A barrier: all peers must have mapped the file before it is closed.
         finally:
             os.close(file_number)
-        # The head of each rank's memory has three counters; then follow its two slots.
+        # The two slots follow the first page.
         self._counts = [torch.frombuffer(memory_map, dtype=torch.int64, count=3).numpy() for memory_map in memory_maps]
         weakref.finalize(self, _record_departure, self._counts[self._rank])
         self._slots = [

@@ -365,7 +365,7 @@ class Endpoint:
         assert self._server is not None, "requests come after the start"
         session.deliver(call)
         try:
-            await self._server.confirm_written(request, lambda: session.withdraw(call))
+            await self._server.watch_delivery(request, lambda: session.withdraw(call))
         except ConnectionError:
             session.withdraw(call)
             raise

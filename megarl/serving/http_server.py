@@ -130,10 +130,10 @@ class HttpServer:
         connection.admit()
         return True
 
-    async def confirm_written(self, request: web.Request, on_unread: Callable[[], object]) -> None:
-        """Call `on_unread` later if the connection ends before the client has read all of a written answer.
+    async def watch_delivery(self, request: web.Request, on_unread: Callable[[], object]) -> None:
+        """Raise ConnectionResetError if the client of a written answer is gone. Close a connection without keep-alive.
 
-        Close a connection that ends with its answer. Raises ConnectionResetError if the client is gone.
+        From now on, `on_unread` is called if the connection ends before the client has read the whole answer.
         """
         transport = request.transport
         connection = None if transport is None else transport.get_protocol()
@@ -150,7 +150,7 @@ class HttpServer:
             await asyncio.wait({connection.lost}, timeout=_CLOSE_SECONDS)
 
     async def _accept_connections(self, listener: socket.socket) -> None:
-        """Accept connections within the limits of files and connections. A new one replaces the oldest stranger."""
+        """Accept connections within the limits of files and connections."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -245,9 +245,7 @@ def _has_unsent(transport: asyncio.WriteTransport) -> bool:
 
 
 class _BoundedLog(logging.Filter):
-    """Log filter of a server: at most `_LOGGED_A_MINUTE` records a minute. A malformed request is logged in one
-    line.
-    """
+    """Log filter of a server: at most `_LOGGED_A_MINUTE` records a minute."""
 
     def __init__(self, section: str) -> None:
         super().__init__()

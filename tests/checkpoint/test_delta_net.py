@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.safetensors import head_rows
-from megarl.checkpoint.stored import stored_tensors
+from megarl.checkpoint.stored import find_stored_tensors
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import INDEX, SINGLE
@@ -135,7 +135,7 @@ def test_packed_experts_of_another_family_are_refused_by_name(tmp_path: Path, ti
     shutil.copytree(source, folder)
     packed = "model.layers.0.mlp.experts.gate_up_proj"
     save_file(load_file(source / SINGLE) | {packed: torch.randn(8, 128, 64)}, folder / SINGLE)
-    [fault] = stored_tensors(folder, read_model_shape(folder))[1]
+    [fault] = find_stored_tensors(folder, read_model_shape(folder))[1]
     assert fault.kind == "packed" and packed in fault.text and "one tensor per expert" in fault.text
 
 
@@ -146,5 +146,5 @@ def test_packed_experts_of_another_size_are_refused(tmp_path: Path, tiny_model: 
     packed = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     tensors = load_file(source / SINGLE)
     save_file(tensors | {packed: tensors[packed].transpose(1, 2).contiguous()}, folder / SINGLE)
-    [fault] = stored_tensors(folder, read_model_shape(folder))[1]
+    [fault] = find_stored_tensors(folder, read_model_shape(folder))[1]
     assert fault.kind == "shape" and "is (8, 64, 128); config.json says (8, 128, 64)" in fault.text

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.mxfp4 import dequantise
 from megarl.checkpoint.safetensors import FolderReader, load
-from megarl.checkpoint.stored import stored_tensors
+from megarl.checkpoint.stored import find_stored_tensors
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
@@ -129,6 +129,6 @@ def test_a_quantised_part_in_two_files_is_refused(quantised: Path) -> None:
     index |= {DOWN + "_scales": "b.safetensors"}
     (quantised / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     model = read_model_shape(quantised)
-    faults = [fault for fault in stored_tensors(quantised, model)[1] if DOWN in fault.text]
+    faults = [fault for fault in find_stored_tensors(quantised, model)[1] if DOWN in fault.text]
     assert [fault.kind for fault in faults] == ["doubled"]
     assert f"{DOWN}_scales is also in {quantised}/a.safetensors" in faults[0].text

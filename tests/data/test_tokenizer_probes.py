@@ -99,7 +99,7 @@ PUBLISHED = (
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
-def test_iterate_patterns_published_tokenizers_are_accepted(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_of_published_tokenizers_are_accepted(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_probes, "PROBE_SECONDS", 1.0)
     backend = Backend(WordLevel({"?": 0}, unk_token="?"))
     backend.pre_tokenizer = Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])

@@ -247,7 +247,7 @@ def _checkpoint(model: Path) -> Iterator[Format]:
         reader = CheckpointReader(path.parent, shape)
         for pieces in reader.pieces.values():
             for piece in pieces:
-                reader.storage(piece.storage)
+                reader.read_storage(piece.storage)
 
     yield Format("checkpoint: .metadata", "checkpoint.torch_dist_reader", converted(".metadata"), read_all, share=0.2)
     yield Format(

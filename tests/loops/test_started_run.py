@@ -130,7 +130,7 @@ def test_a_signal_in_an_evaluation_saves_the_logged_step_and_the_resumed_run_eva
     parts = Parts(fault_at)
 
     async def be_interrupted(step: int) -> dict[str, float]:
-        run.stop.ask("SIGTERM")
+        run.stop.record_signal("SIGTERM")
         raise AbandonedError
 
     # Both end the run after a save. The fault is reported, because a signal says nothing about the model.
@@ -175,7 +175,7 @@ def test_a_signal_in_sampling_saves_the_step_before(recipe: Recipe) -> None:
 
     async def sample(run: Run) -> None:
         async with run.step(2, run.evaluate, state):
-            run.stop.ask("SIGTERM")
+            run.stop.record_signal("SIGTERM")
             run.abandon_if_asked()
 
     with pytest.raises(StoppedError, match="saved after step 1 of 3"), RunFolder(recipe) as folder:

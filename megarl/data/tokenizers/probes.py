@@ -86,19 +86,19 @@ def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
 def _list_pattern_units(definition: Mapping[str, Any]) -> list[str]:
     units: dict[str, None] = {}
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        for text in _iterate_patterns(definition.get(part)):
+        for text in _walk_patterns(definition.get(part)):
             literal = _ESCAPE.sub(_decode_escape, text)
             units |= dict.fromkeys([*_WORD.findall(literal), *literal])
     return list(units)[:_MAX_UNITS]
 
 
-def _iterate_patterns(rule: Any) -> Iterator[str]:
+def _walk_patterns(rule: Any) -> Iterator[str]:
     for name, value in rule.items() if isinstance(rule, Mapping) else ():
         if name in ("pattern", "content", "prepend", "String", "Regex") and isinstance(value, str):
             yield value[: 10 * _MAX_UNITS]
         elif name != "precompiled_charsmap":
             for inner in value if isinstance(value, list) else [value]:
-                yield from _iterate_patterns(inner)
+                yield from _walk_patterns(inner)
 
 
 def _decode_escape(escape: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Adapter of Harbor, run in the child process: makes trials of tasks against an endpoint."""
+"""Adapter of Harbor (agents in containers), run in the child process: makes trials, its word for attempts."""
 
 import asyncio
 import contextlib

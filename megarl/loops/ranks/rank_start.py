@@ -42,7 +42,7 @@ async def start_ranks(
 ) -> RunRanks:
     """Start the ranks of the run. Connect stop signals, hang reports and SIGQUIT with them."""
     ranks = await processes.start(folder.logs_folder, folder.bad_nodes, tracker.notice)
-    ranks.on_stop_signal(stop.ask)
+    ranks.on_stop_signal(stop.record_signal)
     stop.end_ranks = ranks.begin_close
     ranks.report_hangs(folder.logs_folder, tracker.notice)
     # From now on SIGQUIT prints the stacks of the ranks too.

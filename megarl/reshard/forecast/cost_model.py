@@ -252,7 +252,7 @@ def order_ranks(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: 
 
     candidates = [
         dataclasses.replace(parallel, rank_permutation=rank_permutation)
-        for rank_permutation in _rank_permutations(model, parallel)
+        for rank_permutation in _list_rank_permutations(model, parallel)
     ]
     # `min` returns the first of equal candidates. That is the identity, so ranks are permuted only if it saves bytes.
     return min(candidates, key=count_missing) if len(candidates) > 1 else parallel
@@ -272,7 +272,7 @@ def list_rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tu
         for order in RANK_ORDERS:
             if order != parallel.order:
                 yield order, dataclasses.replace(parallel, order=order)
-    for rank_permutation in _rank_permutations(model, parallel):
+    for rank_permutation in _list_rank_permutations(model, parallel):
         if rank_permutation != parallel.rank_permutation:
             name = (
                 f"permuted {rank_permutation[0]} by {rank_permutation[1]}" if rank_permutation != (1, 1) else "in order"
@@ -280,13 +280,17 @@ def list_rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tu
             yield name, dataclasses.replace(parallel, rank_permutation=rank_permutation)
 
 
-def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity (1, 1), and the permutations that make an engine's ranks neighbours in the trainer's grid."""
+def _list_rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
+    """Return the identity (1, 1), and permutations with overlapping trainer and engine shards on each rank.
+
+    For trainer tp 2 and engine tp 4 it is (2, 2): ranks 0 and 1 train the first half, and sample with its quarters.
+    """
     permutations = [(1, 1)]
-    for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
-        small, large = sorted((size, parallel.rollout_tp))
+    for trainer_size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
+        small, large = sorted((trainer_size, parallel.rollout_tp))
         if 1 < small < large and large % small == 0 and parallel.world_size % large == 0:
-            permutations.append((large // small, small) if size == large else (small, large // small))
+            ratio = large // small
+            permutations.append((ratio, small) if trainer_size == large else (small, ratio))
     return permutations
 
 

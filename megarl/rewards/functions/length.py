@@ -61,7 +61,7 @@ def check_record(
     width: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Raise ValueError for a record without a valid target length."""
+    """Raise ValueError for an invalid target length or `width`."""
     target_of(record, target, field)
     _check_width(width)
 

@@ -41,8 +41,8 @@ class TeacherPrompts:
     template: str
     context: tuple[str, ...]
     dialogue: Dialogue
-    _checked: tuple[bytes, str] | None = None
-    """Token bytes of the newest prompt, and of its messages and tools. A group's attempts usually share a prompt."""
+    _last_valid_prompt: tuple[bytes, str] | None = None
+    """The last prompt that passed `_check_prompt`, with messages and tools. A group's attempts usually share them."""
 
     def openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
         """Return the teacher's opening of each segment; None for a segment without sampled tokens.
@@ -82,11 +82,11 @@ class TeacherPrompts:
         self, prompt: NDArray[np.int64], messages: Sequence[Mapping[str, Any]], trajectory: Trajectory
     ) -> None:
         """Raise MegarlError unless the chat template turns the messages into exactly this prompt."""
-        if (key := (prompt.tobytes(), f"{messages}{trajectory.tools}")) == self._checked:
+        if (key := (prompt.tobytes(), f"{messages}{trajectory.tools}")) == self._last_valid_prompt:
             return
         if not np.array_equal(self._render(messages, trajectory), prompt):
             raise _prompt_error(trajectory, "its prompt is not its messages in the chat template")
-        self._checked = key
+        self._last_valid_prompt = key
 
 
 def splice(

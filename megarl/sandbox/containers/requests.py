@@ -120,7 +120,7 @@ class RequestLoop:
             self._greet()
             while True:
                 request, self._deferred = self._deferred, None
-                request = request or self._next_request(None)
+                request = request or self._receive_request(None)
                 # A program may end before the host's request to cancel it arrives.
                 if request is not None and request["do"] != "cancel":
                     self._execute_and_answer(request)
@@ -174,8 +174,11 @@ class RequestLoop:
             self._connection.close()
         self._connection = None
 
-    def _next_request(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the next request; None: it was a renewal, or none came within `seconds`. Raises LeaseEndedError."""
+    def _receive_request(self, seconds: float | None) -> dict[str, Any] | None:
+        """Wait for one message, at most `seconds` or until the lease ends. Return it if it is a request to execute.
+
+        Raises LeaseEndedError.
+        """
         seconds_left = self._lease_ends - time.monotonic()
         wait = seconds_left if seconds is None else min(seconds_left, seconds)
         source = self._connection or self._listener
@@ -183,24 +186,29 @@ class RequestLoop:
         if select.select([source], [], [], max(wait, 0.0))[0]:
             try:
                 if self._connection is None:
-                    # Not a renewal: a host that looks for ended containers also connects.
-                    self._connection, _ = source.accept()
-                    self._connection.set_inheritable(False)
-                    self._greet()
+                    self._accept_host(source)
                     return None
                 request = receive(self._connection, MAX_MESSAGE_BYTES, time_limit(_MESSAGE_SECONDS))
             except (EOFError, OSError, FrameError):
                 # After a broken frame the start of the next one is unknown: close this connection.
                 self._lose_host()
                 return None
-            if request["do"] == "stop":
-                raise LeaseEndedError
-            if request["do"] != "renew":
-                return request
-            self._lease_ends = time.monotonic() + self._lease_seconds
+            match request["do"]:
+                case "stop":
+                    raise LeaseEndedError
+                case "renew":
+                    self._lease_ends = time.monotonic() + self._lease_seconds
+                case _:
+                    return request
         if time.monotonic() >= self._lease_ends:
             raise LeaseEndedError
         return None
+
+    def _accept_host(self, listener: socket.socket) -> None:
+        # This does not renew the lease: a host that looks for ended containers also connects.
+        self._connection, _ = listener.accept()
+        self._connection.set_inheritable(False)
+        self._greet()
 
     def _execute(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Run a program to its end or a limit, kill all processes of the container, and return the program's output."""
@@ -224,7 +232,7 @@ class RequestLoop:
     def _watch(self, program: _Program) -> str:
         """Wait for the end of a program. Returns the exceeded limit, as `KIND: text`; empty: none."""
         while not program.has_ended(_TICK_SECONDS):
-            request = self._next_request(0.0)
+            request = self._receive_request(0.0)
             if request is not None and request["do"] == "join" and request["label"] == self._label:
                 self._answered_id = request["id"]
             elif request is not None:

@@ -51,9 +51,10 @@ Rows = Sequence[TokenBatch] | None
 
 
 class Adapters:
-    """The models and published versions of a service on this rank. Every method is a collective of the trainer.
+    """This rank's part of a service's models and published versions. Except `read_back`, all methods are
+    collectives of the trainer.
 
-    The policy must be on its device. Engines on the same device must be asleep.
+    The policy must be on its device, and engines on the same device asleep.
     """
 
     def __init__(self, policy: TrainingEngine, parallel: ParallelConfig) -> None:

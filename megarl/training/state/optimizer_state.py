@@ -79,21 +79,21 @@ def _make_optimizer_boxes(
             for name in _TENSORS
             if name in tensors
             for number, box in enumerate(
-                _list_boxes_of_range(parameter, descriptions[id(parameter)], name, tensors[name], start, stop)
+                _cut_range_into_boxes(parameter, descriptions[id(parameter)], name, tensors[name], start, stop)
             )
         }
     return boxes_by_parameter
 
 
-def _list_boxes_of_range(
-    parameter: Tensor, description: Any, name: str, values: Tensor, start: int, stop: int
+def _cut_range_into_boxes(
+    parameter: Tensor, sharded: ShardedTensor | ShardedTensorFactory, name: str, values: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape].
+    """Yield boxes that cover the elements `start` to `stop` of a flattened parameter [*shape].
 
-    `values` [stop - start]: these elements of the optimizer's tensor `name`. `description`: Megatron's.
+    `values` [stop - start]: these elements in the optimizer's tensor `name`. `sharded`: the parameter's description.
     """
     # A factory splits a fused parameter (gate and up) into parts stored under separate keys.
-    parts = description.build() if isinstance(description, ShardedTensorFactory) else description
+    parts = sharded.build() if isinstance(sharded, ShardedTensorFactory) else sharded
     for part in nested_values({"": parts}):
         assert part.data.is_contiguous() and part.data.untyped_storage()._cdata == parameter.untyped_storage()._cdata
         part_start = part.data.storage_offset() - parameter.storage_offset()

@@ -153,7 +153,7 @@ def _determinant(matrix: Matrix) -> int:
 
 
 def _cofactors(matrix: Matrix, row: int) -> Iterator[int]:
-    """Yield a row's cofactors. With cyclic indices, those of three rows need no signs."""
+    """Yield the cofactors of one row of a 3 x 3 matrix. Cyclic indices make signs unnecessary."""
     first, second = matrix[(row + 1) % _SIZE], matrix[(row + 2) % _SIZE]
     for column in range(_SIZE):
         left, right = (column + 1) % _SIZE, (column + 2) % _SIZE
