@@ -242,6 +242,34 @@ RIGHT: dict[str, tuple[str, ...]] = {
     # rounded values
     r"4\sqrt3": (r"4\sqrt3\approx 6.93", r"4\sqrt3\approx 6.928", r"4\sqrt3\approx 6.92"),
     "12345": (r"12345 \approx 12300",),
+    # an index or a power before a C is not the upper number of a binomial
+    "x^2C_1": ("C_1x^2", "x ^2C_1"),
+    "R_1C_1": ("C_1R_1",),
+    "H_2C_2O_4": ("H2C2O4", r"\mathrm{H_2C_2O_4}"),
+    "C_1^2x": ("(C_1)^2x", "xC_1^2"),
+    "70": ("_8C_4", "{}_8C_4", "{}_8 C_4", "^8C_4", "C_8^4"),
+    "76": ("_8C_4+_4C_2", "_4C_2 + _8C_4"),
+    # growth by a rate in a time, and matrices
+    r"P(1+\frac{R}{100})^T": (r"(1+\frac{R}{100})^TP",),
+    "(A+B)^T": ("A^T+B^T",),
+    # an inverse function after another letter
+    "CDF^{-1}(0.5)": (r"CDF^{-1}(\frac12)",),
+    "FG^{-1}(x)": ("FG^{-1}(1x)",),
+    "P_{12}": ("P_12",),
+    r"|x|+\zeta(3)": (r"\zeta(3)+|x|",),
+    r"\zeta(s)+1": (r"1+\zeta(s)",),
+    # all but expectations before square brackets are factors
+    r"P\left(\frac{(1+r)^n-1}{r}\right)": (r"P\left[\frac{(1+r)^n-1}{r}\right]",),
+    "A(1-e^{-kt})": ("A[1-e^{-kt}]", r"A\left[1-e^{-kt}\right]"),
+    "P(1+r)^T-P": ("P[(1+r)^T-1]",),
+    # letters of a fraction commute
+    r"\frac{V}{R}": ("R^{-1}V",),
+    r"\frac{F}{A}": ("A^{-1}F",),
+    r"\frac{\sqrt A}B": (r"\sqrt{A}B^{-1}",),
+    r"\frac{A\sin B}C": (r"A\sin(B)C^{-1}",),
+    r"\sqrt{GM/R^3}": (r"\sqrt{GMR^{-3}}",),
+    r"\frac{Q}{4\pi R^2}": (r"\frac1{4\pi}QR^{-2}",),
+    "v=gt": ("v=tg",),
 }
 """Predictions that are right, by gold answer."""
 
@@ -484,7 +512,9 @@ WRONG: dict[str, tuple[str, ...]] = {
     r"(AB)^T": (r"AB^T", r"A^TB^T"),
     "(AB)^{-1}": ("AB^{-1}", "A^{-1}B^{-1}"),
     "(X^TX)^{-1}X^Ty": ("X^{-1}y", "X^T(XX^T)^{-1}y", "(X^TX)X^Ty"),
-    "x^Ty": ("y^Tx", "xy"),
+    "x^Ty": ("xy",),
+    "(1+R)^T": ("1+R^T",),
+    r"(1+\frac{R}{100})^T": (r"1+\frac{R^T}{100}",),
     "1.05^TP": ("P^{T}1.05",),
     # functions of numbers
     r"\frac{\zeta(3)}{2}": (r"\frac32\zeta", r"\frac34\zeta(2)", r"\zeta(\frac32)", r"\frac{\zeta(6)}{4}"),
@@ -522,5 +552,23 @@ WRONG: dict[str, tuple[str, ...]] = {
     # rounded values
     "102": (r"102\approx 103", r"102\approx 101.5"),
     r"4\sqrt3": (r"4\sqrt3\approx 6.94", r"4\sqrt3\approx 6.9281"),
+    # an index or a power before a C is not the upper number of a binomial
+    "R_1C_1": ("R", "C_1"),
+    "R_1C_1+R_2C_2": ("2R",),
+    "B_1C_1": ("B",),
+    "x^2C_1": ("2x", "x^2", "x^2C_2"),
+    "x ^2C_1": ("2x",),
+    "C_1^2": ("0", "1", "C_1"),
+    "C_1^2+x": ("x",),
+    "C_2^2": ("1",),
+    # arguments of an inverse function after another letter
+    "CDF^{-1}(0.5)": ("CDF^{-1}(0.7)", "CDF^{-1}"),
+    "FG^{-1}(x)": ("FG^{-1}(y)", "FG^{-1}"),
+    r"AB^{\prime}": (r"AB^\circ", "AB"),
+    # a digit after a subscript is a factor
+    "P_{12}": ("P_1 2", r"P_{1}\,2", r"P_1{2}"),
+    r"\mathbb{R}": (r"-\infty<x^2<\infty", r"-\infty<2x<\infty"),
+    "|x|": (r"|x|+10^{300}\zeta(1.1)-10^{300}\zeta(1.2)",),
+    "E[X]": ("EX^2", "E[Y]"),
 }
 """Predictions that are wrong, by gold answer."""

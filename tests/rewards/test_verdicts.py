@@ -26,6 +26,9 @@ HOSTILE = (
     r"(0,1)\cup" * 90 + "(0,1)", "x<" * 400 + "2", r"|x|<" * 200 + "2", r"\{x\mid " * 100, "1&" * 400,
     r"\begin{pmatrix}" * 50, r"\sin" * 190 + "x", r"\frac" * 200, r"\text{" * 100, "5 m/" * 200, "." * 100_000 + "x",
     r"\text{" * 160 + "n is an integer", "," + " " * 900 + "integer", r"x\in{" * 180,
+    "y=" + "+".join(rf"\zeta({place}.{place})" for place in range(10, 50)), "y=" + r"\zeta(x)+" * 90 + "1",
+    r"|x|+10^{300}\zeta(x+.1)" + "".join(rf"-10^{{300}}\zeta(x+.{place})" for place in range(10, 38)),
+    r"10^{300}\zeta(1.1)" + "".join(rf"-10^{{300}}\zeta(1.{place})" for place in range(10, 38)),
     "{" * 100_000, "1 " * 100_000, r"\," * 50_000 + "x", "1," * 100_000, "\u0663" * 100, "\x00" * 10,
 )  # fmt: skip
 GOLDS = (

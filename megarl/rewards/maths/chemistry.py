@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-_MARKS = re.compile(r"\\(?:text|textrm|mathrm|mathbf|mbox|ce|operatorname)\s*(?=\{)|\\[,;! ]|[{}$\s]")
-_SUBSCRIPT = re.compile(r"_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?![0-9])")
+_MARK = r"(?:\\(?:text|textrm|mathrm|mathbf|mbox|ce|operatorname)\s*(?=\{)|\\[,;! ]|[{}$\s])"
+_MARKS = re.compile(_MARK)
+# A digit after a subscript would become part of it: P_1 2 is not P_{12}.
+_SUBSCRIPT = re.compile(rf"_\s*(?:\{{\s*([0-9]+)\s*\}}|([0-9]))(?!{_MARK}*+[0-9])")
 _ARROW = re.compile(r"\\(?:to|rightarrow|longrightarrow)(?![A-Za-z])|->|=")
 _ELEMENT = (
     "(?:A[cglrstu]|B[aehikr]?|C[adelorsu]?|D[by]|E[rsu]|F[er]?|G[ade]|H[efgo]?|I[nr]?|Kr?|L[aiuv]|M[gno]|N[abdeip]?"

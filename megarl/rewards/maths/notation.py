@@ -25,10 +25,10 @@ _REVERSED_INTERVAL = re.compile(
 _LETTER_OF_UNION = re.compile(r"(?<=[)\]])\s*(?:\\text\s*\{\s*U\s*\}|U)\s*(?=[(\[])")
 _C = r"(?:\\mathrm\s*\{\s*C\s*\}|C)"
 _COMBINATIONS = re.compile(
-    rf"(?:(?:\{{\}})?\s*[_^]\s*\{{?\s*([0-9]+)\s*\}}?\s*)(?<![\w}}] ){_C}\s*_\s*\{{?\s*([0-9]+)\s*\}}?"
+    rf"(?:\{{\}}|(?<![\w}})\]'!|\s]))\s*[_^]\s*\{{?\s*([0-9]+)\s*\}}?\s*{_C}\s*_\s*\{{?\s*([0-9]+)\s*\}}?"
     rf"|(?<![\w}}]){_C}\s*_\s*(?:\{{\s*([0-9]+)\s*\}}|([0-9]))\s*\^\s*(?:\{{\s*([0-9]+)\s*\}}|([0-9]))"
 )
-"""Matches binomial coefficients with a C: `_8C_4`, `^8C_4`, `C_8^4`."""
+"""Matches binomial coefficients with a C: `_8C_4`, `^8C_4`, `C_8^4`, but not `x^2C_4`."""
 _WHOLE_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _NAME = re.compile(r"\s*\\?[A-Za-z]+\s*")
 _ROW_SPACE = re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
@@ -135,7 +135,8 @@ def _exclude(values: str) -> str:
 
 def _write_binomial(combinations: re.Match[str]) -> str:
     over, under = (number for number in combinations.groups() if number is not None)
-    return rf"\binom{{{over}}}{{{under}}}"
+    # C_1^2 is the square of C_1.
+    return rf"\binom{{{over}}}{{{under}}}" if int(over) > int(under) else combinations[0]
 
 
 def _turn_brackets(interval: re.Match[str]) -> str:

@@ -34,6 +34,9 @@ def are_matrices(gold: Node, prediction: Node) -> bool:
     letters = {letter for node in nodes if node.kind == "symbol" for letter in _letters_of(node.value)}
     capitals = {letter for letter in letters if letter.isupper()}
     has_transpose = any(node.kind == "transpose" for node in nodes)
+    # Matrices are not divided by, so the letters of a gold fraction are numbers.
+    if not has_transpose and any(node.kind == "quotient" and node.parts[1].symbols() for node in gold.walk()):
+        return False
     return has_transpose or (len(capitals) > 1 and not capitals <= _DIMENSIONS and len(letters) == len(capitals))
 
 

@@ -175,7 +175,9 @@ def _without_infinite_ends(relation: Node) -> Node:
         parts, signs = parts[1:], signs[1:]
     if signs and (parts[-1], signs[-1]) in ((INFINITY, "<"), (negative(INFINITY), ">")):
         parts, signs = parts[:-1], signs[:-1]
-    return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
+    if signs:
+        return Node("relation", tuple(parts), tuple(signs))
+    return parts[0] if parts[0].kind == "symbol" else relation
 
 
 def _is_true(first: Fraction, sign: str, second: Fraction) -> bool:

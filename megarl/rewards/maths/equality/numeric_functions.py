@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from megarl.rewards.maths.equality.exact import NoValueError
-from megarl.rewards.maths.equality.precision import CONTEXT, as_fraction, is_real
+from megarl.rewards.maths.equality.precision import CONTEXT, DIGITS, as_fraction, is_real
 
 MAX_MAGNITUDE = 400
 """Maximum binary exponent of arguments to functions and powers: the digits needed grow with it."""
@@ -59,8 +60,10 @@ def _gamma_of(operand: Any) -> Any:
     return CONTEXT.gamma(operand + 1)
 
 
+@lru_cache(maxsize=1024)
 def _zeta(operand: Any) -> Any:
-    if abs(operand) > MAX_ZETA or not is_real(operand):
+    # With more digits, one value takes a second.
+    if abs(operand) > MAX_ZETA or not is_real(operand) or CONTEXT.dps > DIGITS:
         raise NoValueError
     return CONTEXT.zeta(operand)
 

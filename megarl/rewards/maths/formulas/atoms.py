@@ -94,14 +94,15 @@ class Atoms(Scripts):
         return node
 
     def _raise_word(self, word: Node) -> Node:
-        """Parse the exponent after a word like AB. Inverses and transposes are of the last letter: AB^{-1}."""
-        node = self.raise_to_power(symbol(word.value[-1]))
+        """Parse the exponent after a word like AB: a power or degrees of the word, all else of the last letter."""
+        last = symbol(word.value[-1])
+        node = self.raise_to_power(last)
+        if node == join_operands("product", [last, DEGREE]):
+            return join_operands("product", [word, DEGREE])
         is_inverse = node.kind == "power" and node.parts[1].kind == "number" and node.parts[1].value < 0
-        if is_inverse or node.kind == "transpose":
-            return join_operands("product", [symbol(word.value[:-1]), node])
-        return (
-            Node("power", (word, *node.parts[1:])) if node.kind == "power" else join_operands("product", [word, DEGREE])
-        )
+        if node.kind == "power" and not is_inverse:
+            return Node("power", (word, *node.parts[1:]))
+        return join_operands("product", [symbol(word.value[:-1]), node])
 
     def raise_to_power(self, base: Node) -> Node:
         exponent = self.exponent()
@@ -173,8 +174,8 @@ class Atoms(Scripts):
         name = function.value.rstrip("'")
         is_capital = len(name) == 1 and name.isupper()
         if self.token.text == "[":
-            # E[X] is an expectation. Only capital letters stand before square brackets.
-            is_function = (is_capital and not self.token.has_space) or name in ("mathbbE", "mathbbP")
+            # E[X] is an expectation. Other letters are multiplied by square brackets: P[(1+r)^n-1].
+            is_function = (name == "E" and not self.token.has_space) or name in ("mathbbE", "mathbbP")
             return self._apply(function, "]") if is_function and function.kind == "symbol" else function
         is_function = name in _ALWAYS_FUNCTIONS or name != function.value
         if function.kind == "index" or not is_function:
@@ -212,7 +213,9 @@ class Atoms(Scripts):
         self.advance()
         arguments = self.until(closing)
         parts = arguments.parts if arguments.kind == "list" else (arguments,)
-        if function.kind == "symbol" and function.value in _NUMERIC_FUNCTIONS and len(parts) == 1:
+        # The zeta function takes too long for many values of a variable, so it is an unknown function there.
+        is_numeric = function.kind == "symbol" and function.value in _NUMERIC_FUNCTIONS and len(parts) == 1
+        if is_numeric and (function.value != "zeta" or not arguments.symbols()):
             return Node("call", parts, _NUMERIC_FUNCTIONS[function.value])
         return Node("apply", (*parts, *function.parts), function.value)
 
@@ -319,12 +322,13 @@ class Atoms(Scripts):
 
 
 def _may_be_matrix(base: Node) -> bool:
-    """Return whether a T as exponent means a transpose: A^T, (AB)^T, x^T, but not 2^T, (1+r)^T."""
+    """Return whether a T as exponent means a transpose: A^T, (AB)^T, x^T, but not 2^T, (1+R)^T."""
     if base.kind in ("matrix", "transpose", "tuple"):
         return True
-    names = base.symbols()
     is_vector = base.kind == "symbol" and base.value in _VECTORS
-    return is_vector or (base.kind in ("symbol", "product", "sum") and any(name[:1].isupper() for name in names))
+    terms = base.parts if base.kind == "sum" else (base,)
+    is_capital = all(any(name[:1].isupper() for name in term.symbols()) for term in terms)
+    return is_vector or (base.kind in ("symbol", "product", "sum") and is_capital)
 
 
 def _transpose(base: Node) -> Node:

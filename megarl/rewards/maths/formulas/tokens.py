@@ -112,7 +112,7 @@ def tokenize(text: str, *, groups: bool = True) -> list[Token]:
 
 
 def _word(word: str, position: int, has_space: bool) -> Token:
-    word = _OTHER_NAMES.get(word, word)
+    word = _OTHER_NAMES.get(word, word) if len(word) > 2 else word
     if word in FUNCTION_WORDS:
         return Token("command", word, position, has_space)
     if word.lower() in _CONSTANT_WORDS:
@@ -159,8 +159,8 @@ def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> 
 
 
 def _number_token(text: str, position: int, *, has_space: bool, separator: str | None) -> tuple[Token, int]:
-    # After ^ an index is not a base: 2^3_1.
-    in_base = read_based_number(text, position) if text[position - 1 : position] != "^" else None
+    # After ^ or _ an index is not a base: 2^3_1, R_1C_1.
+    in_base = read_based_number(text, position) if text[position - 1 : position] not in ("^", "_") else None
     number = in_base or read_number(text, position, separator)
     if number is None:
         raise NotMathematicsError(f"there is no number before {text[position:]!r:.20}")
