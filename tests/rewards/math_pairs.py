@@ -270,6 +270,28 @@ RIGHT: dict[str, tuple[str, ...]] = {
     r"\sqrt{GM/R^3}": (r"\sqrt{GMR^{-3}}",),
     r"\frac{Q}{4\pi R^2}": (r"\frac1{4\pi}QR^{-2}",),
     "v=gt": ("v=tg",),
+    r"{\rm AB + BC}": ("AB+BC",),
+    # domains of parameters
+    r"\frac\pi4+k\pi": (r"\frac\pi4+k\pi, k\in\mathbb{Z}",),
+    "y=mx": (r"y=mx, x\in\mathbb{R}",),
+    "m>1": (r"m>1, m\in\mathbb{R}",),
+    r"(5,\infty)": (r"x\in\mathbb{R}, x>5", r"x>5, x\in\mathbb{R}"),
+    "(1,2),(3,4)": (r"(x,y)\in\{(1,2),(3,4)\}", "(x,y)=(1,2) or (x,y)=(3,4)"),
+    "(A^{-1})^T": ("A^{-T}", "(A^T)^{-1}"),
+    # a letter of the gold answer is no function
+    "a^{-T}": ("(a^{-1})^T",),
+    "2A": ("A(2)",),
+    "R/2": ("R(1/2)", r"R\left(\frac12\right)"),
+    r"-\omega": (r"\omega(-1)",),
+    "xy=5": ("x(y)=5",),
+    # intervals, unions and exceptions
+    "(0,1)": ("]0,1[", r"x\in]0,1["),
+    r"(0,1)\cup(2,3)": ("(0,1)U(2,3)", r"x\in(0,1)U(2,3)", r"]0,1[\cup]2,3["),
+    r"(0,1)\cup(2,3)\cup(4,5)": ("(0,1)U(2,3)U(4,5)",),
+    r"[0,\pi)": (r"[0,\pi[",),
+    r"(-\frac{\pi}{2},2\pi)": (r"]-\frac{\pi}{2},2\pi[",),
+    r"\mathbb{R}\setminus\{\pi\}": (r"all real numbers except \pi", r"\text{all real numbers except } \pi"),
+    r"\$5": (r"\text{USD 5}", r"\text{USD } 5", "USD 5", "US$5"),
 }
 """Predictions that are right, by gold answer."""
 
@@ -568,6 +590,24 @@ WRONG: dict[str, tuple[str, ...]] = {
     # a digit after a subscript is a factor
     "P_{12}": ("P_1 2", r"P_{1}\,2", r"P_1{2}"),
     r"\mathbb{R}": (r"-\infty<x^2<\infty", r"-\infty<2x<\infty"),
+    # domains of parameters
+    r"\frac\pi4+k\pi": tuple(rf"\frac\pi4+k\pi, k\in\mathbb{{{numbers}}}" for numbers in "RQC"),
+    r"(5,\infty)": (r"x\in\mathbb{Z}, x>5", r"x>5, x\in\mathbb{N}"),
+    "(1,2),(3,4)": (r"(y,x)\in\{(1,2),(3,4)\}", "(y,x)=(1,2) or (y,x)=(3,4)"),
+    "(A^{-1})^T": ("A^{-1}", "A^T", "B^{-T}"),
+    "a^2": ("a^{-T}",),
+    # a letter of the gold answer is no function
+    "2A": ("A(3)", "A(1/2)"),
+    "A(2)": ("2A", "A(3)"),
+    "y=2": ("y(2)=4",),
+    "P=2t": ("P(2)=4t",),
+    # intervals turned outwards, and unions
+    r"(2,5)": ("(2,5[", "]2,5)", "]2,5]"),
+    r"\gcd(m,n)": (r"\gcd(m,n[",),
+    r"(0,1)\cup(2,3)": ("(0,1)U(2,4)", "(0,1)(2,3)"),
+    r"f(x,y)U(x,y)": (r"f(x,y)U(x,z)",),
+    r"\mathbb{R}\setminus\{\pi\}": (r"all real numbers except 2\pi",),
+    r"{\rm AB + BC}": ("AB-BC",),
     "|x|": (r"|x|+10^{300}\zeta(1.1)-10^{300}\zeta(1.2)",),
     "E[X]": ("EX^2", "E[Y]"),
 }

@@ -10,6 +10,7 @@ from functools import lru_cache
 from megarl.rewards.maths.chemistry import is_same_chemical
 from megarl.rewards.maths.choice_letters import choice_agreement
 from megarl.rewards.maths.equality.comparison import Comparison
+from megarl.rewards.maths.equality.rewrites import multiply_by_arguments
 from megarl.rewards.maths.formulas.nodes import Node, symbol
 from megarl.rewards.maths.formulas.parser import parse
 from megarl.rewards.maths.quantities import Quantity, read_quantity, same_quantity, without_currency
@@ -147,13 +148,17 @@ def _parse_formula(text: str, words: Collection[str] | None, *, groups: bool = T
 def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
     """Return further pairs of trees (gold, prediction) that the texts may mean.
 
-    A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one.
+    A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one. `P(2)`
+    may be a product.
     """
     readings: list[tuple[Node | None, Node | None]] = []
     if any(re.search(r"(?<=\s)[A-Za-z]\b", text) for text in (prediction, answer)):
         readings.append((parse(answer), parse(prediction)))
     if re.search(r"\d,\d{3}", prediction) and re.search(r",\s", answer):
         readings.append((_parse_gold_formula(answer)[0], _parse_formula(prediction, _NO_WORDS, groups=False)))
+    gold, tree = _parse_gold_formula(answer)[0], _parse_formula(prediction, _NO_WORDS) if "(" in prediction else None
+    if gold is not None and tree is not None and (product := multiply_by_arguments(tree, gold)) != tree:
+        readings.append((gold, product))
     return [
         (gold, predicted_tree) for gold, predicted_tree in readings if gold is not None and predicted_tree is not None
     ]

@@ -15,14 +15,17 @@ _NESTED_UNIT = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{(?:[^{}]|\^\s*\{[^
 _BRACED_EXPONENT = re.compile(r"\^\s*\{\s*(-?[0-9])\s*\}")
 _END = (
     r"\s*(?:[-+]?\s*(?:[0-9][0-9./]*|\\infty)|[-+]?[a-z]|[-+]?\s*\\frac\s*\{[0-9]+\}\s*\{[0-9]+\}"
-    r"|[-+]?[0-9]*\\sqrt\s*\{?[0-9]+\}?)\s*"
+    r"|[-+]?[0-9]*\\sqrt\s*\{?[0-9]+\}?|[-+]?[0-9]*\\pi|[-+]?\\frac\s*\{[0-9]*\\pi\s*\}\s*\{[0-9]+\})\s*"
 )
 _REVERSED_INTERVAL = re.compile(
-    rf"(?<![\w}})\]])\](?P<low>{_END})[,;](?P<high>{_END})(?P<close>[\[\])])(?![\w{{(])"
-    rf"|(?P<open>[\[(])(?P<from>{_END})[,;](?P<to>{_END})\[(?![\w{{(])"
+    rf"(?:(?<![\w}})\]])|(?<=\\in)|(?<=\\cup)|(?<=\\cap))\](?P<low>{_END})[,;](?P<high>{_END})(?P<close>[\[\]])(?![\w{{(])"
+    rf"|\[(?P<from>{_END})[,;](?P<to>{_END})\[(?![\w{{(])"
 )
 """Matches an interval with a bracket turned outwards, so that this end is open: `]0,1[`, `[0,1[`."""
-_LETTER_OF_UNION = re.compile(r"(?<=[)\]])\s*(?:\\text\s*\{\s*U\s*\}|U)\s*(?=[(\[])")
+_INTERVAL = r"[(\[][^()\[\],]*,[^()\[\],]*[)\]]"
+_LETTER_OF_UNION = re.compile(
+    rf"((?:(?<![A-TV-Za-z0-9_'}}])|(?<=\\in)){_INTERVAL})\s*(?:\\text\s*\{{\s*U\s*\}}|U)\s*(?={_INTERVAL})"
+)
 _C = r"(?:\\mathrm\s*\{\s*C\s*\}|C)"
 _COMBINATIONS = re.compile(
     rf"(?:\{{\}}|(?<![\w}})\]'!|\s]))\s*[_^]\s*\{{?\s*([0-9]+)\s*\}}?\s*{_C}\s*_\s*\{{?\s*([0-9]+)\s*\}}?"
@@ -46,7 +49,7 @@ _BASE_IN_BRACKETS = re.compile(
 _EXCEPTION = re.compile(
     rf"(?:{_TEXT}\s*)?all\s+real\s*(?:numbers?|values)?{_BETWEEN_WORDS}(?P<name>[a-z]?){_BETWEEN_WORDS}"
     rf"(?:except(?:\s+for)?|other\s+than|excluding|besides){_BETWEEN_WORDS}(?:[a-z]\s*=\s*)?"
-    rf"(?P<value>(?=[^}}]*(?:[0-9]|\\pi))(?:[-+0-9./,\s]|\\frac|\\sqrt|\\pi|{_TEXT}|[{{}}]|\b(?:and|or)\b)*[0-9}}i])\s*",
+    rf"(?P<value>(?=[^}}]*(?:[0-9]|\\pi))(?:[-+0-9./,\s]|\\frac|\\sqrt|\\pi|{_TEXT}|[{{}}]|\b(?:and|or)\b)*(?:[0-9}}]|\\pi))\s*",
     re.IGNORECASE,
 )
 """Matches all real numbers without some: `all real numbers except 0`."""
@@ -68,7 +71,9 @@ _BRACKETED_UNIT = re.compile(
     rf"(?<=[0-9}}]){_GAP}[(\[]\s*(\\(?:text|mathrm)\s*\{{\s*(?!or\b|and\b|not\b|mod\b)[A-Za-z]+\s*\}}"
     r"(?:\s*\^\s*\{?[23]\}?)?)\s*[)\]]$"
 )
-_MONEY = re.compile(rf"^(?:US\s*(?=\\?\$)|(?:{_TEXT})?\s*USD\s*\}}?{_GAP}(?=[0-9]))")
+_MONEY = re.compile(
+    rf"^(?:US\s*(?=\\?\$)|{_TEXT}\s*USD\s+(?P<price>[0-9][0-9.,]*)\s*\}}$|(?:{_TEXT})?\s*USD\s*\}}?{_GAP}(?=[0-9]))"
+)
 
 
 def expand_root_signs(text: str) -> str:
@@ -82,7 +87,8 @@ def rewrite_notation(text: str) -> str:
         text = _rewrite_commands(text)
     if "[" in text or "]" in text:
         text = _REVERSED_INTERVAL.sub(_turn_brackets, text)
-        text = _LETTER_OF_UNION.sub(r"\\cup ", text)
+    if "U" in text:
+        text = _LETTER_OF_UNION.sub(r"\1\\cup ", text)
     if "C" in text:
         text = _COMBINATIONS.sub(_write_binomial, text)
     if "base" in text or "_" in text:
@@ -98,7 +104,7 @@ def rewrite_notation(text: str) -> str:
         and constant["name"] in text[: constant.start()]
     ):
         text = text[: constant.start()]
-    return _MONEY.sub(lambda money: r"\$" if "USD" in money[0] else "", text) if "US" in text else text
+    return _MONEY.sub(_write_dollars, text) if "US" in text else text
 
 
 def _rewrite_commands(text: str) -> str:
@@ -119,6 +125,9 @@ def _rewrite_commands(text: str) -> str:
 
 def _write_new_font(font: re.Match[str]) -> str:
     words = font[1] or font[2]
+    # Sums and equations have no words.
+    if re.search("[+=]", words or ""):
+        return words
     return rf"\mathrm{{{words.strip()}}}" if words else ""
 
 
@@ -133,6 +142,10 @@ def _exclude(values: str) -> str:
     return rf"\mathbb{{R}}\setminus\{{{values[:-1] if is_closed else values}\}}"
 
 
+def _write_dollars(money: re.Match[str]) -> str:
+    return rf"\${money['price'] or ''}" if "USD" in money[0] else ""
+
+
 def _write_binomial(combinations: re.Match[str]) -> str:
     over, under = (number for number in combinations.groups() if number is not None)
     # C_1^2 is the square of C_1.
@@ -140,6 +153,6 @@ def _write_binomial(combinations: re.Match[str]) -> str:
 
 
 def _turn_brackets(interval: re.Match[str]) -> str:
-    if interval["open"]:
-        return f"{interval['open']}{interval['from']},{interval['to']})"
+    if interval["from"]:
+        return f"[{interval['from']},{interval['to']})"
     return f"({interval['low']},{interval['high']}{']' if interval['close'] == ']' else ')'}"

@@ -125,16 +125,30 @@ _UNIT_PART = re.compile(
 _POWER_WORDS = {"squared": "2", "cubed": "3"}
 
 
+_SPELLINGS = tuple(
+    (re.compile(spelling), word)
+    for spelling, word in (
+        (r"\\Omega(?![A-Za-z])|Ω", " ohm "),
+        (r"\\mu(?![A-Za-z])\s*", "µ"),
+        (r"\bper\s+cent\b", "percent"),
+        (r"(?<=[A-Za-z])-(?=[A-Za-z])", " "),
+        (r"µ\s+(?=[A-Za-z])", "µ"),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree "),
+        (r"degree\s+F\b", "fahrenheit"),
+        (r"degree\s+C\b", "celsius"),
+    )
+)
+_OUTER_SPACES = re.compile(r"^(?:\s|\\,|\\ |~)+|\s+$")
+
+
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
     """Yield (word, exponent) for each word of a unit. A word None: the text is not a unit."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
-    text = re.sub(r"\\mu(?![A-Za-z])\s*", "µ", re.sub(r"\\Omega(?![A-Za-z])|Ω", " ohm ", text.replace("(s)", "s")))
-    text = re.sub(r"(?<=[A-Za-z])-(?=[A-Za-z])", " ", re.sub(r"\bper\s+cent\b", "percent", text))
-    text = re.sub(r"µ\s+(?=[A-Za-z])", "µ", text)
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
-    text = re.sub(r"degree\s+C\b", "celsius", re.sub(r"degree\s+F\b", "fahrenheit", text))
-    text = re.sub(r"^(?:\s|\\,|\\ |~)+|\s+$", "", text.replace("\\ ", " "))
+    text = text.replace("(s)", "s")
+    for spelling, word in _SPELLINGS:
+        text = spelling.sub(word, text)
+    text = _OUTER_SPACES.sub("", text.replace("\\ ", " "))
     position = 0
     # `sign` is the exponent's sign (-1 after "per" or /), `leading_power` the power of a leading "square" or "cubic".
     sign, leading_power = 1, 1

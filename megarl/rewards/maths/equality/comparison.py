@@ -19,6 +19,7 @@ from megarl.rewards.maths.equality.kinds import (
     is_number_set,
 )
 from megarl.rewards.maths.equality.labels import (
+    are_coordinates,
     are_numbered,
     assignments,
     has_other_domain,
@@ -65,7 +66,7 @@ class Comparison:
     def same(self, gold: Node, prediction: Node) -> bool:
         gold, domain = without_domain(gold)
         prediction, predicted_domain = without_domain(drop_rounding(prediction))
-        if has_other_domain(gold, domain, predicted_domain):
+        if has_other_domain(gold, domain, prediction, predicted_domain):
             return False
         if domain is not None and predicted_domain is not None:
             prediction = rename_variable(prediction, predicted_domain.parts[0], domain.parts[0])
@@ -91,6 +92,9 @@ class Comparison:
         # x = 5 and y = 5 are different answers. A name in one of them only is ignored.
         if gold_name and predicted_name and not same_label(gold_name, predicted_name):
             return False
+        for name in (gold_name, predicted_name):
+            if name is not None and name.kind == "tuple" and gold_name != predicted_name and not are_coordinates(name):
+                return False
         if any(node.kind == "relation" or is_condition(node) for node in (gold, prediction)):
             return self._compare_relations(gold, prediction)
         return self._compare_values(gold, prediction)
@@ -149,8 +153,7 @@ class Comparison:
         """
         element, members = relation.parts
         is_set = multiply_into_matrix(answer).kind != "matrix"
-        is_point = element.kind == "tuple" and all(part.kind in ("symbol", "index") for part in element.parts)
-        return (element.kind == "symbol" or is_point) and is_set and self.same(members, answer)
+        return (element.kind == "symbol" or are_coordinates(element)) and is_set and self.same(members, answer)
 
     def _same_lists(self, gold: Node, prediction: Node) -> bool:
         r"""Compare two answers, of which one or both are lists.

@@ -6,10 +6,12 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from megarl.rewards.maths.equality.kinds import is_capital_letter, is_equation
+from megarl.rewards.maths.equality.values import NAMES_OF_WHOLE_NUMBERS
 from megarl.rewards.maths.formulas.nodes import Node, number, symbol
 
 _EXTREMES = ("max", "min")
 _DOMAINS = ("mathbbZ", "mathbbN", "mathbbQ", "mathbbR", "mathbbC")
+_DOMAINS_OF_FRACTIONS = ("mathbbQ", "mathbbR", "mathbbC")
 
 
 def is_label(node: Node) -> bool:
@@ -146,6 +148,12 @@ def are_numbered(names: Collection[str]) -> bool:
     return len(letters) == 1 and {name.partition("_")[2] for name in names} == set(map(str, range(1, len(names) + 1)))
 
 
+def are_coordinates(node: Node) -> bool:
+    """Return whether a tuple has names in order, (x, y), so that points without names are in the same order."""
+    names = [name for part in node.parts if (name := _name_of(part)) is not None]
+    return node.kind == "tuple" and len(names) == len(node.parts) and names == in_order(names)
+
+
 def in_order(names: Collection[str]) -> list[str]:
     """Return names by letter, then by index: x_2 before x_10, and both before y."""
 
@@ -197,20 +205,24 @@ def without_domain(node: Node) -> tuple[Node, Node | None]:
     return node, None
 
 
-def has_other_domain(node: Node, domain: Node | None, predicted_domain: Node | None) -> bool:
+def has_other_domain(gold: Node, domain: Node | None, prediction: Node, predicted_domain: Node | None) -> bool:
     r"""Return whether two domains disagree: \mathbb{Z} and \mathbb{R}.
 
-    A prediction may lack its domain. It may have one more, unless that restricts an inequality, `n > 2`, to other
-    numbers than the real ones.
+    A prediction may lack its domain. It may have one more, with two exceptions: an inequality, `x > 2`, holds for real
+    numbers, and a parameter named like a whole number, `k\pi`, has no fractions as values.
     """
     if predicted_domain is None:
         return False
+    name, numbers = predicted_domain.parts
     if domain is not None:
-        return bool(domain.parts[1] != predicted_domain.parts[1])
-    is_inequality = any(
-        part.kind == "relation" and not {">", ">=", "<", "<="}.isdisjoint(part.value) for part in (node, *node.parts)
-    )
-    return is_inequality and predicted_domain.parts[1] != symbol("mathbbR")
+        return bool(domain.parts[1] != numbers)
+    if any(map(_is_inequality, (gold, *gold.parts, prediction, *prediction.parts))):
+        return numbers != symbol("mathbbR")
+    return name.value in NAMES_OF_WHOLE_NUMBERS and numbers.value in _DOMAINS_OF_FRACTIONS
+
+
+def _is_inequality(node: Node) -> bool:
+    return node.kind == "relation" and not {">", ">=", "<", "<="}.isdisjoint(node.value)
 
 
 def with_shared_relation(node: Node) -> Node:

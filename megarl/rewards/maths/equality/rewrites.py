@@ -27,6 +27,24 @@ def drop_point_name(node: Node) -> Node:
     return node.parts[1] if is_point and is_capital_letter(node.parts[0]) else node
 
 
+def multiply_by_arguments(prediction: Node, gold: Node) -> Node:
+    """Return the prediction with P(2) as 2P, if P is a letter of the gold answer, but not its function."""
+    nodes = list(gold.walk())
+    functions = {node.value for node in nodes if node.kind == "apply"}
+    return _multiply(prediction, {node.value for node in nodes if node.kind == "symbol"} - functions)
+
+
+def _multiply(node: Node, letters: set[str], *, is_side: bool = False) -> Node:
+    """Return a formula with products for calls of `letters`. The side P(2) of an equation stays a value of P."""
+    is_relation = node.kind == "relation"
+    parts = tuple(_multiply(part, letters, is_side=is_relation) for part in node.parts)
+    if node.kind == "apply" and len(parts) == 1 and node.value in letters:
+        names = parts[0].symbols()
+        if names <= letters and (names or not is_side):
+            return join_operands("product", [symbol(node.value), parts[0]])
+    return Node(node.kind, parts, node.value) if parts else node
+
+
 def drop_sign_of_approximation(node: Node) -> Node:
     r"""Return `\approx 5` as 5 and `x \approx 5` as x = 5. The value must still agree exactly."""
     if node.kind != "relation" or node.value != ("approx",):

@@ -27,7 +27,7 @@ _POINTS_OF_ANY_SIZE = tuple(f"mixed {place}" for place in range(24))
 """Points for formulas with cases: |x^2-1| is x^2-1 or 1-x^2. Each point has another choice of signs and sizes."""
 _HALVES = tuple(f"half {place}" for place in range(1, 17))
 """Points where rounded values jump: whole numbers and the halves between them."""
-_NAMES_OF_WHOLE_NUMBERS = frozenset("ijklmn")
+NAMES_OF_WHOLE_NUMBERS = frozenset("ijklmn")
 
 
 def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> bool:
@@ -100,7 +100,7 @@ def _find_whole_names(formula: Node) -> frozenset[str]:
             names |= node.parts[1].symbols() | node.parts[2].symbols()
         elif node.kind == "call" and node.value in ("gcd", "lcm"):
             names |= node.symbols()
-        elif node.kind == "symbol" and node.value in _NAMES_OF_WHOLE_NUMBERS:
+        elif node.kind == "symbol" and node.value in NAMES_OF_WHOLE_NUMBERS:
             names.add(node.value)
     return frozenset(names)
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from fractions import Fraction
 
 from megarl.rewards.maths.formulas.commands import FUNCTIONS, MODULUS_COMMANDS, SERIES, fraction
-from megarl.rewards.maths.formulas.nodes import DEGREE, EMPTY_SET, INFINITY, Node, join_operands, number, symbol
+from megarl.rewards.maths.formulas.nodes import (
+    DEGREE,
+    EMPTY_SET,
+    INFINITY,
+    Node,
+    join_operands,
+    negative,
+    number,
+    symbol,
+)
 from megarl.rewards.maths.formulas.scripts import Scripts
 from megarl.rewards.maths.numbers import NotMathematicsError
 
@@ -117,6 +126,9 @@ class Atoms(Scripts):
             return self._apply_to_arguments(symbol(base.value + "^-1'"))
         if exponent in (symbol("T"), symbol("top")) and _may_be_matrix(base):
             return _transpose(base)
+        # A^{-T} is the transpose of the inverse. Vectors, in small letters, have none.
+        if exponent == negative(symbol("T")) and _has_capital(base) and _may_be_matrix(base):
+            return _transpose(Node("power", (base, number(-1))))
         return Node("power", (base, exponent))
 
     def _add_primes(self, base: Node, count: int) -> Node:
@@ -321,14 +333,19 @@ class Atoms(Scripts):
         raise NotMathematicsError(f"the command {name} is not supported")
 
 
+def _has_capital(node: Node) -> bool:
+    return any(name[:1].isupper() for name in node.symbols())
+
+
 def _may_be_matrix(base: Node) -> bool:
     """Return whether a T as exponent means a transpose: A^T, (AB)^T, x^T, but not 2^T, (1+R)^T."""
     if base.kind in ("matrix", "transpose", "tuple"):
         return True
+    if base.kind == "power":
+        return base.parts[1] == number(-1) and _has_capital(base) and _may_be_matrix(base.parts[0])
     is_vector = base.kind == "symbol" and base.value in _VECTORS
     terms = base.parts if base.kind == "sum" else (base,)
-    is_capital = all(any(name[:1].isupper() for name in term.symbols()) for term in terms)
-    return is_vector or (base.kind in ("symbol", "product", "sum") and is_capital)
+    return is_vector or (base.kind in ("symbol", "product", "sum") and all(map(_has_capital, terms)))
 
 
 def _transpose(base: Node) -> Node:
