@@ -281,6 +281,8 @@ RIGHT: dict[str, tuple[str, ...]] = {
     # a letter of the gold answer is no function
     "a^{-T}": ("(a^{-1})^T",),
     "2A": ("A(2)",),
+    "2t": ("N(t)=2t", "x(t)=2t"),
+    "c": ("f(x)=c",),
     "R/2": ("R(1/2)", r"R\left(\frac12\right)"),
     r"-\omega": (r"\omega(-1)",),
     "xy=5": ("x(y)=5",),
@@ -601,6 +603,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "A(2)": ("2A", "A(3)"),
     "y=2": ("y(2)=4",),
     "P=2t": ("P(2)=4t",),
+    "2t": ("N(s)=2t", "x(s)=2t"),
     # intervals turned outwards, and unions
     r"(2,5)": ("(2,5[", "]2,5)", "]2,5]"),
     r"\gcd(m,n)": (r"\gcd(m,n[",),

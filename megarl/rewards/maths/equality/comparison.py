@@ -25,6 +25,7 @@ from megarl.rewards.maths.equality.labels import (
     has_other_domain,
     in_order,
     is_label,
+    is_of_other_variable,
     may_be_asked_for,
     same_label,
     solutions,
@@ -176,6 +177,8 @@ class Comparison:
         # An expression of several variables does not determine one of them, so its value is the answer.
         if not gold.symbols() and may_be_asked_for(parts[0]):
             return all(self.same(gold, value) for value in parts[1:])
+        if any(is_label(part) and is_of_other_variable(part, gold) for part in parts):
+            return False
         values = [part for part in parts if not is_label(part)]
         # With two names or more, the gold answer must be a symbol itself: y = x.
         if len(values) < len(parts) - 1:

@@ -10,6 +10,8 @@ from megarl.rewards.maths.equality.values import NAMES_OF_WHOLE_NUMBERS
 from megarl.rewards.maths.formulas.nodes import Node, number, symbol
 
 _EXTREMES = ("max", "min")
+_VARIABLES = frozenset("stuxyz")
+"""Letters that are hardly ever constants."""
 _DOMAINS = ("mathbbZ", "mathbbN", "mathbbQ", "mathbbR", "mathbbC")
 _DOMAINS_OF_FRACTIONS = ("mathbbQ", "mathbbR", "mathbbC")
 
@@ -27,6 +29,13 @@ def is_label(node: Node) -> bool:
     if node.kind == "product":
         return len(node.parts) == 2 and node.parts[0] == symbol("m") and _is_shape(node.parts[1])
     return False
+
+
+def is_of_other_variable(label: Node, value: Node) -> bool:
+    """Return whether a label is a function of another variable than the value's: N(s) = 2t."""
+    names = value.symbols()
+    arguments = {part.value for part in label.parts} if label.kind == "apply" else set()
+    return bool(names and arguments) and names | arguments <= _VARIABLES and names.isdisjoint(arguments)
 
 
 def may_be_asked_for(node: Node) -> bool:
