@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.config.annotations import Condition
 from megarl.config.effects import unmet, unmet_in
-from megarl.config.reading.explaining import printable, reference_around, shorten_value
+from megarl.config.reading.explaining import plain_value, reference_around, shorten_value
 from megarl.config.reading.merging import Merged, merge
 from megarl.config.reading.validating import take_value, validate_values
 from megarl.config.schema import all_fields, description, removal, section_of, value_at
@@ -151,7 +151,7 @@ def list_idle_field_errors(recipe: Recipe, references: Mapping[Place, str], orig
 def _assignment_text(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
     """Return `field = value` for an error. Secrets are hidden; `${...}` stays unresolved."""
     field_place: Any = tuple(place.split("."))
-    value = reference_around(field_place, references) or printable(value_at(recipe, field), field_place, references)
+    value = plain_value(value_at(recipe, field), field_place, references)
     return f"{place} = {shorten_value(value)}"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.hints.foreign import REMOVED
-from megarl.config.reading.explaining import error_page, leaves_of, printable, reference_around
+from megarl.config.reading.explaining import error_page, leaves_of, plain_value, printable
 from megarl.config.reading.merging import merge
 from megarl.config.reading.validating import validate_values
 from megarl.config.schema import description, section_of, value_at
@@ -106,7 +106,7 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
 def written_value(recipe: Recipe, field: str) -> Any:
     """Return a field's value as plain YAML or JSON. References stay unresolved, secrets are hidden."""
     place, references = tuple(field.split(".")), recipe.references
-    return reference_around(place, references) or printable(value_at(recipe, field), place, references)
+    return plain_value(value_at(recipe, field), place, references)
 
 
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:

@@ -31,7 +31,7 @@ def explain_error(
     """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
-    written_value = reference_around(loc, references) or printable(value, loc, references)
+    written_value = plain_value(value, loc, references)
     # Errors about a whole key.
     if kind == "missing":
         return _explain_missing(place)
@@ -40,7 +40,7 @@ def explain_error(
     if kind == "two_answers":
         answer = f"{place}.fields.answer"
         answer_loc = (*loc, "fields", "answer")
-        name = reference_around(answer_loc, references) or printable(value["fields"]["answer"], answer_loc, references)
+        name = plain_value(value["fields"]["answer"], answer_loc, references)
         return f"{answer} = {shorten_value(name)}: {message} (~{answer} on the command line)"
     # Errors about a value.
     assignment = f"{place} = {shorten_value(written_value)}"
@@ -233,6 +233,11 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
         # `load` would resolve an unescaped ${...} as a reference.
         return HIDDEN if holds_secret(place, value) else value.replace("${", "\\${")
     return HIDDEN if holds_secret(place, value) else value
+
+
+def plain_value(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
+    """Return a value as plain YAML or JSON. References stay unresolved, secrets are hidden."""
+    return reference_around(place, references) or printable(value, place, references)
 
 
 def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:

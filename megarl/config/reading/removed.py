@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.hints.foreign import REMOVED
-from megarl.config.reading.explaining import printable, reference_around, shorten_value
+from megarl.config.reading.explaining import plain_value, shorten_value
 from megarl.config.reading.merging import Merged
 from megarl.config.reading.validating import section_around
 
@@ -27,7 +27,7 @@ def drop_removed_fields(merged: Merged, path: Path, *, is_of_run: bool) -> list[
         if value is not None and not is_of_run:
             continue
         # The notice has the value as written: a value from the environment may be secret.
-        text = shorten_value(reference_around(place, merged.references) or printable(value, place, merged.references))
+        text = shorten_value(plain_value(value, place, merged.references))
         del section[place[-1]]
         merged.references.pop(place, None)
         if value is not None:
