@@ -26,7 +26,7 @@ from megarl.config import Recipe
 from megarl.tracking.trackers.mlflow import MLflow
 from tools.runs import make_environment
 
-DURATION = {"full": "minutes, mostly for a download (not timed)"}
+DURATION = {"full": "70 s, with the download of MLflow"}
 SMALL: dict[str, Any] = {}
 PACKAGE = "mlflow==3.17.2"
 EXPERIMENT = "it's an \N{GREEK SMALL LETTER ALPHA}"

@@ -30,7 +30,7 @@ from tools.runs import read_metrics
 
 DURATION = {
     "small": "25 s (two runs of a step, without bounds)",
-    "full": "minutes: seven runs of 5 to 10 steps (not timed)",
+    "full": "250 s: seven runs of 5 to 10 steps",
 }
 SMALL = dict(steps=1, pairs=1, calibrations=0, prompts=2, samples=2, tokens=8, layers=1, hidden_size=128, bounds=False)
 LEAST_RATIO = 1.5
