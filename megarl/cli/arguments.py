@@ -54,8 +54,10 @@ def refuse_idle_options(context: typer.Context, names: Sequence[str], reason: st
     """
     sources = {name: context.get_parameter_source(name) for name in names}
     # typer has its own copy of click, so the kind of source is compared by name.
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    options = [parameter.opts[0] for parameter in context.command.params if parameter.name in given]
+    names_set_by_user = [
+        name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"
+    ]
+    options = [parameter.opts[0] for parameter in context.command.params if parameter.name in names_set_by_user]
     if options:
         raise ConfigError(f"{', '.join(options)}: does nothing {reason}")
 

@@ -51,10 +51,10 @@ _QUESTIONS = ("question", "query", "problem", "instruction")
 _OPTIONS = ("options", "choices")
 """Fields with the options of a multiple-choice question."""
 _OPTION_LABEL = re.compile(r"[A-Za-z]|\d+")
-_LABEL_IN_OPTION = re.compile(r"\(?[A-Za-z]\s*[).:]")
+_LABEL_IN_OPTION = re.compile(r"^\(?[A-Za-z]\s*[).:]")
 """Label before an option's text, as in `A)3` of AQuA."""
 _UNWRITTEN_OPTIONS = {"yes", "no", "maybe", "true", "false"}
-"""Options that a question needs not write: it asks for them."""
+"""Options that a question need not write: it asks for them."""
 
 
 class TooLongError(DataError):
@@ -376,8 +376,7 @@ def _read_options(value: Any) -> list[str]:
 
 def _strip_option(text: str) -> str:
     """Return an option without its label, spaces and closing punctuation. A prompt may write others."""
-    stripped = _LABEL_IN_OPTION.sub("", text.strip(), count=1) if _LABEL_IN_OPTION.match(text.strip()) else text
-    return _without_space(stripped).rstrip(".;,") or _without_space(text)
+    return _without_space(_LABEL_IN_OPTION.sub("", text.strip())).rstrip(".;,") or _without_space(text)
 
 
 def _without_space(text: str) -> str:

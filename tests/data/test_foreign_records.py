@@ -312,7 +312,7 @@ def test_a_remedy_names_no_field_that_is_read_already(tmp_path, record) -> None:
     assert ": prompt}" not in str(caught.value)
 
 
-EMPTY_CALL = [{"name": "get", "parameters": {"city": "Paris", "type": "x"}}]
+CALL_OF_LLAMA = [{"name": "get", "parameters": {"city": "Paris", "type": "x"}}]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ EMPTY_CALL = [{"name": "get", "parameters": {"city": "Paris", "type": "x"}}]
         {"prompt": [{**Q, "prefix": False}], "answer": "4"},
         # The record has no tools, and says so.
         {"prompt": [Q], "answer": "4", "tools": [], "all_tools": [TOOL]},
-        {"prompt": [Q], "answer": "4", "wanted_tool_calls": EMPTY_CALL},
+        {"prompt": [Q], "answer": "4", "wanted_tool_calls": CALL_OF_LLAMA},
         {"prompt": "2+2? A. 3, B. 4", "answer": "B", "options": ["A)3", "(B) 4."]},
         {"prompt": "Is 3 even?", "answer": "no", "choices": ["yes", "no"]},
         {"prompt": "q", "label": 13, "answer": "We add. #### 13"},

@@ -12,10 +12,15 @@ from megarl.config.schema import field_at
 from megarl.service.command import UNUSED, _list_unfit_fields, warn_of_unused_fields
 
 
-def test_fields_without_effect_in_a_service_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
+def write_recipe(folder: Path) -> Path:
     recipe = {"name": "s", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "lora": {"rank": 8}}
+    path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def test_fields_without_effect_in_a_service_are_named(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
     assert [*warn_of_unused_fields(load(path, ["rollout.sampling.max_new_tokens=9", "trainer.tp=2"]))] == []
     overrides = [
         "monitor.port=9400", "optimizer.learning_rate=1e-3", "rollout.sampling.temperature=0.5", "train.steps=3",
@@ -31,9 +36,7 @@ def test_fields_without_effect_in_a_service_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["trainer.router_replay=true", "lora.dropout=0.1", "loop=sft"])
 def test_a_field_that_a_service_cannot_honour_is_refused(tmp_path: Path, override: str) -> None:
-    path = tmp_path / "recipe.yaml"
-    recipe = {"name": "s", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "lora": {"rank": 8}}
-    path.write_text(yaml.safe_dump(recipe))
+    path = write_recipe(tmp_path)
     assert [*_list_unfit_fields(load(path, []))] == []
     field = override.partition("=")[0]
     [fault] = _list_unfit_fields(load(path, [override]))

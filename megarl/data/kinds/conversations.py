@@ -177,7 +177,7 @@ def train_on_assistant(
     """
     refuse_untrained(messages, first=first)
     sequences = [_Sequence()]
-    is_trained = [number >= first and WEIGHT not in message for number, message in enumerate(messages)]
+    is_trained = [number >= first and _is_trained(message) for number, message in enumerate(messages)]
     messages = without_weights(messages)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":

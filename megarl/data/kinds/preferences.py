@@ -106,9 +106,10 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     record.refuse_unlisted_calls(chosen)
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
-    _refuse_different_prompts(record, chosen, rejected)
+    num_shared = _count_shared(chosen, rejected)
+    _refuse_different_prompts(record, chosen, rejected, num_shared)
     # A rejected answer may be rejected because it is empty.
-    refuse_empty_answers(record, chosen, first=_count_shared(chosen, rejected))
+    refuse_empty_answers(record, chosen, first=num_shared)
     return chosen, rejected
 
 
@@ -118,7 +119,7 @@ def _count_shared(chosen: Messages, rejected: Messages) -> int:
     return next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
 
 
-def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messages) -> None:
+def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messages, num_shared: int) -> None:
     """Raise DataError if two conversations differ before an answer, or do not end with one.
 
     Results of equal tool calls may differ: they come from the environment.
@@ -126,7 +127,7 @@ def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messag
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
             raise record.error(f"'{name}' ends with the role {messages[-1]['role']}; end with the assistant's answer")
-    first_difference = next((pair for pair in zip(chosen, rejected, strict=False) if pair[0] != pair[1]), ())
+    first_difference = next(zip(chosen[num_shared:], rejected[num_shared:], strict=False), ())
     if any(message["role"] not in ("assistant", "tool") for message in first_difference):
         texts = " and ".join(shown(message.get("content")) for message in first_difference)
         raise record.error(f"'chosen' and 'rejected' answer different prompts, {texts}; give both the same prompt")
