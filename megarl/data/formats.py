@@ -149,7 +149,7 @@ def recognise_format(fields: Mapping[str, Any]) -> RecordFormat:
     """Return the format with the field names of a record. If none matches, return megarl's own."""
     # Use the names alone: a value may be empty in the first record. The order matters: specific names come before
     # names shared by several formats.
-    if "reward_model.ground_truth" in fields or value_at(fields, "reward_model.ground_truth") is not None:
+    if _has_field(fields, "reward_model.ground_truth"):
         name = "verl"
     elif "instruction" in fields and not {"messages", "prompt", "conversations"} & fields.keys():
         name = "alpaca"
@@ -171,11 +171,12 @@ def recognise_format(fields: Mapping[str, Any]) -> RecordFormat:
 
 def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequence[str]) -> list[str]:
     """Return the roles without a field in the record. Empty fields count as present."""
-    return [
-        role
-        for role in roles
-        if not any(name in fields or value_at(fields, name) is not None for name in getattr(format, role))
-    ]
+    return [role for role in roles if not any(_has_field(fields, name) for name in getattr(format, role))]
+
+
+def _has_field(fields: Mapping[str, Any], name: str) -> bool:
+    """Return whether a record has a field, perhaps empty. A field of an inner object must have a value."""
+    return name in fields or value_at(fields, name) is not None
 
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
@@ -210,9 +211,7 @@ def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, 
     guesses: dict[str, str] = {}
     for role in roles:
         unassigned_names = [
-            name
-            for name in _USUAL_NAMES.get(role, ())
-            if name not in guesses.values() and (name in record or value_at(record, name) is not None)
+            name for name in _USUAL_NAMES.get(role, ()) if name not in guesses.values() and _has_field(record, name)
         ]
         if unassigned_names:
             guesses[role] = unassigned_names[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from megarl.data.formats import RecordFormat, value_at
@@ -133,6 +134,10 @@ _ALL_VALUES = ("metadata.rm_type",)
 _VERL_SINGLE_TURN = "single_turn_agent"
 
 
+def describe_unread(name: str, value: Any, remedy: str) -> str:
+    return f"'{name}' is {shown(value)}, which is not read; {remedy}"
+
+
 def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
     """Return an error for the first unread field that would change the training, or None.
 
@@ -147,10 +152,10 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
             continue
         if name in _SWITCHES and value is not False:
             continue
-        return f"'{name}' is {shown(value)}, which is not read; {_REMEDIES[name]}"
+        return describe_unread(name, value, _REMEDIES[name])
     for name, remedy in _INNER_REMEDIES.items():
         if name not in format.names and not says_nothing(value := value_at(fields, name)):
-            return f"'{name}' is {shown(value)}, which is not read; {remedy}"
+            return describe_unread(name, value, remedy)
     return _misspelt_field(fields, format) or _unread_tools(fields, format)
 
 
@@ -166,7 +171,7 @@ def _misspelt_field(fields: Mapping[str, Any], format: RecordFormat) -> str | No
         else:
             is_part = isinstance(value, list if part in format.history else str)
         if is_part:
-            return f"'{name}' is {shown(value)}, which is not read; rename it to '{part}', or remove it"
+            return describe_unread(name, value, f"rename it to '{part}', or remove it")
     return None
 
 
@@ -186,21 +191,19 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
     # Tools next to a prompt in an inner object: `input.messages` and `input.tools` in OpenAI's preference data.
     inner_places = (f"{name.rpartition('.')[0]}.tools" for name in format.prompt if "." in name)
     # Other values under these names are notes, such as the names of tools.
-    places = [name for name in (*_TOOLS_ELSEWHERE, *inner_places) if _read_tools(value_at(fields, name))]
+    known_places = (name for name in (*_TOOLS_ELSEWHERE, *inner_places) if _read_tools(value_at(fields, name)))
     # Under any other name, only schemas count: Llama's calls have `parameters` too, and lists of names are notes.
-    places += [
+    schema_places = (
         name
         for name in fields
         if name not in format.names
         and _NAMES_TOOLS.search(name)
         and any(_is_schema(tool["function"].get("parameters")) for tool in _read_tools(fields[name]))
-    ]
-    if not places:
-        return None
-    return (
-        f"'{places[0]}' is {shown(value_at(fields, places[0]))}, which is not read; {_AS_TOOLS}, or set "
-        f"data.fields.tools={places[0]}"
     )
+    place = next(chain(known_places, schema_places), None)
+    if place is None:
+        return None
+    return describe_unread(place, value_at(fields, place), f"{_AS_TOOLS}, or set data.fields.tools={place}")
 
 
 def _is_schema(parameters: Any) -> bool:
@@ -229,10 +232,8 @@ def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: C
     for name in _SAMPLING_FIELDS:
         value = value_at(fields, name)
         if not says_nothing(value) and not _is_own(environment):
-            return (
-                f"'{name}' is {shown(value)}, which is not read; set rollout.sampling in the recipe, for all "
-                "records alike, and remove the field"
-            )
+            remedy = "set rollout.sampling in the recipe, for all records alike, and remove the field"
+            return describe_unread(name, value, remedy)
     return None if rewards is None else _unread_reward_field(fields, environment, rewards)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from megarl.data.chat import encode_rendered, exceeds, render
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import says_nothing, without_weights
-from megarl.data.record_fields import unread_problem_field
+from megarl.data.record_fields import describe_unread, unread_problem_field
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import check_prompt_written
 from megarl.data.tools.schemas import ToolSchema
@@ -83,7 +83,7 @@ class Problems(TokenisedKind):
             raise record.error(fault)
         for name, remedy in self.refused_fields.items():
             if not says_nothing(value := record.fields.get(name)):
-                raise record.error(f"'{name}' is {shown(value)}, which is not read; {remedy}")
+                raise record.error(describe_unread(name, value, remedy))
         for name, source in self.required_fields.items():
             if name not in record.fields:
                 raise record.error(

@@ -10,6 +10,7 @@ from functools import lru_cache
 from megarl.rewards.maths.chemistry import is_same_chemical
 from megarl.rewards.maths.choice_letters import choice_agreement
 from megarl.rewards.maths.equality.comparison import Comparison
+from megarl.rewards.maths.equality.matching import match_in_any_order
 from megarl.rewards.maths.equality.rewrites import multiply_by_arguments
 from megarl.rewards.maths.formulas.nodes import Node, symbol
 from megarl.rewards.maths.formulas.parser import parse
@@ -79,24 +80,21 @@ def _compare_normalised(prediction: str, answer: str) -> float:
 def _list_same_quantities(prediction: str, answer: str) -> bool:
     """Return whether two lists of numbers with units agree in any order: `5 cm and 12 cm`."""
     golds = _split_quantities(answer)
-    predictions = _split_quantities(prediction) if golds else []
+    predictions = _split_quantities(prediction) if golds else ()
     if not golds or len(golds) != len(predictions):
         return False
-    for gold in golds:
-        match = next((quantity for quantity in predictions if same_quantity(quantity, gold)), None)
-        if match is None:
-            return False
-        predictions.remove(match)
-    return True
+    return match_in_any_order(golds, predictions, lambda gold, quantity: same_quantity(quantity, gold))
 
 
-def _split_quantities(text: str) -> list[Quantity]:
+# Cached for the gold answers, as below.
+@lru_cache(maxsize=256)
+def _split_quantities(text: str) -> tuple[Quantity, ...]:
     """Return the quantities of a list, or nothing if it has other items or a number without a unit."""
     # Most answers are no lists, and reading their words takes time.
     may_be_list = len(text) < _MAX_LIST_CHARACTERS and _ITEM_END.search(text) is not None
     items = _ITEM_END.split(plain_text(text)) if may_be_list else []
     quantities = [quantity for item in items if (quantity := read_quantity(item)) is not None and quantity.unit]
-    return quantities if len(quantities) == len(items) > 1 else []
+    return tuple(quantities) if len(quantities) == len(items) > 1 else ()
 
 
 def _compare_formulas(prediction: str, answer: str) -> float:
@@ -114,7 +112,9 @@ def _compare_formulas(prediction: str, answer: str) -> float:
         return 0.0
     if _is_same_with_units(gold, predicted_tree):
         return 1.0
-    return float(any(_is_same_with_units(gold_tree, tree) for gold_tree, tree in _other_readings(prediction, answer)))
+    unitless_tree = predicted_tree if not words else _parse_formula(prediction, _NO_WORDS)
+    readings = _other_readings(prediction, answer, gold, unitless_tree)
+    return float(any(_is_same_with_units(gold_tree, tree) for gold_tree, tree in readings))
 
 
 def _is_word(tree: Node) -> bool:
@@ -145,22 +145,25 @@ def _parse_formula(text: str, words: Collection[str] | None, *, groups: bool = T
     return Node("quantity", (tree,), currency) if tree is not None and currency is not None else tree
 
 
-def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
+def _other_readings(prediction: str, answer: str, gold: Node, unitless_tree: Node | None) -> list[tuple[Node, Node]]:
     """Return further pairs of trees (gold, prediction) that the texts may mean.
 
     A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one. `P(2)`
-    may be a product.
+    may be a product. `unitless_tree` is the prediction parsed without the names of the gold answer's unit.
     """
     readings: list[tuple[Node | None, Node | None]] = []
     if any(re.search(r"(?<=\s)[A-Za-z]\b", text) for text in (prediction, answer)):
         readings.append((parse(answer), parse(prediction)))
     if re.search(r"\d,\d{3}", prediction) and re.search(r",\s", answer):
-        readings.append((_parse_gold_formula(answer)[0], _parse_formula(prediction, _NO_WORDS, groups=False)))
-    gold, tree = _parse_gold_formula(answer)[0], _parse_formula(prediction, _NO_WORDS) if "(" in prediction else None
-    if gold is not None and tree is not None and (product := multiply_by_arguments(tree, gold)) != tree:
-        readings.append((gold, product))
+        readings.append((gold, _parse_formula(prediction, _NO_WORDS, groups=False)))
+    if "(" in prediction and unitless_tree is not None:
+        product = multiply_by_arguments(unitless_tree, gold)
+        if product != unitless_tree:
+            readings.append((gold, product))
     return [
-        (gold, predicted_tree) for gold, predicted_tree in readings if gold is not None and predicted_tree is not None
+        (gold_tree, predicted_tree)
+        for gold_tree, predicted_tree in readings
+        if gold_tree is not None and predicted_tree is not None
     ]
 
 

@@ -91,8 +91,9 @@ def rewrite_notation(text: str) -> str:
         text = _LETTER_OF_UNION.sub(r"\1\\cup ", text)
     if "C" in text:
         text = _COMBINATIONS.sub(_write_binomial, text)
-    if "base" in text or "_" in text:
+    if "_" in text:
         text = _BASE_IN_BRACKETS.sub(lambda base: f"_{{{base[1] or base[2]}}}", text)
+    if "base" in text:
         text = _BASE_IN_WORDS.sub(r"\1_{\2}", text)
     if "all" in text or "All" in text:
         exception = _EXCEPTION.fullmatch(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megarl.rewards.maths.equality.matching import match_in_any_order
 from megarl.rewards.maths.formulas.nodes import OTHERWISE, Node
 
 _COMPLEMENTS = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "=": "!=", "!=": "="}
@@ -15,13 +16,7 @@ def same_cases(gold: Node, prediction: Node, is_same_row: Callable[[Node, Node],
 
     Of two cases, `otherwise` is the opposite of the other condition.
     """
-    candidates = list(_with_written_complement(prediction))
-    for row in _with_written_complement(gold):
-        match = next((candidate for candidate in candidates if is_same_row(row, candidate)), None)
-        if match is None:
-            return False
-        candidates.remove(match)
-    return True
+    return match_in_any_order(_with_written_complement(gold), _with_written_complement(prediction), is_same_row)
 
 
 def _with_written_complement(cases: Node) -> tuple[Node, ...]:

@@ -32,6 +32,7 @@ from megarl.rewards.maths.equality.labels import (
     with_shared_relation,
     without_domain,
 )
+from megarl.rewards.maths.equality.matching import match_in_any_order
 from megarl.rewards.maths.equality.matrices import are_matrices, same_matrices
 from megarl.rewards.maths.equality.number_sets import same_set
 from megarl.rewards.maths.equality.plus_minus import expand_signs
@@ -301,13 +302,7 @@ class Comparison:
             return False
         if len(golds) > MAX_MATCHED:
             return all(map(self.same, golds, predictions))
-        candidates = list(predictions)
-        for gold in golds:
-            place = next((place for place, candidate in enumerate(candidates) if self.same(gold, candidate)), None)
-            if place is None:
-                return False
-            candidates.pop(place)
-        return True
+        return match_in_any_order(golds, predictions, self.same)
 
     def _same_tuples(self, gold: Node, prediction: Node) -> bool:
         prediction = drop_point_name(prediction)

@@ -29,15 +29,16 @@ _UNIT_MATRIX: Matrix = tuple(tuple(int(row == column) for column in range(_SIZE)
 def are_matrices(gold: Node, prediction: Node) -> bool:
     """Return whether the letters of two formulas are matrices: a transpose occurs, or an inverse among capitals."""
     nodes = [*gold.walk(), *prediction.walk()]
-    if not any(node.kind == "transpose" or _is_inverse(node) for node in nodes):
+    if any(node.kind == "transpose" for node in nodes):
+        return True
+    if not any(map(_is_inverse, nodes)):
+        return False
+    # Matrices are not divided by, so the letters of a gold fraction are numbers.
+    if any(node.kind == "quotient" and node.parts[1].symbols() for node in gold.walk()):
         return False
     letters = {letter for node in nodes if node.kind == "symbol" for letter in _letters_of(node.value)}
     capitals = {letter for letter in letters if letter.isupper()}
-    has_transpose = any(node.kind == "transpose" for node in nodes)
-    # Matrices are not divided by, so the letters of a gold fraction are numbers.
-    if not has_transpose and any(node.kind == "quotient" and node.parts[1].symbols() for node in gold.walk()):
-        return False
-    return has_transpose or (len(capitals) > 1 and not capitals <= _DIMENSIONS and len(letters) == len(capitals))
+    return len(capitals) > 1 and not capitals <= _DIMENSIONS and letters == capitals
 
 
 def same_matrices(gold: Node, prediction: Node) -> bool:
