@@ -69,7 +69,6 @@ _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16
 _ALLOW, _KILL_PROCESS, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _SET_MODE_FILTER = 1
-_TO_THE_END = -1
 
 _Instruction = tuple[int, int, int, int]
 """Instruction of the kernel's filter language: code, jump if true, jump if false, constant."""

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.reshard.reshard_report import MergeRounding
 from megarl.types import TrainingSequence
+from tests.checkpoint.model_folders import tensors_of
 from tests.rank_pool import RankPool
 from tests.token_batches import by_sequence, row_batches
 from tests.training.test_lora import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
@@ -77,13 +77,9 @@ def assert_same_logprobs(model: Any, sequences: list[TrainingSequence], results:
     assert len(seen) == len(sequences)
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
 def assert_merged(exported: Path, source: Path, scale: float) -> None:
     """The merged folder is the base plus scale * B A of the adapter's folder, tensor by tensor."""
-    base, merged, adapter = (tensors_in(folder) for folder in (source, exported / "hf", exported / "adapter"))
+    base, merged, adapter = (tensors_of(folder) for folder in (source, exported / "hf", exported / "adapter"))
     assert base.keys() == merged.keys() and adapter
     for name, weight in base.items():
         a, b = (

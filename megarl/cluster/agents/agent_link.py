@@ -24,8 +24,6 @@ from megarl.types import MegarlError, PeerLostError
 
 _SHORT_BYTES = 1 << 16
 """Message parts below this size are joined to save system calls. Joining longer parts would cost a copy."""
-_PATIENCE_SECONDS = 600.0
-"""Seconds for an agent's longest work: checking or receiving copies of a large model's state."""
 
 
 @dataclass(slots=True, eq=False)

@@ -76,11 +76,9 @@ def _keep_command_line_container(
     """Keep a container of podman or docker."""
     place = CommandLinePlace(settings)
     try:
-        url = _url(settings["address"])
         if settings["network"] == "endpoint":
             Relay(place.listen(), tuple(settings["address"]), _patience(settings))
-            url = f"http://127.0.0.1:{RELAY_PORT}"
-        _serve(settings, connection, listener, place, url, os.getppid())
+        _serve(settings, connection, listener, place, _endpoint_url(settings), os.getppid())
     finally:
         place.close()
 
@@ -90,7 +88,6 @@ def _keep_apptainer_container(
 ) -> None:
     """Keep a container of apptainer in new namespaces, and relay its connections until its first process ends."""
     is_alone, supervisor = settings["network"] == "endpoint", os.getppid()
-    url = f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"])
 
     def serve(start_place: Callable[[], Place]) -> None:
         """Start the container, then answer the host's requests. Called in the container's first process.
@@ -98,16 +95,14 @@ def _keep_apptainer_container(
         `start_place` starts it, and returns the `Place` of its programs. A failed start is reported to the host.
         """
         try:
-            if (cpus := settings["limits"]["cpus"]) is not None:
-                _use_cpus(math.ceil(cpus))
+            _use_cpus(settings["limits"]["cpus"])
             place = start_place()
         except OSError as error:
             send(connection, {"refused": error.strerror or str(error)})
             return
-        _serve(settings, connection, listener, place, url, supervisor)
+        _serve(settings, connection, listener, place, _endpoint_url(settings), supervisor)
 
-    disk_bytes = settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES
-    first_process, relay_listener = apptainer.hold(settings, serve, is_alone=is_alone, disk_bytes=disk_bytes)
+    first_process, relay_listener = apptainer.hold(settings, serve, is_alone=is_alone, disk_bytes=_disk_bytes(settings))
     _close_connections(connection, listener)
     if relay_listener is not None:
         Relay(relay_listener, tuple(settings["address"]), _patience(settings))
@@ -131,6 +126,15 @@ def _patience(settings: dict[str, Any]) -> float:
     return settings["lease_seconds"] if settings["outlives_host"] else 0.0
 
 
+def _endpoint_url(settings: dict[str, Any]) -> str:
+    """Return the endpoint's URL for programs of a container: a relay's if the container has a network of its own."""
+    return f"http://127.0.0.1:{RELAY_PORT}" if settings["network"] == "endpoint" else _url(settings["address"])
+
+
+def _disk_bytes(settings: dict[str, Any]) -> int:
+    return settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES
+
+
 def _keep_namespace_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
@@ -140,7 +144,7 @@ def _keep_namespace_container(
         image=settings["image"],
         folders=tuple(settings["folders"]),
         python=tuple(settings["python"]),
-        disk_bytes=settings["limits"]["disk_bytes"] or DEFAULT_DISK_BYTES,
+        disk_bytes=_disk_bytes(settings),
     )
     # Open /proc first: user maps can be written only in the machine's /proc, and the new root has none.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -161,8 +165,7 @@ def _keep_namespace_container(
             if not is_root:
                 root.build()
             complete_root_folder()
-            if (cpus := settings["limits"]["cpus"]) is not None:
-                _use_cpus(math.ceil(cpus))
+            _use_cpus(settings["limits"]["cpus"])
             # A socket stays in the network where it was opened, whichever process accepts on it.
             if is_alone:
                 with open_loopback() as relay_listener:
@@ -172,14 +175,7 @@ def _keep_namespace_container(
         except OSError as error:
             send(connection, {"refused": error.strerror or str(error)})
             return
-        _serve(
-            settings,
-            connection,
-            listener,
-            NamespacePlace(),
-            f"http://127.0.0.1:{RELAY_PORT}" if is_alone else _url(settings["address"]),
-            supervisor,
-        )
+        _serve(settings, connection, listener, NamespacePlace(), _endpoint_url(settings), supervisor)
 
     first_process = fork_child(run_first_process, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
     os.close(proc)
@@ -241,8 +237,11 @@ def unprivileged_user(proc: int) -> int:
     raise PermissionError("setresuid: this process cannot change to an unprivileged user")
 
 
-def _use_cpus(number: int) -> None:
-    """Restrict this process and its children to `number` CPUs. Raises OSError if the machine has fewer."""
+def _use_cpus(limit: float | None) -> None:
+    """Restrict this process and its children to `limit` CPUs, rounded up. Raises OSError if the machine has fewer."""
+    if limit is None:
+        return
+    number = math.ceil(limit)
     cpus = sorted(os.sched_getaffinity(0))
     if number > len(cpus):
         raise OSError(f"the task needs {number} CPUs, and this machine has {len(cpus)}")

@@ -276,9 +276,7 @@ async def _wait_within_limit(
             seconds_left = deadline - time.monotonic() + engine.seconds_paused
             if seconds_left <= 0:
                 raise TimeoutError
-            engine.check_storage()
-            if session.outcome is not None:
-                raise ProgramError(session.outcome)
+            _check_attempt(engine, session)
             if session.counts["refused_calls"] > _MAX_REFUSED_CALLS:
                 raise ProgramError(
                     f"RefusedCalls: the program went on after {_MAX_REFUSED_CALLS} calls had been refused"
@@ -289,10 +287,15 @@ async def _wait_within_limit(
         # A user's agent may ignore its cancellation. The attempt must end anyway.
         await asyncio.wait({work_task}, timeout=_LEAVE_SECONDS)
     # A program may also end by itself after such an error or refusal.
+    _check_attempt(engine, session)
+    return work_task.result()
+
+
+def _check_attempt(engine: AttemptEngine, session: Session) -> None:
+    """Raise StorageError if the journal cannot be written, and ProgramError if the session has ended its program."""
     engine.check_storage()
     if session.outcome is not None:
         raise ProgramError(session.outcome)
-    return work_task.result()
 
 
 async def _verify(harbor: HarborTask, container: AttemptContainer) -> tuple[float | None, str | None]:
