@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.maths.notation import expand_root_signs, rewrite_notation
+from megarl.rewards.maths.arrays import rewrite_arrays
+from megarl.rewards.maths.notation import TEXT_COMMANDS, rewrite_notation
 
 # Limits of answers evaluated as formulas, so that a comparison takes milliseconds.
 MAX_ANSWER_CHARACTERS = 1000
@@ -22,7 +23,7 @@ _ASCII_SIGNS = (
 """Full-width signs, digits of mathematical fonts and minus signs, each with its ASCII sign."""
 _WRITTEN_OTHERWISE = {
     "\u00d7": r"\times ", "\u2022": r"\cdot ", "\u22c5": r"\cdot ", "…": r"\ldots ",
-    "÷": "/", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "′": "'", "″": "''",
+    "÷": "/", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "′": "'", "″": "''",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "→": r"\to ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
     "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "Δ": r"\Delta ",
@@ -60,17 +61,13 @@ _SPELLING = re.compile(
     r"|\\[A-Za-z]+|\\[^A-Za-z]|[<>:]=|\+/-|[^\x00-\x7f]"
 )
 """Matches anything with a normalised spelling: a whole command, or a sign outside ASCII."""
-TEXT_COMMANDS = (
-    "text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|boldsymbol|bm"
-)
 _TEXT = re.compile(rf"\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}")
-_LETTERLESS_TEXT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}A-Za-z]*)\}")
-_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\?(?:text|mathrm)?\s*\{?\s*(st|nd|rd|th)\s*\}?\s*\}?")
+_WHOLE_TEXT = re.compile(rf"\\(?P<font>{TEXT_COMMANDS})\s*\{{(?P<contents>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
+_BOLD = ("mathbf", "boldsymbol", "bm", "mathit")
+_NAME = re.compile(r"\s*\\?[A-Za-z]+\s*")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?=[^\s{])")
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
-_THIN = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\!|\\,|\\ |~)(?=\d{3}(?!\d))")
-"""Matches separators of thousands that cannot separate items of a list."""
 _SPACE = re.compile(r"\\[,! ]|~|\s+")
 _POWER_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)\s*(?:\^|\*\*)[\s{(+-]*(\d+)")
 _EXPONENT = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)")
@@ -78,12 +75,6 @@ _FACTORIAL = re.compile(r"(\d+)[\s})]*!|\\[dt]?binom\s*\{?\s*(\d+)")
 _NESTED_FACTORIAL = re.compile(r"!\s*(?:\\right)?[\s})\]]*!")
 _SINGLE = r"(?:\\[A-Za-z]+(?![A-Za-z{])|[^\s\\{}])"
 _BRACED_SINGLE = re.compile(rf"(\\[A-Za-z]+)?(?<!\\)\{{\s*({_SINGLE})\s*\}}")
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
-_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
-_SCRIPTS = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|([₀₁₂₃₄₅₆₇₈₉ₙ]+)")
-_ALL_DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?")
-_BRACKETED_REPETEND = re.compile(r"(?<=\d\.)\((\d+)\)")
-_WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}")
 _STYLE = re.compile(
     r"\\(?:(?:color|textcolor|colorbox|hspace|vspace|phantom|hphantom|vphantom|tag|label)\*?"
     r"\s*(?:\[[^\]]*\]\s*)?\{[^{}]*\}"
@@ -108,38 +99,6 @@ _NAMED_VALUE = re.compile(
     re.IGNORECASE,
 )
 """Matches words naming an answer: `The area is`."""
-_NAMED_SET = re.compile(
-    r"(?:\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:(?P<all>all\s+(?:real\s+numbers|reals))"
-    r"|(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)(?:\s+exists?)?|(?:the\s+)?empty\s+set)\s*\.?\s*\}?",
-    re.IGNORECASE,
-)
-"""Matches words for the set of all real numbers, or for the empty set."""
-_DOES_NOT_EXIST = re.compile(r"(?:the\s+limit\s+)?(?:does\s+not|doesn't)\s+exist|D\.?N\.?E", re.IGNORECASE)
-_BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
-_DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
-_TEXT_BRACE = r"\\(?:text|textrm|mbox|mathrm)\s*\{"
-"""Matches the beginning of words in a formula: `\\text{`."""
-_LETTER_OF_MERIDIEM = re.compile("[mMn]")
-_MERIDIEM = re.compile(
-    rf"(?<=\d)(?:\s|\\[,; ]|~)*(?:{_TEXT_BRACE}\s*)?"
-    r"(?:([AaPp])(?:[Mm]|\.\s?[Mm]\.?)|(noon)|(midnight))(?![A-Za-z])\s*\}?"
-)
-"""Matches `AM`, `p.m.` or `noon` after a number."""
-_DOMAIN = re.compile(
-    r"(?:\(\s*(?P<name>[A-Za-z])\s*\\in\s*(?P<set>\\mathbb\s*(?:\{[A-Z]\}|[A-Z]))\s*\)$"
-    r"|,?\s*\\text\s*\{\s*,?\s*(?:where|for|with)\s*\}\s*(?=[A-Za-z]\s*\\in(?![A-Za-z])))"
-)
-"""Matches a parameter's values in brackets, or the word before these values."""
-_NUMBER_SET = re.compile(r"\\in\s*(?:\\(?:mathbf|mathrm|bm)\s*)?(?:\{\s*([ZNRQC])\s*\}|([ZNRQC])(?![A-Za-z0-9_'({]))")
-"""Matches a number set in plain or bold letters: `k \\in Z`."""
-_BETWEEN_WORDS = rf"(?:{_TEXT_BRACE}|[{{}}\s])*"
-_INTEGER = re.compile(
-    rf"(?:[,;(]|\\text\s*\{{){_BETWEEN_WORDS}(?:(?:where|with|for){_BETWEEN_WORDS})?"
-    rf"(?:(?P<subject>[A-Za-z]){_BETWEEN_WORDS}(?:is\s+(?:an|any)|is|an|any)\s+integer(?![A-Za-z])"
-    rf"|(?:(?:any|all|every|some|each){_BETWEEN_WORDS})?integers?(?![A-Za-z]){_BETWEEN_WORDS}(?P<object>[A-Za-z]))"
-    rf"{_BETWEEN_WORDS}\)?{_BETWEEN_WORDS}$"
-)
-"""Matches words at the end for a parameter's values: `where k is an integer`, `for all integers n`."""
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
 """Matches a brace with a meaning: around an index, an exponent, or a command's argument."""
 
@@ -151,27 +110,6 @@ _VECTOR = re.compile(
 )
 r"""Matches a vector in any notation: \vec{v}, \mathbf{v}, and the unit vectors \hat{i}, \hat{\jmath}."""
 _BOLD_VECTOR = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{\s*(\\(?:hat|vec)\s*\{[^{}]*\})\s*\}")
-
-
-_BRACED_ARRAY = re.compile(
-    r"\\left\s*(?:\\\{|\\lbrace)\s*\\begin\{(?P<name>array|matrix|aligned|split)\}(?:\{[^{}]*\})?(?P<rows>.*?)"
-    r"\\end\{(?P=name)\}\s*\\right\s*\.",
-    re.DOTALL,
-)
-"""Matches an array behind a single brace: cases in older LaTeX."""
-_CASES = re.compile(r"\\begin\{[dr]?cases\}(?P<rows>.*?)\\end\{[dr]?cases\}", re.DOTALL)
-_ROW_END = re.compile(r"\\\\(?:\s*\[[^\]]*\])?")
-
-
-def _match_any_word(words: str) -> str:
-    """Return a pattern for one of the words, plain or in a \\text{}, and the separators before it."""
-    return rf"[\s,&]*(?:{_TEXT_BRACE}\s*,?\s*(?:{words})\s*\}}|\b(?:{words})\b)"
-
-
-_CONDITION_WORD = re.compile(rf"{_match_any_word('if|for|when|where')}\s*")
-_OTHERWISE = re.compile(rf"{_match_any_word('otherwise|else')}[\s.,;]*$")
-_COMMA_OF_VALUE = re.compile(r"\s*,\s*&")
-_RELATION_SIGN = re.compile(r"[<>=≤≥≠∈]|\\(?:le|leq|leqslant|ge|geq|geqslant|ne|neq|lt|gt|in)(?![A-Za-z])")
 
 
 def has_vectors(text: str) -> bool:
@@ -192,61 +130,14 @@ def normalize(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = with_ascii_signs(text).strip()
     text = _STYLE.sub(_normalize_style, text).strip() or text
-    if r"\begin" in text:
-        text = _CASES.sub(_normalize_cases, _BRACED_ARRAY.sub(_convert_to_cases, text))
+    text = rewrite_arrays(text) if r"\begin" in text else text
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _remove_wrapping(text)
-    text = _BOX.sub("{", text)  # A box around a part of the answer only frames it.
-    text = expand_root_signs(text) if not text.isascii() else text
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
-    text = _SCRIPTS.sub(_normalize_script, text) if not text.isascii() else text
-    text = rewrite_notation(text)
-    text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
-    text = _BRACKETED_REPETEND.sub(r"\\overline{\1}", text)
-    text = _LETTERLESS_TEXT.sub(r"\1", text)
-    text = _WHOLE_TEXT.sub(r"\1", text) if _WHOLE_TEXT.fullmatch(text) else text
-    text = _remove_announcement(text)
-    text = _ORDINAL.sub(r"\1", text)
-    text = _MERIDIEM.sub(_normalize_meridiem, text) if _LETTER_OF_MERIDIEM.search(text) else text
-    text = _DERIVATIVE.sub(r"\\frac{d\1}{d\2}", text) if "/" in text else text
-    if "\\in" in text:
-        text = _NUMBER_SET.sub(_write_number_set, _DOMAIN.sub(_separate_domain, text))
-    text = _INTEGER.sub(_write_integer_domain, text) if "integer" in text else text
-    text = _BRACKETED_NUMERAL.sub(r"\1", text) if "_" in text else text
-    # A leading ~ means "about", not a space.
-    text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
-    text = _THIN.sub("", text)
+    text = rewrite_notation(_remove_announcement(text))
     without_stop = re.sub(r"(?:[.,;]|\\[,!]|\s)+$", "", text)
-    if named_set := _NAMED_SET.fullmatch(without_stop):
-        return r"\mathbb{R}" if named_set["all"] else r"\emptyset"
-    if without_stop[-1:] in ("E", "e", "t", "}") and _DOES_NOT_EXIST.fullmatch(plain_text(without_stop)):
-        return "DNE"
     # Three final dots are a sequence's continuation, not a full stop.
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
-
-
-def _convert_to_cases(match: re.Match[str]) -> str:
-    rows = match["rows"] if match["name"] in ("array", "matrix") else match["rows"].replace("&", "")
-    return rf"\begin{{cases}}{rows}\end{{cases}}"
-
-
-def _normalize_cases(match: re.Match[str]) -> str:
-    r"""Return cases with one `&` before each condition, without `if`, and with `otherwise` in a \text{}."""
-    rows = [_separate_condition(row) for row in _ROW_END.split(match["rows"]) if row.strip()]
-    return r"\begin{cases}" + r" \\ ".join(rows) + r"\end{cases}"
-
-
-def _separate_condition(row: str) -> str:
-    """Return a row of cases with `&` between value and condition: `x, x > 0` gives `x & x > 0`."""
-    row = _OTHERWISE.sub(r" & \\text{otherwise}", row)
-    row = _CONDITION_WORD.sub(" & ", row, count=1).strip().rstrip(",;. ")
-    row = _COMMA_OF_VALUE.sub(" &", row)
-    value, comma, condition = row.rpartition(",")
-    # In `x^2, x > 0` the comma separates the value from its condition. In `x = 1, y = 2` it does not.
-    has_condition = comma and "&" not in row and _RELATION_SIGN.search(condition) and not _RELATION_SIGN.search(value)
-    if has_condition and value.count("(") == value.count(")"):
-        return f"{value} & {condition}"
-    return row
 
 
 def with_ascii_signs(text: str) -> str:
@@ -272,35 +163,16 @@ def _remove_announcement(text: str) -> str:
     return _remove_wrapping(answer) or text
 
 
-def _normalize_meridiem(match: re.Match[str]) -> str:
-    half = match[1].upper() if match[1] else "P" if match[2] else "A"
-    return rf" \text{{{half}M}}"
-
-
-def _separate_domain(domain: re.Match[str]) -> str:
-    return rf", {domain['name']} \in {domain['set']}" if domain["name"] else ", "
-
-
-def _write_number_set(number_set: re.Match[str]) -> str:
-    return rf"\in \mathbb{{{number_set[1] or number_set[2]}}}"
-
-
-def _write_integer_domain(words: re.Match[str]) -> str:
-    return rf", {words['subject'] or words['object']} \in \mathbb{{Z}}"
-
-
-def _normalize_script(script: re.Match[str]) -> str:
-    if script[1]:
-        return "^{" + script[1].translate(_RAISED) + "}"
-    return "_{" + script[2].translate(_LOWERED) + "}"
-
-
 def _remove_wrapping(text: str) -> str:
     box = _BOX.match(text)
     if box and text.endswith("}") and _closing_brace(text, box.end()) == len(text) - 1:
         return text[box.end() : -1].strip()
     if bare := _BARE_BOX.match(text):
         return text[bare.end() :].strip()
+    if whole_text := _WHOLE_TEXT.fullmatch(text):
+        contents = whole_text["contents"]
+        is_formula = whole_text["font"] in _BOLD and not _NAME.fullmatch(contents)
+        return contents if is_formula or any(map(str.isdigit, contents)) else text
     for opening, closing in _PAIRS:
         if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
             inner = text[len(opening) : -len(closing)]
