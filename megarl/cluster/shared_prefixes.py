@@ -12,6 +12,7 @@ from megarl.data.packing import Costs
 from megarl.data.prefixes import shared_lengths
 from megarl.data.token_batch import TokenBatch
 from megarl.data.tree_packing import WORTH_SHARING, pack_trees, saved_share
+from megarl.rounding import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class SharedPrefixes(RowPacking):
         """Store the row as a tree if this saves enough, or if the row exceeds the capacity otherwise."""
         shared_tokens = shared_lengths(row.prefix_keys, row.cu_seqlens)
         saves_enough = bool(saved_share(row.lengths, shared_tokens, costs) > WORTH_SHARING)
-        separate_tokens = int((-(-row.lengths // sequence_multiple) * sequence_multiple).sum())
+        separate_tokens = int(round_up(row.lengths, multiple=sequence_multiple).sum())
         row.shares_prefixes = (saves_enough or separate_tokens > capacity) and self.problem is None
         return Savings(
             tokens=shared_tokens if row.shares_prefixes else np.zeros_like(row.lengths),

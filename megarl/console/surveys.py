@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.rounding import divide_up
+
 if TYPE_CHECKING:
     from megarl.data.survey import Survey
     from megarl.findings import Finding
@@ -103,7 +105,7 @@ def _histogram_lines(lengths: Sequence[int], unit: str) -> list[str]:
     ordered = sorted(lengths)
     shortest, longest = ordered[0], ordered[-1]
     # -(-a // b) rounds up, so that the last bin includes the largest length.
-    bin_width = max(1, -(-(longest - shortest + 1) // _BARS))
+    bin_width = max(1, divide_up(longest - shortest + 1, by=_BARS))
     counts = [0] * ((longest - shortest) // bin_width + 1)
     for length in ordered:
         counts[(length - shortest) // bin_width] += 1
@@ -111,7 +113,7 @@ def _histogram_lines(lengths: Sequence[int], unit: str) -> list[str]:
     quantiles = ", ".join(f"{name} at most {length}" for name, length in lengths_at.items())
     lines = [f"{unit} of a record: {shortest} to {longest}, mean {sum(ordered) / len(ordered):.1f}; {quantiles}"]
     for place, count in enumerate(counts):
-        bar = "#" * -(-count * _BAR_WIDTH // max(counts))
+        bar = "#" * divide_up(count * _BAR_WIDTH, by=max(counts))
         start = shortest + place * bin_width
         lines.append(f"  {start:>7} - {min(start + bin_width - 1, longest):<7} {count:>8} {bar}")
     return lines

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.rounding import round_up
+
 Bins = list[list[int]]
 Costs = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 """Function from sequence lengths to costs in any unit: both [sequences]."""
@@ -62,7 +64,7 @@ def pack(
     Raises ValueError for a sequence longer than `max_tokens`, and for fewer sequences than microbatches if
     `rows_multiple` is above 1.
     """
-    padded_lengths = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+    padded_lengths = round_up(np.asarray(lengths, dtype=np.int64), multiple=multiple)
     sizes = np.full(len(padded_lengths) // together, together) if isinstance(together, int) else together
     starts = np.cumsum(sizes) - sizes
     set_costs = np.add.reduceat(costs(padded_lengths), starts)
@@ -105,7 +107,7 @@ def balance_sets(
     tight_bins = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
     bins_step = num_ranks * rows_multiple
     # Rounded up: all ranks run the same number of microbatches.
-    num_bins = -(-max(1, len(tight_bins)) // bins_step) * bins_step
+    num_bins = round_up(max(1, len(tight_bins)), multiple=bins_step)
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
             f"{description} cannot fill {num_bins} microbatches: each of {num_ranks} "

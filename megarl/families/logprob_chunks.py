@@ -11,6 +11,7 @@ from functools import partial
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.rounding import divide_up
 
 CPU_CHUNK_TOKENS = 1024
 """Chunk on CPUs, in tokens: small, to fit CPU caches."""
@@ -62,7 +63,7 @@ def chosen_chunk_tokens(
     seconds_without_blocks = predict_seconds(num_blocks=0)
     block_seconds = predict_seconds(num_blocks=1) - seconds_without_blocks
     max_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
-    num_blocks = max(1, int(BLOCK_SHARE * seconds_without_blocks / block_seconds), -(-num_tokens // max_tokens))
+    num_blocks = max(1, int(BLOCK_SHARE * seconds_without_blocks / block_seconds), divide_up(num_tokens, by=max_tokens))
     # Blocks have at least 64 rows: from there on, more blocks do not make the chunk smaller.
     chunk_for_blocks = partial(_compute_even_chunk, num_tokens=num_tokens, vocabulary_rows=vocabulary_rows)
     while (chunk_tokens := chunk_for_blocks(num_blocks=num_blocks)) > max_tokens:
@@ -78,8 +79,8 @@ def _compute_even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: in
     A block has logits of all `num_tokens`, a chunk has logits of the whole vocabulary.
     """
     # Blocks are multiples of 64 rows, as in `models.logprobs.vocabulary_blocks`.
-    rows = -(-vocabulary_rows // (64 * num_blocks)) * 64
-    return -(-min(rows, vocabulary_rows) * num_tokens // vocabulary_rows)
+    rows = 64 * divide_up(vocabulary_rows, by=64 * num_blocks)
+    return divide_up(min(rows, vocabulary_rows) * num_tokens, by=vocabulary_rows)
 
 
 def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:

@@ -19,6 +19,7 @@ from megarl.families.published import PUBLISHED, published_name
 from megarl.families.registry import FAMILIES
 from megarl.families.tensors.names import parse_name
 from megarl.files.model_folder import missing_folder, read_object, stored_names
+from megarl.rounding import round_up
 from megarl.types import DataError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -346,7 +347,7 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     rows between ranks.
     """
     multiple = lcm(64, tp)
-    return -(-vocab_size // multiple) * multiple
+    return round_up(vocab_size, multiple=multiple)
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from megarl.planner.memory.memory_table import MemoryTable
 from megarl.planner.memory.rank_memory import ITEM_BYTES
 from megarl.planner.search import with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.rounding import divide_up
 
 _GIB = 2**30
 
@@ -63,7 +64,7 @@ def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) 
     block_bytes = cache_block_bytes(
         engine, rollout.tp, block_tokens=block, itemsize=item_bytes, draft_layers=bool(recipe.drafter)
     )
-    return (-(-tokens // block) + 1) * block_bytes
+    return (divide_up(tokens, by=block) + 1) * block_bytes
 
 
 def gib_text(size: int) -> str:
@@ -71,4 +72,4 @@ def gib_text(size: int) -> str:
     digits = 3
     while size < 10 ** (2 - digits) * 2**30:
         digits += 1
-    return f"{-(-size * 10**digits // 2**30) / 10**digits:g}"
+    return f"{divide_up(size * 10**digits, by=2**30) / 10**digits:g}"

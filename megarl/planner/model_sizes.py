@@ -16,6 +16,7 @@ from megarl.families.shape import ModelShape
 from megarl.planner.sizes import divisors, has_whole_experts
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.rounding import round_up
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM 0.30 pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
@@ -40,7 +41,7 @@ def _find_tp_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool) -> I
     """Yield an error for each tp that does not divide the model. `is_sampled`: engines start."""
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
-    engine_vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
+    engine_vocabulary = round_up(shape.vocab_size, multiple=_ENGINE_VOCABULARY_MULTIPLE)
     tp_of_field = {"trainer.tp": (trainer.tp, True, 0)}
     if is_sampled:
         tp_of_field["rollout.tp"] = rollout.tp, has_whole_experts(recipe), engine_vocabulary

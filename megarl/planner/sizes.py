@@ -15,6 +15,7 @@ from megarl.config.sections.cluster import NodeGroup
 from megarl.config.sections.sampling import SamplingConfig
 from megarl.config.sections.trainer import TrainerConfig
 from megarl.families.shape import ModelShape
+from megarl.rounding import round_up
 
 WHOLE_EXPERTS = "enable_expert_parallel"
 """vLLM's setting that gives each engine rank whole experts."""
@@ -238,7 +239,7 @@ def _find_row_length_faults(recipe: Recipe) -> Iterator[str]:
     # The reward model reads its score at one position after the completion.
     longest_tokens = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
     multiple = row_multiple(recipe)
-    padded_tokens = -(-longest_tokens // multiple) * multiple
+    padded_tokens = round_up(longest_tokens, multiple=multiple)
     if trainer.max_tokens_per_microbatch < padded_tokens:
         yield (
             f"trainer.max_tokens_per_microbatch = {trainer.max_tokens_per_microbatch}: one sequence of "
@@ -246,7 +247,7 @@ def _find_row_length_faults(recipe: Recipe) -> Iterator[str]:
             f"{sampling.max_new_tokens} does not fit; raise it to {padded_tokens}, or lower these"
         )
     forward_tokens = trainer.max_tokens_per_forward or trainer.max_tokens_per_microbatch
-    padded_teacher_tokens = -(-recipe.teacher_tokens // multiple) * multiple
+    padded_teacher_tokens = round_up(recipe.teacher_tokens, multiple=multiple)
     if padded_tokens <= trainer.max_tokens_per_microbatch and forward_tokens < padded_teacher_tokens:
         yield (
             f"trainer.max_tokens_per_forward = {forward_tokens}: one sequence of distillation.max_teacher_tokens "

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from megarl.rounding import divide_up
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
@@ -78,7 +80,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
         yield (start,), (stop - start,)
         return
     row_numel = prod(shape[1:])
-    first_row, end_row = -(-start // row_numel), stop // row_numel
+    first_row, end_row = divide_up(start, by=row_numel), stop // row_numel
     # Whole rows are rows `first_row` to `end_row`. Without any, the elements are a part of one row. Otherwise yield the
     # end of the row before, the whole rows, and the beginning of the row after.
     if first_row > end_row:

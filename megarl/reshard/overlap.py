@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megarl.families.tensors.names import TensorName
 from megarl.reshard.boxes import Box
 from megarl.reshard.world import Holding, StoragePattern
+from megarl.rounding import divide_up
 
 
 class CopyTemplate(NamedTuple):
@@ -44,7 +45,7 @@ class Region(NamedTuple):
     def largest_slice_numel(self, num_slices: int) -> int:
         """Return the elements of the largest slice if the part is cut into `num_slices` along its first dimension."""
         rows = self.stop[0] - self.start[0]
-        return self.numel // rows * -(-rows // num_slices)
+        return self.numel // rows * divide_up(rows, by=num_slices)
 
 
 @dataclass(slots=True)

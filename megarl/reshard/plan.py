@@ -21,6 +21,7 @@ from megarl.families.tensors.names import TensorName
 from megarl.reshard.boxes import Layout
 from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts
+from megarl.rounding import divide_up
 
 RankTopology = Sequence[Sequence[int | str]]
 """Per rank: its node, then the network switches above the node, nearest first. All lists are equally long."""
@@ -300,7 +301,7 @@ class Plan:
             if largest_load * 2 <= limit or num_slices >= overlap.longest:
                 return _Loads(items_per_rank, num_slices, is_exchanged=any(max_takers))
             # Jump to the number of slices that equal slices would need. Uneven slices need another round.
-            num_slices = min(max(num_slices + 1, -(-2 * largest_load * num_slices // limit)), overlap.longest)
+            num_slices = min(max(num_slices + 1, divide_up(2 * largest_load * num_slices, by=limit)), overlap.longest)
 
     def _max_takers(self, holders: Sequence[int], takers: Sequence[int]) -> int:
         """Return the maximum number of destination ranks of one source rank over all rotations. 0: all copies are

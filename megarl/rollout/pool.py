@@ -13,6 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.rollout.engine_requests import OnLoss, PendingRequest, Queue, Replica, make_remaining_request, num_sampled
 from megarl.rollout.pool_meter import PoolMeter
 from megarl.rollout.stragglers import Pace, StragglerDetector
+from megarl.rounding import divide_up
 from megarl.types import Completion, PeerLostError, Request
 
 BUDGET_SECONDS = 1.0
@@ -387,7 +388,7 @@ class EnginePool:
         num_unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         # Each replica takes at most an even share, rounded up. Otherwise the first pump to run would drain the common
         # queue.
-        max_share = -(-num_unfinished // len(self._live))
+        max_share = divide_up(num_unfinished, by=len(self._live))
         num_admitted = min(len(replica.waiting), self._max_running - len(replica.running))
         new_requests = [replica.waiting.popitem(last=False)[1] for _ in range(num_admitted)]
         num_free = min(self._max_running, max_share) - len(replica.running) - len(new_requests)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from megarl.rounding import divide_up
 from megarl.tracking.outcomes import UpdateOutcome
 
 
@@ -56,7 +57,7 @@ class SpikeDetector:
 
     def __init__(self, *, factor: float, loss_factor: float | None, window: int) -> None:
         self._factor, self._loss_factor = factor, loss_factor
-        self._min_updates = -(-window // 2)
+        self._min_updates = divide_up(window, by=2)
         self._norms: deque[float] = deque(maxlen=window)
         self._losses: deque[float] = deque(maxlen=window)
         self.rollbacks = 0

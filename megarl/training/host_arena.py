@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.platform import background
 from megarl.platform.memory import page_lock
 from megarl.platform.memory.host_memory import available_bytes
+from megarl.rounding import divide_up, round_up
 from megarl.types import ConfigError
 
 CHUNK_BYTES = 256 << 20
@@ -125,7 +126,7 @@ class HostArena:
                 f"models that only score, but the machine has {available_memory / 2**30:.1f} GiB left; remove states "
                 "from trainer.offload, or start fewer ranks on the machine"
             )
-        mapped_bytes = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        mapped_bytes = max(mmap.PAGESIZE, round_up(num_bytes, multiple=mmap.PAGESIZE))
         mapping = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Large pages make locking faster. Some kernels have none.
         with suppress(OSError):
@@ -140,7 +141,7 @@ class HostArena:
         mapping = self._mappings[-1]
         start, stop = mapping.num_used, mapping.num_used + num_bytes
         mapping.num_used += aligned_bytes(num_bytes)
-        first, last = start // self._chunk_bytes, -(-stop // self._chunk_bytes)
+        first, last = start // self._chunk_bytes, divide_up(stop, by=self._chunk_bytes)
         return HostCopy(mapping.memory[start:stop], mapping.chunks[first:last])
 
     def _lock_all(self, chunks: Sequence[_Chunk]) -> None:
@@ -161,4 +162,4 @@ class HostArena:
 
 def aligned_bytes(num_bytes: int) -> int:
     """Return the bytes of an arena for a copy of `num_bytes`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return round_up(num_bytes, multiple=ALIGNMENT)

@@ -24,6 +24,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.platform import chosen_device, device, numa
 from megarl.platform.memory.shared_memory import check_shared_memory
 from megarl.processes.server_process import MakeServer, ServerProcess
+from megarl.rounding import divide_up
 from megarl.types import MegarlError
 
 
@@ -203,7 +204,7 @@ class RunNodes:
         ranks_by_nodes[self.engine_nodes] = ranks_by_nodes.get(self.engine_nodes, 0) + num_engine_ranks
         for nodes, num_ranks in ranks_by_nodes.items():
             if not nodes.is_unlimited:
-                num_nodes = -(-num_ranks // nodes.kind.ranks_per_node)
+                num_nodes = divide_up(num_ranks, by=nodes.kind.ranks_per_node)
                 await nodes.replenish(num_nodes, self._cluster.start_timeout_seconds)
 
     async def replace_lost_nodes(self) -> None:

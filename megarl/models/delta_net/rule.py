@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megarl.data.token_batch import ranges
+from megarl.rounding import divide_up
 
 _CHUNK_TOKENS = 64
 """Chunk length in tokens, as in the paper. Longer chunks need fewer steps, but work grows with the square."""
@@ -124,7 +125,7 @@ def _make_chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
     """
     sequence_lengths = np.asarray(lengths, dtype=np.int64)
     chunk_tokens = int(min(_CHUNK_TOKENS, sequence_lengths.max()))
-    num_chunks = -(-sequence_lengths // chunk_tokens)
+    num_chunks = divide_up(sequence_lengths, by=chunk_tokens)
     first_chunks = num_chunks.cumsum() - num_chunks
     places = ranges(first_chunks * chunk_tokens, sequence_lengths)
     longest_first = np.argsort(-num_chunks, kind="stable")

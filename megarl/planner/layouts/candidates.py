@@ -14,6 +14,7 @@ from megarl.families.shape import ModelShape
 from megarl.planner import model_sizes, sizes
 from megarl.planner.search import with_field_values
 from megarl.planner.sizes import WHOLE_EXPERTS, divisors, has_whole_experts
+from megarl.rounding import divide_up, round_up
 
 _MOST_CP = 16
 """Largest context-parallel size to try. With more ranks, each chunk is too short for attention kernels."""
@@ -190,7 +191,7 @@ class Candidates:
             multiple = sizes.row_multiple(with_field_values(placed, trainer.values))
             self._row_multiples[trainer.tp, trainer.cp] = multiple
         longest_sample = max(placed.trained_tokens + bool(placed.reward.model), placed.teacher_tokens)
-        return [-(-longest_sample * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
+        return [round_up(divide_up(longest_sample * quarters, by=4), multiple=multiple) for quarters in (4, 6, 8, 16)]
 
     def _find_model_faults(self, candidate: Recipe) -> Iterator[str]:
         yield from model_sizes.find_size_faults(candidate, self.shape, is_sampled=False)

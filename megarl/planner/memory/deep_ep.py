@@ -11,6 +11,8 @@ CUDA's context.
 
 from __future__ import annotations
 
+from megarl.rounding import round_up
+
 NODE_RANKS = 8
 """Ranks that DeepEP expects on a node. A larger number of ranks must be a multiple of it."""
 NUM_SMS = 20
@@ -55,16 +57,12 @@ def deep_ep_bytes(*, hidden_size: int, itemsize: int, num_ranks: int, num_sms: i
     # Buffer for ranks of the same node: in each channel, 2 * nodes + 3 int32 of bookkeeping and the tokens per rank.
     head_bytes = (2 * num_nodes + 3) * _INT32_BYTES
     node_bytes = num_channels * ranks_on_node * (head_bytes + tokens_from_rank * token_bytes)
-    node_bytes = _align(node_bytes, unit=_ALIGNMENT) + _WORKSPACE_BYTES
+    node_bytes = round_up(node_bytes, multiple=_ALIGNMENT) + _WORKSPACE_BYTES
     if num_ranks <= NODE_RANKS:
         return node_bytes
 
     # Buffers between nodes, one for sending and one for receiving. Each token is aligned to 16 bytes.
     head_bytes = (2 * NODE_RANKS + 2) * _INT32_BYTES
     network_bytes = 2 * num_channels * num_nodes * (head_bytes + tokens_from_node * (token_bytes + 16))
-    network_bytes = _align(network_bytes, unit=_ALIGNMENT)
-    return node_bytes + _align(network_bytes + _HEAP_BYTES, unit=_HEAP_GRANULE)
-
-
-def _align(size: int, *, unit: int) -> int:
-    return -(-size // unit) * unit
+    network_bytes = round_up(network_bytes, multiple=_ALIGNMENT)
+    return node_bytes + round_up(network_bytes + _HEAP_BYTES, multiple=_HEAP_GRANULE)

@@ -9,6 +9,7 @@ from math import prod
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.families.tensors.stacks import Stack
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.rounding import divide_up, round_up
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Tokens per block of the KV cache, as set when the engine starts."""
@@ -83,7 +84,10 @@ def _pad_to_blocks(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
     if not stack.stacks_experts:
         return rows, columns
     projections = len(stack.parts)
-    return projections * _round_to_block(rows // projections), _round_to_block(columns)
+    return (
+        projections * round_up(rows // projections, multiple=QUANTISED_BLOCK),
+        round_up(columns, multiple=QUANTISED_BLOCK),
+    )
 
 
 def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> int:
@@ -92,14 +96,8 @@ def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> i
     if not in_blocks:
         return prod(shape) + shape[0] * _SCALE_BYTES
     rows, columns = _pad_to_blocks(stack, shape)
-    return (
-        rows * columns
-        + _round_to_block(rows) // QUANTISED_BLOCK * (_round_to_block(columns) // QUANTISED_BLOCK) * _SCALE_BYTES
-    )
-
-
-def _round_to_block(size: int) -> int:
-    return -(-size // QUANTISED_BLOCK) * QUANTISED_BLOCK
+    num_scales = divide_up(rows, by=QUANTISED_BLOCK) * divide_up(columns, by=QUANTISED_BLOCK)
+    return rows * columns + num_scales * _SCALE_BYTES
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int, draft_layers: int = 0) -> int:

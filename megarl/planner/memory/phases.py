@@ -19,6 +19,7 @@ from megarl.planner.memory.memory_table import MemoryTable, Phase, Use
 from megarl.planner.memory.models import Built, Models
 from megarl.planner.memory.rank_memory import RankMemory
 from megarl.planner.memory.trainer_bytes import TrainerStates
+from megarl.rounding import round_up
 
 TEMPORARY = ("activations", "pipeline", "backward", "logits", "drafts", "whole matrices", "engine step")
 """Uses of memory that torch's allocator takes and returns within a phase, in varying sizes."""
@@ -223,7 +224,7 @@ class RankPhases:
         staged_bytes = (self.memory.policy + self.memory.critic).saved
         # Checkpoints are staged in whole blocks of page-locked memory.
         if self.memory.platform.is_gpu:
-            staged_bytes = -(-staged_bytes // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
+            staged_bytes = round_up(staged_bytes, multiple=PINNED_BLOCK_BYTES)
         return [
             *self._list_state_uses(self.memory.policy, _ALL),
             *self._list_critic_uses(_ALL),

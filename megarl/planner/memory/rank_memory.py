@@ -27,6 +27,7 @@ from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import parameter_shapes
 from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.rounding import divide_up
 from megarl.types import DataError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -185,7 +186,7 @@ class RankMemory:
         train = self.recipe.train
         attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
         num_engines = (self.parallel.rollout_ranks or self.parallel.world_size) // self.parallel.rollout_tp
-        return -(-attempts // max(num_engines, 1))
+        return divide_up(attempts, by=max(num_engines, 1))
 
     @property
     def offloads_states(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Literal
 from megarl.config.parallel import FP8_BLOCK
 from megarl.families.tensors.matrices import has_matrices, matrix_templates
 from megarl.reshard.layouts.megatron import MegatronLayouts, chunk_prefix, parameter_shapes
+from megarl.rounding import round_up
 
 FLOAT32 = 4
 MATRIX_BUCKET_BYTES = 1 << 28
@@ -319,13 +320,13 @@ def _make_buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Buc
 
     def close_bucket(end: int) -> int:
         nonlocal bucket_start, ranges_in_bucket
-        stop = _round_up(end, multiple=multiple)
+        stop = round_up(end, multiple=multiple)
         buckets.append(_Bucket(start=bucket_start, stop=stop, parameters=tuple(ranges_in_bucket)))
         bucket_start, ranges_in_bucket = stop, []
         return stop
 
     for parameter in reversed(parameters):
-        position = _round_up(position, multiple=_PARAMETER_MULTIPLE)
+        position = round_up(position, multiple=_PARAMETER_MULTIPLE)
         if parameter.has_own_bucket and ranges_in_bucket:
             position = close_bucket(position)
         ranges_in_bucket.append((position, position + parameter.numel))
@@ -341,10 +342,6 @@ def _overlap_numel(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
     """Return the elements shared by two ranges (first, end). Zero or negative: none."""
     (parameter_start, parameter_stop), (shard_start, shard_stop) = parameter, shard
     return min(parameter_stop, shard_stop) - max(parameter_start, shard_start)
-
-
-def _round_up(number: int, *, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _pinned_bytes(size: int, is_pinned: bool) -> int:

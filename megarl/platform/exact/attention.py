@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.platform import libraries
+from megarl.rounding import divide_up
 
 
 def attend(
@@ -34,7 +35,7 @@ def attend(
     from megarl.platform.cpu.vllm_patches import BLOCK_TOKENS
 
     block_tokens, (_, num_kv_heads, head_dim) = BLOCK_TOKENS, k.shape
-    num_blocks = -(-num_keys // block_tokens)
+    num_blocks = divide_up(num_keys, by=block_tokens)
     first_blocks = num_blocks.cumsum() - num_blocks
     # As in the engine's cache, each sequence starts a new block. Unused entries of the table are never read.
     block_table = torch.from_numpy(first_blocks[:, None] + np.arange(num_blocks.max())).to(torch.int32)

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megarl.rounding import divide_up
 from megarl.types import MegarlError
 
 METHODS = (
@@ -178,7 +179,7 @@ class QuantisedModule:
         sizes = list(zip(live.shape, scale.shape, strict=True))
         # Elements per scale, by dimension.
         scale_blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
-        if any(-(-size // block) != count for block, (size, count) in zip(scale_blocks, sizes, strict=True)):
+        if any(divide_up(size, by=block) != count for block, (size, count) in zip(scale_blocks, sizes, strict=True)):
             return None
         element_indices = first + stride * torch.arange(len(row))
         coordinates = torch.unravel_index(element_indices.to(live.device), live.shape)

@@ -17,6 +17,7 @@ from megarl.data.token_batch import borders, ranges
 from megarl.models.attention import PackedRow
 from megarl.models.experts.balance import RowTokens
 from megarl.models.logprobs import Support
+from megarl.rounding import round_up
 from megarl.types import RetainedSets
 
 
@@ -124,7 +125,7 @@ def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multi
     """
     # Zigzag context parallelism cuts each sequence into 2 * cp chunks: rank r gets chunks r and 2 * cp - 1 - r.
     sequence_multiple = 2 * cp if cp > 1 else 1
-    padded = -(-np.asarray(lengths, np.int64) // sequence_multiple) * sequence_multiple
+    padded = round_up(np.asarray(lengths, np.int64), multiple=sequence_multiple)
     # Padding only the last sequence extends its chunks by the same length on every rank. All ranks' tokens then divide.
     row_multiple = math.lcm(sequence_multiple, cp * multiple)
     padded[-1] += -padded.sum() % row_multiple

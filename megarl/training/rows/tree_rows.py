@@ -18,6 +18,7 @@ from megarl.data.prefixes import PrefixTree, chunk_owners, chunk_sizes, prefix_t
 from megarl.data.token_batch import TokenBatch, places_by_rank, ranges, select_retained
 from megarl.models.trees.attention import TokenTree
 from megarl.models.trees.row import TreeRow, TreeTokens
+from megarl.rounding import round_up
 from megarl.training.rows.microbatch import Microbatch, is_predicted, support_on
 
 
@@ -152,7 +153,7 @@ def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
     ends = tree.starts[:, None] + sizes.cumsum(1)
     ranks = np.repeat(np.tile(owners, len(sizes)), sizes.ravel())
     num_tokens = np.bincount(ranks, minlength=cp)
-    padding = -(-num_tokens.max() // multiple) * multiple - num_tokens
+    padding = round_up(num_tokens.max(), multiple=multiple) - num_tokens
     # Each rank's padding follows all stored tokens, as a segment with one chunk.
     padding_ends = len(ranks) + padding.cumsum()
     padding_starts = padding_ends - padding
