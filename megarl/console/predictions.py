@@ -30,7 +30,7 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
 
     from megarl.datasets.counts import recognised_formats
     from megarl.preflight import overview, warn_of_shortened_warmups, warn_of_uncorrected_staleness
-    from megarl.preflight.learning import find_unusual_learning_rate
+    from megarl.preflight.algorithm.learning import find_unusual_learning_rate
     from megarl.terminal import Console
 
     text_by_heading = {

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from megatron.core.transformer import TransformerConfig
 
 from megarl.families.shape import ModelShape
+from megarl.models.drafts.mtp import attach_mtp
 from megarl.models.exact_chunk import complete_exact_model
 from megarl.models.layer_specs import block_spec
-from megarl.models.mtp import attach_mtp
 from megarl.models.policy import PolicyModel
 
 Policy = TypeVar("Policy", bound=PolicyModel)

@@ -17,12 +17,16 @@ from megarl.findings import Finding
 from megarl.planner.defaults import with_memory_defaults
 from megarl.planner.model_sizes import find_size_faults
 from megarl.planner.sizes import align_parallel, find_rank_faults, parallel_of
+from megarl.preflight.algorithm.learning import warn_of_shortened_warmups
+from megarl.preflight.algorithm.off_policy import (
+    list_off_policy_warnings,
+    warn_of_kept_kv,
+    warn_of_uncorrected_staleness,
+)
 from megarl.preflight.downloads import download_missing, download_model
-from megarl.preflight.learning import warn_of_shortened_warmups
 from megarl.preflight.memory.disk_space import check_disk
 from megarl.preflight.memory.memory_fit import memory_faults
 from megarl.preflight.memory.resources import list_resource_warnings, warn_of_slower_layout, warn_of_small_cache
-from megarl.preflight.off_policy import list_off_policy_warnings, warn_of_kept_kv, warn_of_uncorrected_staleness
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, faults, finding_of
 from megarl.types import ConfigError, DataError

@@ -9,7 +9,7 @@ from megarl.config.judges import judges_answers
 from megarl.config.sections.distillation import SELF_TEACHERS
 from megarl.config.sections.learning import OptimizerConfig
 from megarl.planner.recovery import describe_loss
-from megarl.preflight.learning import num_updates
+from megarl.preflight.algorithm.learning import num_updates
 
 
 def overview(recipe: Recipe) -> dict[str, str]:

@@ -86,7 +86,7 @@ MTP_PLACES = {
     "families/draft_layers.py",
     "families/mtp.py",
     "loops/saving/changed_recipe.py",
-    "models/mtp.py",
+    "models/drafts/mtp.py",
     "models/parts.py",
     "preflight/model/draft_layers.py",
     "training/parts/choice.py",

@@ -27,7 +27,7 @@ from megarl.config.sections.health import RuleName
 from megarl.environments import ENVIRONMENTS, Turn
 from megarl.families.registry import FAMILIES
 from megarl.files.import_path import import_object
-from megarl.preflight.keyword_arguments import check_keywords
+from megarl.preflight.libraries.keyword_arguments import check_keywords
 from megarl.rewards import REWARDS, SERVED
 from megarl.rewards.scoring.calling import PARAMETERS, bind
 from megarl.sandbox.layers import LAYERS

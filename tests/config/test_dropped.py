@@ -15,7 +15,7 @@ from megarl.config.effects import conditions, may_be_idle, unmet
 from megarl.config.idle import fields_set_by_user
 from megarl.config.recipe import load, read, to_yaml, written_value
 from megarl.config.schema import all_fields, section_of
-from megarl.preflight.learning import check_algorithm
+from megarl.preflight.algorithm.learning import check_algorithm
 from megarl.tracking.display import Display
 from megarl.types import DataError
 from tests.config.refusals import failure, faults

@@ -8,7 +8,7 @@ from megarl.config.libraries import engine_fields
 from megarl.config.libraries.engine_fields import accepted_fields, engine_field_fault, refusals_by_field
 from megarl.config.libraries.library_settings import reserved_settings
 from megarl.config.schema import field_at
-from megarl.preflight.library_fields import class_fields
+from megarl.preflight.libraries.library_fields import class_fields
 
 TABLES = (engine_fields._ACCEPTED, engine_fields._SET_BY_MEGARL, engine_fields._REFUSED)
 

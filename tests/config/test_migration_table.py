@@ -14,8 +14,8 @@ from megarl.config.hints.migration import Option, options, overrides_of
 from megarl.config.reading.explaining import key_hint, option_hint
 from megarl.config.recipe import load
 from megarl.planner import sizes
-from megarl.preflight import learning, off_policy
-from megarl.preflight.keyword_arguments import check_keywords
+from megarl.preflight.algorithm import learning, off_policy
+from megarl.preflight.libraries.keyword_arguments import check_keywords
 from megarl.preflight.rewards import check_reward_fields
 from megarl.types import ConfigError
 from tests.rollout.batches import attempt, batch_of

@@ -15,8 +15,8 @@ from megarl.families.eagle3 import WITHOUT_EAGLE3, read_drafter_shape, read_stor
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import read_model_shape
 from megarl.preflight import check
+from megarl.preflight.libraries.vllm_limits import HOST_DRAFTERS, _find_drafter_faults
 from megarl.preflight.model.trained_drafter import check_trained_drafter
-from megarl.preflight.vllm_limits import HOST_DRAFTERS, _find_drafter_faults
 from megarl.types import ConfigError
 from tests.eagle3 import make_eagle3
 from tests.shapes import small_shape
@@ -29,8 +29,8 @@ def faults(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> Ca
     def found(
         config: dict[str, Any], *, is_cpu: bool = False, evaluation: Any = None, trainer: Any = None, **rollout: Any
     ) -> list[str]:
-        monkeypatch.setattr("megarl.preflight.vllm_limits.runs_on_cpu", lambda: is_cpu)
-        monkeypatch.setattr("megarl.preflight.vllm_limits.supported_head_sizes", lambda: [])
+        monkeypatch.setattr("megarl.preflight.libraries.vllm_limits.runs_on_cpu", lambda: is_cpu)
+        monkeypatch.setattr("megarl.preflight.libraries.vllm_limits.supported_head_sizes", lambda: [])
         try:
             vllm = {"speculative_config": config}
             sections = {"evaluation": evaluation or {}, "trainer": trainer or {}}

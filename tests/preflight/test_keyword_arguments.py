@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight.keyword_arguments import check_keywords
+from megarl.preflight.libraries.keyword_arguments import check_keywords
 
 OWN = """
 def loss(policy_logprobs, old_logprobs, advantages, *, clip_high: float, tau: float, mode: str = "a"):

@@ -14,7 +14,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.preflight import check
-from megarl.preflight.library_fields import accepts, check_megatron_fields, check_vllm_fields, class_fields
+from megarl.preflight.libraries.library_fields import accepts, check_megatron_fields, check_vllm_fields, class_fields
 from megarl.types import ConfigError
 from tests.shapes import small_shape
 

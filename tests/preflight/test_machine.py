@@ -17,8 +17,8 @@ from megarl.planner.gpus_of_run import gpu_gib
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, list_resource_warnings
+from megarl.preflight.libraries.number_formats import check_quantisation, device_faults, format_faults
 from megarl.preflight.memory import resources
-from megarl.preflight.number_formats import check_quantisation, device_faults, format_faults
 from megarl.types import ConfigError
 
 
@@ -195,7 +195,7 @@ def test_fp8_is_planned_for_named_gpus_and_started_on_none(recipe: Callable[...,
 def test_an_environment_of_the_other_device_is_refused(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, chosen: str, is_cpu: bool, environment: str
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.number_formats.runs_on_cpu", lambda: is_cpu)
+    monkeypatch.setattr("megarl.preflight.libraries.number_formats.runs_on_cpu", lambda: is_cpu)
     made = recipe(cluster={"device": chosen})
     [fault] = device_faults(made, is_start=True)
     assert fault.startswith(f"cluster.device = {chosen}: ") and environment in fault
@@ -236,7 +236,7 @@ def test_fp8_needs_whole_groups_of_columns_on_a_gpu(
     rollout: dict[str, Any],
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.number_formats.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.libraries.number_formats.runs_on_cpu", lambda: False)
     shape = read_model_shape(tiny_model(hidden_size=256, num_heads=4, head_dim=64, **sizes))
     given = recipe(model={"dtype": "bfloat16"}, rollout={"quantization": "fp8"} | rollout)
     found = [*check_quantisation(given, shape)]
@@ -250,7 +250,9 @@ def test_the_generation_is_that_of_the_gpus_that_run_it(
     """The GPUs of a login node are not queried."""
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     monkeypatch.setattr("megarl.planner.gpus_of_run.runs_on_cpu", lambda: False)
-    monkeypatch.setattr("megarl.preflight.number_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)
+    monkeypatch.setattr(
+        "megarl.preflight.libraries.number_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2
+    )
     given = {"cluster": {"launcher": launcher}, "rollout": {"quantization": "fp8"}}
     found = [*format_faults(recipe(**given), is_start=True)]
     assert len(found) == is_told

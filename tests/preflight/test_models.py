@@ -16,7 +16,7 @@ from megarl.families.shape import planned_shape, read_model_shape
 from megarl.planner.sizes import row_multiple
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import check
-from megarl.preflight.library_fields import supported_head_sizes
+from megarl.preflight.libraries.library_fields import supported_head_sizes
 from megarl.preflight.memory.resources import warn_of_latent_norms
 from megarl.types import ConfigError, DataError
 from tests.checkpoint.model_folders import vision_folder

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check, warn_of_shortened_warmups
-from megarl.preflight.learning import check_adapters
+from megarl.preflight.algorithm.learning import check_adapters
 from tests.shapes import small_shape
 
 

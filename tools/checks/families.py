@@ -516,7 +516,7 @@ def prove_preference(name: str, folder: Path, pool: RankPool, work: Path) -> Fou
 
 def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     from megarl.families.shape import read_model_shape
-    from megarl.preflight.learning import check_adapters
+    from megarl.preflight.algorithm.learning import check_adapters
     from tests.training.test_lora import lora_recipe, trained
     from tests.training.test_lora_saved import export
     from tests.training.test_training_engine import distance, make_updates

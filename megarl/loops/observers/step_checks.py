@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObserver
 from megarl.loops.step import Step
-from megarl.preflight.learning import find_unusual_learning_rate, thresholds
+from megarl.preflight.algorithm.learning import find_unusual_learning_rate, thresholds
 from megarl.rollout.step.updates import mismatch_exceeded_message
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.tracking.health import LEARNING_RATE, Health

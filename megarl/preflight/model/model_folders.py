@@ -12,9 +12,9 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.planner import model_sizes as model_rules
 from megarl.planner import sizes
+from megarl.preflight.algorithm.self_distillation import longest_teacher_sequence
 from megarl.preflight.model import model_sizes
 from megarl.preflight.registry import Fault, checks
-from megarl.preflight.self_distillation import longest_teacher_sequence
 from megarl.types import DataError
 
 

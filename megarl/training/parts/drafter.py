@@ -20,9 +20,9 @@ from megarl.config import OptimizerConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.families.eagle3 import PARAMETERS, read_drafter_shape
 from megarl.files.model_folder import find_folder
-from megarl.models.aux_states import AuxStates
-from megarl.models.drafter import DrafterHead, DrafterRow, attach_drafter
-from megarl.models.embeddings import copy_embedding_to_last_stage
+from megarl.models.drafts.aux_states import AuxStates
+from megarl.models.drafts.drafter import DrafterHead, DrafterRow, attach_drafter
+from megarl.models.drafts.embeddings import copy_embedding_to_last_stage
 from megarl.models.policy import PolicyModel
 from megarl.tracking.metric_rows import MetricRow
 from megarl.training.model import ModelShard

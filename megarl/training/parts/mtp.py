@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.models.embeddings import copy_embedding_to_last_stage
-from megarl.models.mtp import mtp_head
+from megarl.models.drafts.embeddings import copy_embedding_to_last_stage
+from megarl.models.drafts.mtp import mtp_head
 from megarl.tracking.metric_rows import MetricRow
 from megarl.training.model import ModelShard
 from megarl.training.objective import Objective, RowLoss, StepNumbers

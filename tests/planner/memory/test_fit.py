@@ -17,7 +17,7 @@ from megarl.planner.predictions import models_of
 from megarl.planner.remedies import remedies
 from megarl.planner.search import with_field_values
 from megarl.planner.sizes import find_batch_faults, find_length_faults, parallel_of
-from megarl.preflight.learning import check_optimizers
+from megarl.preflight.algorithm.learning import check_optimizers
 from megarl.preflight.memory import memory_fit
 from megarl.preflight.memory.memory_fit import memory_faults
 from tests.planner.memory.conftest import RECIPES, WIDE_MARGIN_GIB

@@ -35,7 +35,7 @@ def measured(folder: str, has_mtp: bool, dtype_name: str, recompute: str) -> tup
 
     from megarl.models.attention import PackedRow
     from megarl.models.configuration import transformer_config
-    from megarl.models.mtp import mtp_head
+    from megarl.models.drafts.mtp import mtp_head
     from megarl.models.parts import build_policy
     from megarl.models.policy import PolicyModel
     from tools.checks.planner import SavedTensors

@@ -14,7 +14,7 @@ from megarl.config.idle import fields_set_by_user
 from megarl.config.schema import value_at
 from megarl.files.import_path import import_object, is_import_path
 from megarl.files.nearest import nearest
-from megarl.preflight.library_fields import accepts
+from megarl.preflight.libraries.library_fields import accepts
 from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError
 

@@ -14,7 +14,7 @@ from megarl.families.shape import ModelShape
 from megarl.files.model_folder import find_folder
 from megarl.planner.cache import block_tokens, gib_text, needed_bytes
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.preflight.library_fields import supported_head_sizes
+from megarl.preflight.libraries.library_fields import supported_head_sizes
 from megarl.preflight.model.draft_layers import model_drafter_faults
 from megarl.preflight.registry import checks
 from megarl.types import DataError

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from megarl.algorithms.divergences import forward_kl
 from megarl.families.eagle3 import DrafterShape
 from megarl.models.attention import PackedRow
-from megarl.models.aux_states import AuxStates
 from megarl.models.distillation.divergence import vocab_parallel_divergence
-from megarl.models.embeddings import embed_tokens
+from megarl.models.drafts.aux_states import AuxStates
+from megarl.models.drafts.embeddings import embed_tokens
 from megarl.models.policy import PolicyModel
 from megarl.models.rotary import frequencies
 

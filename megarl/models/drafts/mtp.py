@@ -32,7 +32,7 @@ from megarl.families.shape import ModelShape
 from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.distillation.divergence import vocab_parallel_divergence
-from megarl.models.embeddings import embed_tokens
+from megarl.models.drafts.embeddings import embed_tokens
 from megarl.models.latent_attention import share_rotary
 from megarl.models.layer_specs import final_norm, layer_spec
 from megarl.models.logprobs import vocab_parallel_logprobs

@@ -1,0 +1,1 @@
+"""Checks against installed libraries: their fields, limits of vLLM, number formats, signatures of functions."""
