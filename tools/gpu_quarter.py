@@ -33,18 +33,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megarl.files.private_folder import PrivateFolder
+from megarl.platform.visible_gpus import driver_version, installed_gpus
+from megarl.processes.process_tree import descendants
+from megarl.processes.supervised_process import SupervisedProcess
+from tools.bench.parts import report
+from tools.bench.quarter.item_choice import choose_items
+from tools.bench.quarter.quarter_items import ITEMS, Item
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools/bench")]
-
-import report  # noqa: E402
-from item_choice import choose_items  # noqa: E402
-from quarter_items import ITEMS, Item  # noqa: E402
-
-from megarl.files.private_folder import PrivateFolder  # noqa: E402
-from megarl.platform.visible_gpus import driver_version, installed_gpus  # noqa: E402
-from megarl.processes.process_tree import descendants  # noqa: E402
-from megarl.processes.supervised_process import SupervisedProcess  # noqa: E402
-
 BUDGET_SECONDS, CALL_SECONDS = 780.0, 600.0
 END_SECONDS = 8.0
 """Seconds of a call kept for its end: the stacks and the end of a process, and the table."""

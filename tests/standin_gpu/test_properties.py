@@ -94,7 +94,7 @@ except torch.cuda.OutOfMemoryError as error:
 
 def test_products_of_fp8_are_left_out_on_an_older_gpu(on_devices: Run, tmp_path: Path) -> None:
     """The other ceilings are measured."""
-    program = ROOT / "tools/bench/ceiling_items.py"
+    program = ROOT / "tools/bench/quarter/ceiling_items.py"
     options = ("--items", "ceilings=5", "--size", "tiny", "--work", str(tmp_path), "--budget-seconds", "500")
     done = on_devices(str(program), *options, count=1, compute_capability="8.0")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -53,8 +53,7 @@ def test_a_step_of_thirty_two_ranks_sends_what_it_should() -> None:
 
 
 def test_a_target_that_is_missed_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
-    import driver
+    from tools.bench import driver
 
     monkeypatch.setattr(driver, "LIMITS", {"driver_cpu_of_start": "<= 0"})
     small = ["--ranks", "2", "--per-node", "2", "--samples", "16", "--tokens", "600", "--steps", "1", "--repeats", "1"]

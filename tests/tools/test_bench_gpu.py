@@ -87,8 +87,8 @@ def test_whole_steps_by_phase() -> None:
 def test_a_single_step_is_a_warm_up() -> None:
     step = {"memory": {}, "phases": {"train": 2.0}, **dict.fromkeys(("step_seconds", "tokens_per_second"), 3.0)}
     code = f"""
-import json, sys; sys.path.insert(0, {str(BENCH)!r})
-import grpo_gpu
+import json
+from tools.bench import grpo_gpu
 step = {{**dict.fromkeys(grpo_gpu.MEDIANS), **json.loads({json.dumps(json.dumps(step))})}}
 facts = {{"machine": {{}}, "versions": {{}}}}
 for steps in ([step], [step, step]):
@@ -124,9 +124,9 @@ def test_no_gpu_is_one_line_and_status_2(script: str) -> None:
 
 
 def test_the_budget_leaves_out_rounds_that_would_not_fit() -> None:
-    code = f"""
-import sys; sys.path.insert(0, {str(BENCH)!r})
-import time, budget
+    code = """
+import time
+from tools.bench.parts import budget
 now = 0.0
 time.monotonic = lambda: now
 allowed = budget.Budget(10.0)

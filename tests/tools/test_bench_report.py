@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tools.bench import report
-
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+from tools.bench.parts import report
 
 
 @pytest.mark.parametrize(

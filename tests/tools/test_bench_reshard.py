@@ -61,8 +61,8 @@ def test_no_gpu_is_one_line_and_status_2() -> None:
 def test_a_wrong_output_ends_with_status_1(spoiled: str) -> None:
     """One bit of what a rank packs or copies is turned: nothing is timed."""
     code = f"""
-import sys; sys.path.insert(0, {str(BENCH)!r})
-import megarl.reshard.transport as transport, reshard, torch
+import megarl.reshard.transport as transport, torch
+from tools.bench import reshard
 bind = transport._bind_buckets
 def spoiled(*args):
     for step in bind(*args):

@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 
 from tools import gpu_quarter
-from tools.bench import device_parts, item_choice, quarter_items, quarter_sizes, run_plan, traces
+from tools.bench.measured import run_plan, traces
+from tools.bench.parts import device_parts
+from tools.bench.quarter import item_choice, quarter_items, quarter_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-import os, sys, time
-sys.path.insert(0, sys.argv.pop(1))
-from item_lines import ItemLines, LeftOutError, options_of
-from budget import Budget
+import os, time
+from tools.bench.quarter.item_lines import ItemLines, LeftOutError, options_of
+from tools.bench.parts.budget import Budget
 
 options = options_of(None)
 lines = ItemLines(options.items, Budget(options.budget_seconds))
@@ -49,8 +50,8 @@ RUN = """
 import sys
 sys.path[:0] = [{root!r}]
 from tools import gpu_quarter
-from tools.bench.quarter_items import Item, Program
-cheap = Program("cheap", [{program!r}, {root!r} + "/tools/bench"], {{"tiny": 8.0}})
+from tools.bench.quarter.quarter_items import Item, Program
+cheap = Program("cheap", [{program!r}], {{"tiny": 8.0}})
 gpu_quarter.ITEMS = [Item(name, cheap, "", {{"tiny": seconds}}) for name, seconds in {items!r}]
 raise SystemExit(gpu_quarter.main(sys.argv[1:]))
 """

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import machine, metric_line, print_line, versions
 
 from megarl.config import RolloutConfig
 from megarl.groups import world
 from megarl.tracking.metrics import values
 from megarl.types import Request, SamplingSettings
+from tools.bench.parts.report import machine, metric_line, print_line, versions
 from tools.local_group import LocalGroup
 
 BUDGET_SECONDS = 1.0
@@ -100,7 +100,7 @@ async def measure_rounds(options: argparse.Namespace, *, is_ahead: bool) -> list
     }
     with tempfile.TemporaryDirectory() as logs:
         group = await LocalGroup(options.tp).start(
-            "async_scheduling:DecodingEngine",
+            "tools.bench.async_scheduling:DecodingEngine",
             {"model_path": str(options.model), "is_ahead": is_ahead, "options": settings},
             log_folder=Path(logs),
             environment={"OMP_NUM_THREADS": "1"},

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from report import machine, metric_line, print_line, versions
+from tools.bench.parts.report import machine, metric_line, print_line, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("schedule", "runner", "update", "outputs", "megarl")
@@ -180,7 +180,7 @@ class Side:
         command = [sys.executable, __file__, "--serve", "--model", str(model), "--requests", str(num_requests)]
         command += ["--new-tokens", str(options.new_tokens), "--stop-tokens", str(options.stop_tokens)]
         command += [f"--stop={text}" for text in options.stop]
-        environment = os.environ | {"PYTHONPATH": f"{checkout}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": f"{checkout}:{ROOT}", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
         )

@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from idle_ranks import IdleNodes
-from report import machine, metric_line, print_line, versions
 
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.rank_model import RankModel
@@ -49,6 +47,8 @@ from megarl.rollout.step.step_metrics import step_metrics
 from megarl.rollout.step.updates import update_metrics
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
+from tools.bench.idle_ranks import IdleNodes
+from tools.bench.parts.report import machine, metric_line, print_line, versions
 
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
 LIMITS = {
@@ -109,7 +109,9 @@ class MeasuredGroup(WorkerGroup):
                     await fork(log_folder, environment, imports, timeout_seconds)
 
             self.ranks.fork = fork_measured
-            await self.start("idle_ranks:Idle", kwargs, log_folder=folder, start_timeout_seconds=timeout_seconds)
+            await self.start(
+                "tools.bench.idle_ranks:Idle", kwargs, log_folder=folder, start_timeout_seconds=timeout_seconds
+            )
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         with self.measure("start.construct"):

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from endpoint_clients import MAX_NEW_TOKENS, WIRES, Load, drive_clients
-from report import host, metric_line, print_line, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,6 +38,8 @@ from megarl.rollout.journal.journal import AttemptJournal
 from megarl.serving.agent.agent_program import agent_program
 from megarl.serving.session_sampler import Limits
 from megarl.types import Completion, Request, SamplingSettings
+from tools.bench.endpoint_clients import MAX_NEW_TOKENS, WIRES, Load, drive_clients
+from tools.bench.parts.report import host, metric_line, print_line, versions
 
 CONTEXT_TOKENS = 32_768
 TARGET_SESSIONS, TARGET = 200, "<= 5"

@@ -34,10 +34,11 @@ from typing import Any
 
 import torch
 import yaml
-from budget import Budget, add_budget
-from device_parts import refuse_missing_cuda
-from report import machine, metric_line, print_line, versions, warm_up_line
-from shapes import SHAPES, config_of, stop_tokens, write_model
+
+from tools.bench.parts.budget import Budget, add_budget
+from tools.bench.parts.device_parts import refuse_missing_cuda
+from tools.bench.parts.report import machine, metric_line, print_line, versions, warm_up_line
+from tools.bench.parts.shapes import SHAPES, config_of, stop_tokens, write_model
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parents[1]
@@ -212,7 +213,7 @@ class Training:
         self._output = folder / "output.txt"
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(BENCH / "measured_run.py"), str(width), "train", str(recipe), *overrides],
+                [sys.executable, str(BENCH / "measured/measured_run.py"), str(width), "train", str(recipe), *overrides],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import machine, metric_line, print_line, versions
+from tools.bench.parts.report import machine, metric_line, print_line, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = {32: 1.5, 256: 4.0}

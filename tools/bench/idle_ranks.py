@@ -126,10 +126,10 @@ class IdleNodes(ConnectedNodes):
         return "127.0.0.1"
 
     async def launch(self, address: tuple[str, int], key: bytes) -> int:
-        own = {"OMP_NUM_THREADS": "1", SERVER_MAKER: "idle_ranks:CopiedServer"}
+        own = {"OMP_NUM_THREADS": "1", SERVER_MAKER: "tools.bench.idle_ranks:CopiedServer"}
         with (self._log_folder / self.start_log).open("ab") as log:
             self._forker = LaunchedProgram(
-                python_call("idle_ranks:fork_agents", *map(str, (*address, os.getpid(), self.kind.nodes))),
+                python_call("tools.bench.idle_ranks:fork_agents", *map(str, (*address, os.getpid(), self.kind.nodes))),
                 environment={**os.environ, **own},
                 secret=f"{key.hex()}\n".encode(),
                 stdout=log,

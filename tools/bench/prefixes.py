@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import machine, metric_line, print_line, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -31,6 +30,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.types import TrainingSequence
+from tools.bench.parts.report import machine, metric_line, print_line, versions
 
 TARGETS = {"group": ">= 4.0", "nothing shared": ">= 0.98"}
 """How much faster each case must be; a batch that shares nothing may take 2 % longer."""

@@ -19,15 +19,14 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import report
-import reshard_ranks
-from forked_ranks import as_rank, run_forked
-from reshard_peers import import_megatron
-from shards import QWEN3_14B, SMALL
-
 from megarl.config.parallel import ParallelConfig
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
+from tools.bench.parts import report
+from tools.bench.resharding import reshard_ranks
+from tools.bench.resharding.forked_ranks import as_rank, run_forked
+from tools.bench.resharding.reshard_peers import import_megatron
+from tools.bench.resharding.shards import QWEN3_14B, SMALL
 
 RANK_BYTES = 100 << 20
 """What a forked rank takes before it holds any weights."""

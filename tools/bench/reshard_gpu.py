@@ -18,11 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import report
 import torch
-from budget import Budget, add_budget
-from device_parts import refuse_missing_cuda, seconds_of
-from shards import QWEN3_14B, SMALL, Arena, fill, first_difference, storage_shapes
 from torch import Tensor
 
 from megarl.config.parallel import ParallelConfig
@@ -32,6 +28,10 @@ from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import View, make_plan
 from megarl.reshard.transport import Transport, strided_view
+from tools.bench.parts import report
+from tools.bench.parts.budget import Budget, add_budget
+from tools.bench.parts.device_parts import refuse_missing_cuda, seconds_of
+from tools.bench.resharding.shards import QWEN3_14B, SMALL, Arena, fill, first_difference, storage_shapes
 
 BUCKET_BYTES = 512 << 20
 Method = Callable[[], object]

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from driven_engine import Bench, EngineSettings, problems_of
-from report import machine, metric_line, print_line, versions
 
 from megarl.data.chat import load_tokenizer
 from megarl.types import Request, SamplingSettings
+from tools.bench.parts.driven_engine import Bench, EngineSettings, problems_of
+from tools.bench.parts.report import machine, metric_line, print_line, versions
 from tools.local_group import LocalGroup
 
 CONTEXT_TOKENS = 2048
@@ -85,7 +85,7 @@ async def run(options: argparse.Namespace) -> bool:
     for world_size in options.engines:
         with tempfile.TemporaryDirectory() as logs:
             group = await LocalGroup(world_size).start(
-                "driven_engine:MeasuredEngine",
+                "tools.bench.parts.driven_engine:MeasuredEngine",
                 {"settings": settings},
                 log_folder=Path(logs),
                 environment={"OMP_NUM_THREADS": "1"},

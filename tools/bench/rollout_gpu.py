@@ -21,15 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from budget import Budget, add_budget
-from device_parts import refuse_missing_cuda
-from driven_engine import Bench, EngineSettings
-from report import machine, metric_line, print_line, versions
-from shapes import SHAPES, config_of, stop_tokens, write_model
-
 from megarl.data.chat import load_tokenizer
 from megarl.platform import device
 from megarl.types import SamplingSettings
+from tools.bench.parts.budget import Budget, add_budget
+from tools.bench.parts.device_parts import refuse_missing_cuda
+from tools.bench.parts.driven_engine import Bench, EngineSettings
+from tools.bench.parts.report import machine, metric_line, print_line, versions
+from tools.bench.parts.shapes import SHAPES, config_of, stop_tokens, write_model
 from tools.local_group import LocalGroup
 
 PROMPT_TOKENS = 256
@@ -94,7 +93,7 @@ async def run(options: argparse.Namespace, budget: Budget) -> None:
         )
         started = time.monotonic()
         group = await LocalGroup(1).start(
-            "driven_engine:MeasuredEngine",
+            "tools.bench.parts.driven_engine:MeasuredEngine",
             {"settings": settings},
             log_folder=Path(folder, "logs"),
             environment=device.rank_environment(1) | ({} if is_gpu else {"CUDA_VISIBLE_DEVICES": ""}),

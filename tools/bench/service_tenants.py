@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from report import machine, metric_line, print_line, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -34,6 +33,7 @@ from megarl.service.messages.wire import Datum
 from megarl.service.queueing.turns import TENANT
 from megarl.service.ranks.rank_trainer import RankTrainer
 from megarl.types import SamplingSettings
+from tools.bench.parts.report import machine, metric_line, print_line, versions
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import report
 import torch
-from budget import Budget, add_budget
-from device_parts import Gemm, Timed, device, refuse_missing_cuda, release, time_rounds
-from shapes import SHAPES, config_of
+
+from tools.bench.parts import report
+from tools.bench.parts.budget import Budget, add_budget
+from tools.bench.parts.device_parts import Gemm, Timed, device, refuse_missing_cuda, release, time_rounds
+from tools.bench.parts.shapes import SHAPES, config_of
 
 if TYPE_CHECKING:
     from megarl.files.private_folder import PrivateFolder

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOLS = Path(__file__).resolve().parents[1]
+TOOLS = Path(__file__).resolve().parents[2]
 TESTS = TOOLS.parent / "tests/gpu"
 
 
@@ -44,8 +44,8 @@ class Item:
 
 
 def script(name: str, *, h200: float, tiny: float) -> Program:
-    """Return a program of tools/bench that reports its items. `h200` and `tiny` are seconds of its start."""
-    return Program(name, [str(TOOLS / f"bench/{name}.py")], {"h200": h200, "tiny": tiny})
+    """Return a program of tools/bench/quarter that reports its items. `h200` and `tiny` are seconds of its start."""
+    return Program(name, [str(TOOLS / f"bench/quarter/{name}.py")], {"h200": h200, "tiny": tiny})
 
 
 def command(name: str, *arguments: str, on_cpu: Sequence[str] = ()) -> Program:

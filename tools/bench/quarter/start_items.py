@@ -16,16 +16,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from budget import Budget
-from grpo_gpu import write_inputs
-from item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, options_of
-from run_items import run_options
-
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers.local import LocalNodes
 from megarl.planner.sizes import parallel_of
 from megarl.platform import device
 from megarl.preflight import load
+from tools.bench.grpo_gpu import write_inputs
+from tools.bench.parts.budget import Budget
+from tools.bench.quarter.item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, options_of
+from tools.bench.quarter.run_items import run_options
 
 WORKER = "megarl.worker.colocated"
 ROUNDS = 2

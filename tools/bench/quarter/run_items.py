@@ -15,20 +15,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bare_llm import SHARE_OF_GPU, BareLlm
-from budget import Budget
-from driven_engine import problems_of, sampler_of
-from grpo_gpu import PROMPT_TOKENS, step_line, write_inputs
-from item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, engine_settings, options_of
-from measured_run import run_measured, train_by_plan
-from quarter_sizes import Size
-from run_plan import PLAN, Settings, clean_steps
-from shapes import config_of, stop_tokens
-from traces import summary_of
-
 from megarl.loops.started_run import Run
 from megarl.planner.predictions import predicted_memory
 from megarl.types import Request, SamplingSettings
+from tools.bench.grpo_gpu import PROMPT_TOKENS, step_line, write_inputs
+from tools.bench.measured.measured_run import run_measured, train_by_plan
+from tools.bench.measured.run_plan import PLAN, Settings, clean_steps
+from tools.bench.measured.traces import summary_of
+from tools.bench.parts.budget import Budget
+from tools.bench.parts.driven_engine import problems_of, sampler_of
+from tools.bench.parts.shapes import config_of, stop_tokens
+from tools.bench.quarter.bare_llm import SHARE_OF_GPU, BareLlm
+from tools.bench.quarter.item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, engine_settings, options_of
+from tools.bench.quarter.quarter_sizes import Size
 
 PHASES = ("rollout", "logprobs", "train", "reshard")
 

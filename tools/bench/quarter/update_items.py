@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from budget import Budget
-from device_parts import Gemm, release, seconds_of
-from item_lines import ItemLines, LeftOutError, Options, options_of
-from shapes import config_of
-from traces import summary_of
-from train_step_gpu import build_engine, flops, folder_of, join_world_alone, lengths_of, make_batch
-from trainer_settings import set_chunk_tokens
 
 from megarl.data.packing import pack
+from tools.bench.measured.traces import summary_of
+from tools.bench.measured.trainer_settings import set_chunk_tokens
+from tools.bench.parts.budget import Budget
+from tools.bench.parts.device_parts import Gemm, release, seconds_of
+from tools.bench.parts.shapes import config_of
+from tools.bench.quarter.item_lines import ItemLines, LeftOutError, Options, options_of
+from tools.bench.train_step_gpu import build_engine, flops, folder_of, join_world_alone, lengths_of, make_batch
 
 KEEPS_LOGITS = "keeps_logits"
 """Attribute of a model chunk that follows trainer.keep_logits. The trainer reads it in each pass."""

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import report
-from budget import Budget, add_budget
-from quarter_sizes import SIZES, Size
+from tools.bench.parts import report
+from tools.bench.parts.budget import Budget, add_budget
+from tools.bench.quarter.quarter_sizes import SIZES, Size
 
 START_TIMEOUT_SECONDS = 900.0
 """Limit of a rank's start, in place of megarl's 300 s. It is longer than the limit of any item, which counts instead: a
@@ -135,7 +135,7 @@ def options_of(description: str | None) -> Options:
     options.size = SIZES[str(options.size)]
     options.items = {name: float(seconds) for name, _, seconds in (item.partition("=") for item in options.items)}
     if options.device == "cuda":
-        from device_parts import refuse_missing_cuda
+        from tools.bench.parts.device_parts import refuse_missing_cuda
 
         refuse_missing_cuda(options.device, "--device cpu --size tiny")
     return options

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-TOOLS = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
@@ -49,8 +47,7 @@ def write_model(folder: Path, name: str, *, dtype: torch.dtype | None, seed: int
 
     The tokenizer's few hundred tokens are the first of the model's vocabulary.
     """
-    sys.path.insert(0, str(TOOLS))
-    from make_tiny_model import make_tokenizer
+    from tools.make_tiny_model import make_tokenizer
 
     tokenizer = make_tokenizer()
     config = config_of(name) | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from device_parts import Gemm, copy_rates
-from trainer_settings import set_offload, set_recomputation
-
 from megarl.types import Completion, Request
 from megarl.worker.colocated import Worker
+from tools.bench.measured.trainer_settings import set_offload, set_recomputation
+from tools.bench.parts.device_parts import Gemm, copy_rates
 
 
 class MeasuredWorker(Worker):

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import torch
-from budget import Budget
-from device_parts import Gemm, copy_rates, explain_missing_fp8, fp8_gemm_tflops, host_copy_rates, page_locking_seconds
-from item_lines import ItemLines, Options, options_of
+
+from tools.bench.parts.budget import Budget
+from tools.bench.parts.device_parts import (
+    Gemm,
+    copy_rates,
+    explain_missing_fp8,
+    fp8_gemm_tflops,
+    host_copy_rates,
+    page_locking_seconds,
+)
+from tools.bench.quarter.item_lines import ItemLines, Options, options_of
 
 
 def measure(options: Options, lines: ItemLines) -> None:

@@ -1,6 +1,6 @@
 """`megarl train` with measurements of each step: a product of matrices before it, and the GPU's busy share during it.
 
-    python tools/bench/measured_run.py GEMM_WIDTH train RECIPE [section.field=value ...]
+    python tools/bench/measured/measured_run.py GEMM_WIDTH train RECIPE [section.field=value ...]
 
 The measurements are metrics of the step, named `bench/...`. Other programs use `run_measured`: it changes settings of
 the trainer before steps, and measures more when all steps are made.
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from device_parts import GpuSamples, means_of
-from run_plan import Settings
-
 from megarl.loops.started_run import Evaluate, Run
 from megarl.loops.step import Step
 from megarl.rollout.state import RLState
 from megarl.types import StoppedError
+from tools.bench.measured.run_plan import Settings
+from tools.bench.parts.device_parts import GpuSamples, means_of
 
 GEMM_ROUNDS = 3
 
@@ -80,7 +79,7 @@ def run_measured(arguments: Sequence[str], loop: Loop) -> int:
     from megarl.loops.ranks import rank_start
 
     run.LOOPS["rl"] = loop
-    rank_start.COLOCATED_WORKER = "measured_worker:MeasuredWorker"
+    rank_start.COLOCATED_WORKER = "tools.bench.measured.measured_worker:MeasuredWorker"
     sys.argv = ["megarl", *arguments]
     try:
         main()

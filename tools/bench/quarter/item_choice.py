@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quarter_items import Item
+from tools.bench.quarter.quarter_items import Item
 
 
 def choose_items(

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import report
 import torch
-from budget import Budget
 from torch import Tensor
 
 from megarl.platform.gpu_needs import Need
 from megarl.platform.visible_gpus import Capability
+from tools.bench.parts import report
+from tools.bench.parts.budget import Budget
 
 PRODUCTS = 10
 """Matrix products in a round: enough to hide the time of a launch."""

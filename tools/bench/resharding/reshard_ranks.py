@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from reshard_peers import Gathered, MegatronResharding
-from shards import Arena, fill, first_difference, storage_shapes
 
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
@@ -22,6 +20,8 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts, p
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankBucket, RankPlan, make_plan
 from megarl.reshard.transport import CopyReport, Transport
+from tools.bench.resharding.reshard_peers import Gathered, MegatronResharding
+from tools.bench.resharding.shards import Arena, fill, first_difference, storage_shapes
 
 Method = Callable[[], CopyReport | dict[str, float] | None]
 

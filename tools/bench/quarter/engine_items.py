@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from budget import Budget
-from driven_engine import Bench, EngineSettings
-from item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, engine_settings, options_of
-from run_items import PROMPT_TOKENS
-from shapes import config_of, stop_tokens, write_model
-
 from megarl.data.chat import load_tokenizer
 from megarl.platform import device
 from megarl.types import SamplingSettings
+from tools.bench.parts.budget import Budget
+from tools.bench.parts.driven_engine import Bench, EngineSettings
+from tools.bench.parts.shapes import config_of, stop_tokens, write_model
+from tools.bench.quarter.item_lines import START_TIMEOUT_SECONDS, ItemLines, Options, engine_settings, options_of
+from tools.bench.quarter.run_items import PROMPT_TOKENS
 from tools.local_group import LocalGroup
 
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
@@ -46,7 +45,7 @@ async def measure(options: Options, lines: ItemLines) -> None:
     environment = device.rank_environment(1) | ({} if is_gpu else {"CUDA_VISIBLE_DEVICES": ""})
     started = time.monotonic()
     group = await LocalGroup(1).start(
-        "driven_engine:MeasuredEngine",
+        "tools.bench.parts.driven_engine:MeasuredEngine",
         {"settings": settings},
         log_folder=options.work / "logs",
         start_timeout_seconds=START_TIMEOUT_SECONDS,

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 
-from report import print_line
+from tools.bench.parts.report import print_line
 
 SECONDS = 450.0
 """Under eight minutes, with what it takes to end."""
