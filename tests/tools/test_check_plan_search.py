@@ -16,11 +16,12 @@ from megarl.families.shape import shape_from_config
 from megarl.planner.seconds.lengths import recorded_lengths
 from megarl.planner.seconds.work import model_work
 from tests.rank_pool import RankPool
-from tools import check, cpu_speeds
+from tools import check
 from tools.checks import plan_search
-from tools.cpu_speeds import CpuSpeeds
-from tools.least_squares import minimise
-from tools.measured_layouts import (
+from tools.layouts import cpu_speeds
+from tools.layouts.cpu_speeds import CpuSpeeds
+from tools.layouts.least_squares import minimise
+from tools.layouts.measured_layouts import (
     CALIBRATING,
     LAYOUTS,
     PHASES,

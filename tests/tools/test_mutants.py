@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tools.checks import mutations
-from tools.marked_statements import mark_statements, name_at
-from tools.mutants import find_mutants
+from tools.mutation.marked_statements import mark_statements, name_at
+from tools.mutation.mutants import find_mutants
 from tools.runs import ROOT
 
 CASES = {

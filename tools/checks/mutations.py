@@ -2,16 +2,16 @@
 
     python tools/check.py mutations [--room algorithms] [--count 200] [--seed 1] [--jobs 2] [--fast] [--list] [--again]
 
-A mutant is one change of one place (`tools/mutants.py`): an operator, a constant, a condition, a dropped statement or
-wait, two swapped arguments. First each test file runs once in a copy whose statements note that they run
-(`tools/marked_statements.py`). A mutant then meets only the tests that reach its statement, cheapest first, until the
-first failure: those of the fast tier, then the slower ones. They run in copies of the repository, in processes forked
-after the libraries were imported (`tools/forked_pytest.py`).
+A mutant is one change of one place (`tools/mutation/mutants.py`): an operator, a constant, a condition, a dropped
+statement or wait, two swapped arguments. First each test file runs once in a copy whose statements note that they run
+(`tools/mutation/marked_statements.py`). A mutant then meets only the tests that reach its statement, cheapest first,
+until the first failure: those of the fast tier, then the slower ones. They run in copies of the repository, in
+processes forked after the libraries were imported (`tools/mutation/forked_pytest.py`).
 
 The folder `--work` holds records and results, one line of JSON for each try, so that a check that was ended goes on. A
 record holds for one text of a test file and for the statements that a module had. A result holds for these statements
 and for the tiers that were run.
-Mutants that change nothing are in `tools/mutants_without_effect.json`, each with the reason.
+Mutants that change nothing are in `tools/mutation/mutants_without_effect.json`, each with the reason.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from typing import Any, Final
 from megarl.files.atomic import replace_text
 from megarl.processes.process_tree import kill_tree
 from tests.hidden_slurm import path_without_slurm
-from tools.forked_pytest import VARIABLES
-from tools.marked_statements import mark_statements, name_at, statements_of
-from tools.mutants import Mutant, find_mutants, python_files
+from tools.mutation.forked_pytest import VARIABLES
+from tools.mutation.marked_statements import mark_statements, name_at, statements_of
+from tools.mutation.mutants import Mutant, find_mutants, python_files
 from tools.runs import ROOT
 
 DURATION = {
@@ -76,7 +76,7 @@ DRAWN_ROOMS: Final = ("algorithms", "rewards/maths", "reshard", "main path", "cl
 _WITHOUT_MEGATRON: Final = ("algorithms", "rewards/maths", "data", "rollout", "tracking")
 """Rooms whose fast tests do without Megatron. Its import takes 4 s of CPU time for each copy of the repository."""
 COPIED = ("megarl", "tests", "tools", "launch", "checkpoints_convert", "pyproject.toml", "README.md", ".github")
-WITHOUT_EFFECT = ROOT / "tools/mutants_without_effect.json"
+WITHOUT_EFFECT = ROOT / "tools/mutation/mutants_without_effect.json"
 LEAST_KILLED = 0.92
 TIERS: Final = {"fast": "fast and not long", "slow": "not fast and not types and not long and not slurm"}
 """The markers of the tests that run by default and need nothing installed, in two parts."""
@@ -141,7 +141,7 @@ class TestRun:
     failed: str
     """The first failed test, TIME_LIMIT, "collection" if a file could not be imported; empty: none failed."""
     rows: list[dict[str, Any]]
-    """The lines of `tools.forked_pytest.Reporter`."""
+    """The lines of `tools.mutation.forked_pytest.Reporter`."""
 
 
 class Checkout(AbstractContextManager["Checkout"]):
@@ -207,7 +207,8 @@ class Checkout(AbstractContextManager["Checkout"]):
             # Tests hide Slurm by thousands of links, unless it is hidden before they start.
             path = path_without_slurm(os.environ["PATH"], self.folder / "without_slurm")
             environment = {**os.environ, **VARIABLES, "PYTHONPATH": str(self.folder), "PATH": path}
-            command = [sys.executable, "-m", "tools.forked_pytest", *(["--megatron"] if self._with_megatron else [])]
+            command = [sys.executable, "-m", "tools.mutation.forked_pytest"]
+            command += ["--megatron"] if self._with_megatron else []
             self._server = subprocess.Popen(
                 command,
                 cwd=self.folder,

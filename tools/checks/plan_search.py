@@ -34,8 +34,8 @@ from megarl.planner.seconds.rollout import EngineLayout, RolloutCost
 from megarl.planner.seconds.step import StepSeconds, Workload, reshard_seconds
 from megarl.planner.seconds.trainer import Layouts, Recomputed, TrainerCost
 from megarl.planner.seconds.work import model_work
-from tools.least_squares import minimise
-from tools.measured_layouts import LAYOUTS, measure_layouts
+from tools.layouts.least_squares import minimise
+from tools.layouts.measured_layouts import LAYOUTS, measure_layouts
 
 DURATION = {"full": "3 s; with --measure 4 minutes a round: 15 runs on quiet cores"}
 SMALL: dict[str, Any] = {}

@@ -90,7 +90,7 @@ def unknown_functions(names: set[str], file: Path, report: str, has_table: bool 
 def compile_source(source: Path, folder: Path, *options: object) -> Path:
     """Compile a file into the folder and return the object file."""
     target = folder / f"{source.stem}.o"
-    call(*COMPILER, *options, f"-I{SOURCE}", "-c", source, "-o", target)
+    call(*COMPILER, *options, f"-I{SOURCE}/include", "-c", source, "-o", target)
     return target
 
 

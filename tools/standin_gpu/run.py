@@ -22,7 +22,7 @@ FIELDS: dict[str, type] = {
     "name": str, "count": int, "memory_bytes": int, "driver_version": str, "compute_capability": str,
     "multiprocessors": int, "l2_cache_bytes": int,
 }  # fmt: skip
-# As many as the libraries' tables hold (kMaxDevices in source/standin.h).
+# As many as the libraries' tables hold (kMaxDevices in source/include/standin.h).
 MOST_DEVICES = 16
 
 

@@ -27,8 +27,8 @@ from megarl.planner.seconds.rollout import EngineLayout, RolloutCost
 from megarl.planner.seconds.step import StepSeconds, Workload, moved_seconds
 from megarl.planner.seconds.trainer import Layouts, Recomputed, TrainerCost
 from megarl.planner.seconds.work import model_work
-from tools.cpu_speeds import CpuSpeeds, measure
-from tools.least_squares import Numbers, minimise
+from tools.layouts.cpu_speeds import CpuSpeeds, measure
+from tools.layouts.least_squares import Numbers, minimise
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 from tools.runs import DIGITS_REWARD, read_metrics, train

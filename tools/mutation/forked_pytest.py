@@ -1,6 +1,6 @@
 """pytest in forked processes, for many short runs in one copy of the repository: libraries are imported once.
 
-    python -m tools.forked_pytest [--megatron]    # in the copy; requests and answers are lines of JSON
+    python -m tools.mutation.forked_pytest [--megatron]    # in the copy; requests and answers are lines of JSON
 
 A run imports the package and its tests anew. Before the forks only `megarl.platform` and what lies below it is
 imported, because its patches must come before Megatron. Layers below never import one of the changed modules.
