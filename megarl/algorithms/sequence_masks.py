@@ -56,7 +56,9 @@ def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float)
         # Computed before the loss, because a user's loss may write into its arguments.
         is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
         sequence_arguments = (cu_seqlens, mask) if is_of_sequences else ()
-        result = policy_loss(policy_logprobs, old_logprobs, advantages, *sequence_arguments, **settings)
+        # Detach too: selecting the loss alone is not enough, because zero times an infinite slope is NaN.
+        trained_logprobs = torch.where(is_dropped, policy_logprobs.detach(), policy_logprobs)
+        result = policy_loss(trained_logprobs, old_logprobs, advantages, *sequence_arguments, **settings)
         loss, metrics = checked_policy_loss(result, policy_logprobs)
         if _FRACTION in metrics:
             raise ResultError(f"the function returned a metric {_FRACTION!r}, which this filter measures; rename it")

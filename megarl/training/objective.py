@@ -136,8 +136,11 @@ class _PolicyObjective:
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _select_gradient(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
+        weights, metrics_of_weights = self._importance_weights(old_logprobs, batch)
+        # A token with weight 0 has no policy loss, so an infinite one must not reach its gradient.
+        loss_logprobs = policy_logprobs if weights is None else _select_gradient(weights != 0, policy_logprobs)
         # Copies, because a user's loss may write into them, and the other terms read the originals.
-        arguments = policy_logprobs, old_logprobs.clone(), batch.per_token["advantages"].clone()
+        arguments = loss_logprobs, old_logprobs.clone(), batch.per_token["advantages"].clone()
         try:
             if self.takes_whole_row:
                 loss, loss_metrics = compute_sequence_loss(self.policy_loss, arguments, batch, self.settings)
@@ -152,8 +155,11 @@ class _PolicyObjective:
         if ratios is not None:
             token_metrics[RATIO] = ratios
         token_metrics["train/entropy"] = entropies.detach()
-        loss, weight_metrics = self._weigh(loss, policy_logprobs, old_logprobs, batch)
-        token_metrics |= weight_metrics
+        if (penalties := batch.per_token.get("log_ratio_penalties")) is not None:
+            loss = loss + penalties * log_ratio(policy_logprobs, old_logprobs).abs()
+        if weights is not None:
+            loss = torch.where(weights == 0, 0.0, loss * weights)
+        token_metrics |= metrics_of_weights
         if config.old_logprobs == "trainer":
             token_metrics["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
         if config.kl_placement == "loss" and config.kl_coefficient:
@@ -179,19 +185,15 @@ class _PolicyObjective:
         trainer_logprobs = policy_logprobs.detach() if self.config.old_logprobs == "rollout" else old_logprobs
         return mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
 
-    def _weigh(
-        self, loss: Tensor, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch
-    ) -> tuple[Tensor, Mapping[str | Signal, Tensor]]:
-        """Return the loss with importance weights and the penalty on the distance from the old log-probs."""
-        metrics: dict[str | Signal, Tensor] = {}
-        if (
-            weights := batch.per_token.get("importance_weights")
-        ) is None and self.config.importance_sampling is not None:
-            weights, unbounded = _importance_weights(self.config, old_logprobs, batch)
-            metrics |= weight_metrics(weights, unbounded)
-        if (penalties := batch.per_token.get("log_ratio_penalties")) is not None:
-            loss = loss + penalties * log_ratio(policy_logprobs, old_logprobs).abs()
-        return loss if weights is None else loss * weights, metrics
+    def _importance_weights(
+        self, old_logprobs: Tensor, batch: Microbatch
+    ) -> tuple[Tensor | None, Mapping[str | Signal, Tensor]]:
+        """Return the factors of the policy loss, [tokens], or None, and the metrics of those computed here."""
+        weights = batch.per_token.get("importance_weights")
+        if weights is not None or self.config.importance_sampling is None:
+            return weights, {}
+        weights, unbounded = _compute_importance_weights(self.config, old_logprobs, batch)
+        return weights, {**weight_metrics(weights, unbounded)}
 
     def _kl_loss(
         self, policy_logprobs: Tensor, old_logprobs: Tensor, batch: Microbatch, coefficient: float
@@ -218,7 +220,9 @@ def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     return current if old is None else torch.where(old.isnan(), current, old)
 
 
-def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+def _compute_importance_weights(
+    config: AlgorithmConfig, old_logprobs: Tensor, batch: Microbatch
+) -> tuple[Tensor, Tensor]:
     """Return the weights of algorithm.importance_sampling with and without bounds, [tokens] each.
 
     `old_logprobs` is [tokens]. Corrections of whole samples need each sample within one row.

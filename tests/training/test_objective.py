@@ -118,6 +118,12 @@ def loss(policy_logprobs, old_logprobs, advantages):
     return -ratios * advantages + 0.01 * ratios / advantages, {"ratio": ratios.detach()}
 """
 """A loss with an infinite value and slope on tokens with advantage zero, as untrained ones have."""
+OVERFLOWING = """
+def loss(policy_logprobs, old_logprobs, advantages):
+    inverse = (old_logprobs - policy_logprobs).exp()
+    return -advantages * policy_logprobs + 0.01 * inverse, {}
+"""
+"""A loss with an infinite value and slope on a token that the policy no longer writes."""
 
 
 @pytest.mark.parametrize("supervised", [False, True], ids=["", "with conversations"])
@@ -165,6 +171,53 @@ def test_what_is_not_trained_stays_out_of_the_gradient(
     # Position t of a row predicts token t + 1.
     is_trained = torch.from_numpy(np.append(mask[1:], False))
     assert found[0].any() and not found[:, ~is_trained].any()
+
+
+LEFT = {"policy": [-1.0, -2.0, -300.0], "old": [-1.2, -1.7, -1.0], "reference": [-1.1, -1.9, -299.0]}
+"""Log-probs of the trained tokens of three samples. The policy no longer writes the third one."""
+
+
+def overflow_on_rank(algorithm: dict[str, Any], weights: list[float] | None) -> tuple[float, list[float]]:
+    """The loss of three samples with one trained token each, and the tokens' gradients."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    config = AlgorithmConfig(kl_coefficient=0.2, kl_estimator="k2", **algorithm)
+    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(2), np.array([False, True]))] * 3)
+    columns = {"policy": LEFT["policy"], "old_logprobs": LEFT["old"], "reference_logprobs": LEFT["reference"]}
+    # The engine's log-probs are those of before the update, except in the rejected sample.
+    columns |= {"advantages": [0.5, -0.5, -1.0], "rollout_logprobs": [-1.2, -1.7, -9.0]}
+    columns |= {} if weights is None else {"importance_weights": weights}
+    batch.per_token |= {name: np.repeat(np.array(values, np.float32), 2) for name, values in columns.items()}
+    assign_token_weights(batch, config)
+    row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    output = torch.stack([row.per_token["policy"], torch.zeros(6)]).requires_grad_()
+    loss, _, _ = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
+    loss.backward()
+    assert output.grad is not None
+    # Position t of a row predicts token t + 1.
+    return loss.item(), output.grad[0, ::2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "weights"),
+    [
+        pytest.param({"off_policy_limit": 20.0}, None, id="sequences that the policy left"),
+        pytest.param({}, [1.0, 1.0, 0.0], id="weight zero"),
+        pytest.param({"importance_sampling": "icepop"}, None, id="rejected in the update"),
+    ],
+)
+def test_tokens_without_a_policy_loss_keep_an_infinite_one_from_the_others(
+    ranks: RankPool, algorithm: dict[str, Any], weights: list[float] | None, tmp_path: Path
+) -> None:
+    """The last sample's loss overflows. It has the KL penalty alone; the other samples have their own gradients."""
+    (tmp_path / "own.py").write_text(OVERFLOWING)
+    algorithm = {"policy_loss": f"{tmp_path}/own.py:loss", **algorithm}
+    [(loss, gradient)] = ranks.run(overflow_on_rank, algorithm, weights, world_size=1)
+    policy, old = np.array(LEFT["policy"]), np.array(LEFT["old"])
+    penalties = 0.2 * (policy - LEFT["reference"])
+    own = -np.array([0.5, -0.5]) - 0.01 * np.exp(old[:2] - policy[:2])
+    assert np.isfinite(loss) and gradient == pytest.approx((penalties + np.append(own, 0.0)) / 3, rel=1e-5)
 
 
 WRITING = """
