@@ -203,6 +203,10 @@ class ExpertsHandle(NamedTuple):
     number: int
 
 
+NO_EXPERTS = ExpertsHandle(0, -1)
+"""Stands for the handle of a sequence without a sampled token, if its batch has experts. Its routes do not matter."""
+
+
 @dataclass(frozen=True, slots=True)
 class RetainedSets:
     """Sampling sets: for each token of a completion, sequence or batch, the tokens left by top-p, top-k and min-p.

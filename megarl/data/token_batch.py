@@ -35,7 +35,7 @@ class TokenBatch:
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
     """[sequences, 2]: handle (`types.ExpertsHandle`) of the experts that the engine chose for each sequence. Training
-    routes the same way.
+    routes the same way. `types.NO_EXPERTS`: the engine sampled no token of this sequence.
     """
     expert_digests: NDArray[np.uint32] | None = None
     """[tokens]: a hash of each token's experts. Tokens with different experts are not shared."""

@@ -27,7 +27,7 @@ from megarl.models.experts.replay import expert_layers, replay_routes, stop_repl
 from megarl.training.exchange import fetch_values, token_runs
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.microbatch import Microbatch
-from megarl.types import DataError, ExpertsHandle
+from megarl.types import NO_EXPERTS, DataError, ExpertsHandle
 
 if TYPE_CHECKING:
     from megarl.training.model import ModelShard
@@ -135,8 +135,9 @@ class RankTokens:
         starts = np.cumsum(padded) - padded
         sequence = np.repeat(np.arange(len(padded)), padded)[places]
         token = places - starts[sequence]
-        self.is_token = (places >= 0) & (token < batch.lengths[sequence])
-        """[own tokens]: False on padding."""
+        has_experts = batch.experts[sequence, 1] != NO_EXPERTS.number
+        self.is_token = (places >= 0) & (token < batch.lengths[sequence]) & has_experts
+        """[own tokens]: False on padding, and in sequences with `NO_EXPERTS`."""
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = token_runs(batch.experts, sequence, token)
         """[runs, 4]: storing rank, number, first token and end of the runs to fetch, in the rank's order."""
@@ -191,7 +192,8 @@ def make_route_feed(stored: StoredExperts, shard: ModelShard) -> RouteFeed:
 def fetch_routes(exchange: ExpertExchange, rows: Sequence[RankTokens]) -> list[torch.Tensor]:
     """Fetch the experts of each row's tokens, int16 [own tokens, own layers, top_k]. A collective over the world.
 
-    Padding is routed to the first top_k experts. Raises DataError if a token's route names an expert twice.
+    Padding, and sequences with `NO_EXPERTS`, are routed to the first top_k experts. Raises DataError if a token's route
+    names an expert twice.
     """
     experts_of_tokens = exchange.fetch(np.concatenate([row.runs for row in rows]))
     _refuse_repeated(experts_of_tokens, exchange.layers)

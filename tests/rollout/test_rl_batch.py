@@ -27,7 +27,7 @@ from megarl.rollout.step.updates import (
 )
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.tracking.outcomes import StepOutcome, Update, UpdateOutcome
-from megarl.types import Trajectory
+from megarl.types import NO_EXPERTS, ExpertsHandle, MegarlError, Trajectory
 from tests.rollout.batches import attempt, batch_of, masked, of_sequences, recipe, rl_batch, segmented, weighed, weights
 
 
@@ -361,3 +361,17 @@ def test_tokens_of_skipped_updates_and_without_a_loss_are_not_trained() -> None:
 def skipped_update(*, is_mismatch_exceeded: bool) -> Update:
     """An update without metrics, whose log-probs were 0.3 nats from the engine's."""
     return Update(UpdateOutcome(False, 1.0, 0.1, is_mismatch_exceeded=is_mismatch_exceeded, mismatch=Mean(0.3, 4)), {})
+
+
+def test_an_attempt_without_a_sampled_token_leaves_router_replay_to_the_others() -> None:
+    """It failed before its first model call, so no engine chose experts for its prompt."""
+    routed, failed = attempt(0, 1.0, 2), attempt(0, 0.0, 0)
+    [segment] = routed.segments
+    digests = np.array([7, 8, 9, 0], np.uint32)
+    segment = replace(segment, routed_experts=ExpertsHandle(1, 5), expert_digests=digests)
+    batch = batch_of([replace(routed, segments=(segment,)), failed])
+    assert batch.experts is not None and batch.experts.tolist() == [[1, 5], list(NO_EXPERTS)]
+    assert batch.expert_digests is not None and batch.expert_digests.tolist() == [*digests, 0, 0]
+    assert batch_of([failed, failed]).experts is None and batch_of([attempt(0, 1.0, 2)]).expert_digests is None
+    with pytest.raises(MegarlError, match=r"^trainer.router_replay = True: "):
+        batch_of([replace(routed, segments=(segment,)), attempt(0, 1.0, 1)])

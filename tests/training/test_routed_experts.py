@@ -16,13 +16,15 @@ from megarl.data.packing import pack
 from megarl.data.prefixes import digests
 from megarl.data.token_batch import TokenBatch
 from megarl.training.routed_experts import ExpertExchange, RankTokens, StoredExperts, fetch_routes
-from megarl.types import DataError, ExpertsHandle, TrainingSequence
+from megarl.types import NO_EXPERTS, DataError, ExpertsHandle, TrainingSequence
 from tests.rank_pool import RankPool
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 1, 16, 4, 13, 6]
 NUM_LAYERS, TOP_K = 4, 3
 HOLDERS = [2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 2]
 """The rank that sampled each sequence, modulo the ranks that there are."""
+UNROUTED = 4
+"""A sequence of an attempt that failed before its first model call. It is routed like padding."""
 
 
 def experts_of(sequence: int, num_tokens: int) -> np.ndarray:
@@ -52,7 +54,9 @@ def fetch_values(parallel: ParallelConfig, layers: list[list[int]], sequence_par
     dist.all_gather_object(gathered, mine)
     handles = {s: handle for part in gathered for s, handle in part.items()}
     batch = TokenBatch.from_sequences([TrainingSequence(np.arange(n), np.ones(n, bool)) for n in LENGTHS])
-    batch = replace(batch, experts=np.array([handles[s] for s in range(len(LENGTHS))]))
+    experts = np.array([handles[s] for s in range(len(LENGTHS))])
+    experts[UNROUTED] = NO_EXPERTS
+    batch = replace(batch, experts=experts)
     parts = parallel.tp if sequence_parallel else 1
     packed = pack(
         LENGTHS,
@@ -72,7 +76,8 @@ def fetch_values(parallel: ParallelConfig, layers: list[list[int]], sequence_par
         own.append(RankTokens(batch.select(row), made.padded, places))
         whole = np.tile(np.arange(TOP_K), (made.padded.sum(), NUM_LAYERS, 1))
         for start, s in zip(made.padded.cumsum() - made.padded, row, strict=True):
-            whole[start : start + LENGTHS[s]] = replayed(s, LENGTHS[s])
+            if s != UNROUTED:
+                whole[start : start + LENGTHS[s]] = replayed(s, LENGTHS[s])
         expected.append(whole[places][:, layers[at.pp]])
     exchange = ExpertExchange(held, layers[at.pp], TOP_K)
     routes = fetch_routes(exchange, own)

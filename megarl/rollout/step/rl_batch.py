@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megarl.algorithms.reduction import token_weights
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch, borders, concatenate, join_retained
-from megarl.types import Segment, Trajectory
+from megarl.types import NO_EXPERTS, MegarlError, Segment, Trajectory
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class RLBatch(TokenBatch):
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
             experts=_collect_experts(segments),
-            expert_digests=_concatenate_all([segment.expert_digests for segment in segments]),
+            expert_digests=_collect_expert_digests(segments),
             retained_sets=join_retained([(len(segment), segment.retained_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
@@ -272,9 +272,33 @@ def _concatenate_all(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | No
 
 
 def _collect_experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
-    """Return the handles of the segments' routed experts (MoE), or None if a segment has none."""
-    handles = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
-    return np.array(handles, np.int64) if len(handles) == len(segments) else None
+    """Return the handles of the segments' routed experts (MoE), or None if no segment has some.
+
+    A segment without a sampled token, as of an attempt that failed at its start, has `NO_EXPERTS`. Raises MegarlError
+    if only some of the segments with sampled tokens have experts.
+    """
+    if all(segment.routed_experts is None for segment in segments):
+        return None
+    if any(segment.routed_experts is None and segment.loss_mask.any() for segment in segments):
+        raise MegarlError(
+            "trainer.router_replay = True: some sampled tokens of the step have no experts from an engine, as in "
+            "groups that were sampled before the field was set; set trainer.router_replay=false"
+        )
+    return np.array([segment.routed_experts or NO_EXPERTS for segment in segments], np.int64)
+
+
+def _collect_expert_digests(segments: Sequence[Segment]) -> NDArray[np.uint32] | None:
+    """Return the digests of all tokens' experts, 0 in segments without experts. None: no segment has digests, or one
+    with experts lacks them.
+    """
+    if all(segment.expert_digests is None for segment in segments):
+        return None
+    return _concatenate_all(
+        [
+            np.zeros(len(segment), np.uint32) if segment.routed_experts is None else segment.expert_digests
+            for segment in segments
+        ]
+    )
 
 
 def _pass_order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
