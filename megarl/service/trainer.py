@@ -52,9 +52,9 @@ class Trainer(Protocol):
     async def clear_gradients(self, model_id: str) -> None: ...
 
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
-        """Run a step with the gradients since the last step, then clear them. Raises UserError if they are not finite.
+        """Run a step with the gradients since the last step, then clear them.
 
-        Returns metrics named `name:reduction`.
+        Raises UserError if there are none, or if they are not finite. Returns metrics named `name:reduction`.
         """
         ...
 

@@ -137,8 +137,11 @@ def damage_models(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> lis
     for name in names:
         adapters.read_back(name)
         adapters.accumulate(rows_for(0, 0, parallel), name, "importance_sampling", {})
-        adapters.step(name, ADAM)
+        assert adapters.step(name, ADAM)[1]
         weights.append([parameter.clone() for parameter in trained_parameters(engine)])
+        # A step without a pass before it would move the weights by momentum and weight decay.
+        assert adapters.step(name, ADAM) == (0.0, False)
+        assert all(map(torch.equal, weights[-1], trained_parameters(engine)))
     assert all(torch.equal(one, other) for model in weights[1:] for one, other in zip(weights[0], model, strict=True))
     return faults
 

@@ -106,9 +106,15 @@ class Adapters:
         self._policy.clear_gradients()
 
     def step(self, name: str, adam: Mapping[str, float]) -> tuple[float, bool]:
-        """Run a step of AdamW. Returns the gradients' norm, and whether weights changed."""
+        """Run a step of AdamW. Returns the gradients' norm, and whether weights changed.
+
+        Without a call of `accumulate` since the last step nothing changes, and the norm is 0.
+        """
         self._bring_into_policy(name)
         policy = self._policy
+        # Momentum and weight decay alone would still move the weights.
+        if policy.pending_reduction is None:
+            return 0.0, False
         # Reduce here, not in each pass: a reduction would sum earlier gradients over the ranks again.
         policy.reduce_gradients()
         # `step_if_finite` and the inner Adam read these values at every step, so each call can set others.

@@ -151,6 +151,11 @@ class RankTrainer:
     async def optim_step(self, model_id: str, adam: AdamSettings) -> dict[str, float]:
         # Norm and outcome are equal on all ranks: one answer is enough.
         [(norm, is_applied), *_] = await self._call_for_model("step", model_id, adam.model_dump())
+        if not is_applied and norm == 0:
+            raise UserError(
+                "no step: the model has no gradients, because no forward_backward ran since its last step; send "
+                "forward_backward before optim_step"
+            )
         if not is_applied:
             raise UserError(
                 f"no step: the norm of the gradients is {norm}. They were dropped; check data and advantages"
