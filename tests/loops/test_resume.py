@@ -400,6 +400,11 @@ OTHER_COUNTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"algorithm": {"preset": "ppo"}, "critic": DECAYING | {"updates_per_step": 2}},
         "critic.updates_per_step = 2: critic.optimizer.schedule = linear ",
     ),
+    "the critic's warm-up": (
+        DECAYING | {"algorithm": {"preset": "ppo"}, "critic": {"warmup_steps": 4}},
+        DECAYING | {"algorithm": {"preset": "ppo"}},
+        "critic.warmup_steps = 0: optimizer.schedule = linear ",
+    ),
     "coefficient": (
         {"algorithm": ADAPTED},
         {"algorithm": ADAPTED | {"kl_coefficient": 0.5}},
@@ -412,6 +417,10 @@ SAME_COUNTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as many updates": (
         DECAYING | {"train": {"updates_per_step": 2}},
         DECAYING | {"train": {"epochs_per_step": 2}},
+    ),
+    "a warm-up before a constant rate": (
+        {"algorithm": {"preset": "ppo"}},
+        {"algorithm": {"preset": "ppo"}, "critic": {"warmup_steps": 4}},
     ),
     "no target": ({"algorithm": {"kl_coefficient": 0.1}}, {"algorithm": {"kl_coefficient": 0.5}}),
 }

@@ -183,8 +183,9 @@ def _refuse_other_updates(driver_state: Mapping[str, Any], recipe: Recipe) -> No
     """Raise ConfigError if a step has more or fewer updates than before the resume, and a learning rate decays.
 
     The learning rate decays over all updates of the run, and the checkpoint counts updates. If the total changes, the
-    same count is another fraction of the run, maybe even its end.
+    same count is another fraction of the run, maybe even its end. The policy has no updates in the critic's warm-up.
     """
+    _refuse_other_warmup(driver_state, recipe)
     fields: dict[str, tuple[str, ...]] = {}
     if recipe.is_on_policy:
         fields["optimizer"] = ("train.updates_per_step", "train.epochs_per_step")
@@ -202,6 +203,21 @@ def _refuse_other_updates(driver_state: Mapping[str, Any], recipe: Recipe) -> No
             f"{name} = {counts[name]}: {section}.schedule = {schedule} decays over all updates of the run, and a step "
             f"had {prod(counts_before.values())} until now; set {name}={counts_before[name]} or "
             f"{section}.schedule=constant, or {_NEW_RUN}"
+        )
+
+
+def _refuse_other_warmup(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if the critic's warm-up has another length than before, and the policy's learning rate
+    decays.
+    """
+    warmup, schedule = recipe.critic.warmup_steps, recipe.optimizer.schedule
+    # Idle fields are not written; 0 is the default.
+    warmup_before = saved_value(driver_state["recipe"], "critic.warmup_steps") or 0
+    if recipe.has_critic and schedule != "constant" and warmup != warmup_before:
+        raise ConfigError(
+            f"critic.warmup_steps = {warmup}: optimizer.schedule = {schedule} decays over all updates of the policy, "
+            f"which began after {warmup_before} steps; set critic.warmup_steps={warmup_before} or "
+            f"optimizer.schedule=constant, or {_NEW_RUN}"
         )
 
 
