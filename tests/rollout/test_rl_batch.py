@@ -101,6 +101,10 @@ def test_each_minibatch_has_weights_of_its_own() -> None:
     assert [sum(map(sum, weights(update))) for update in updates] == pytest.approx([1, 1])
     assert weights(updates[0])[0] == [0, 0.25] and weights(updates[1])[0] == [0, 0.125, 0.125]
 
+    # A group that waited since before a resume may have another number of samples.
+    updates = rl_batch("-x", "-xxx", "-xx", "-xxxxxx", "-x").minibatches(two, 1)
+    assert [update.lengths.tolist() for update in updates] == [[2, 4, 3], [7, 2]]
+
 
 def test_minibatches_divide_by_the_longest_completion() -> None:
     longest = recipe(algorithm={"aggregation": "constant_length"}, rollout={"sampling": {"max_new_tokens": 8}})

@@ -210,9 +210,11 @@ def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant
 
 
 def split_evenly(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    """Split sample indices, int64 [samples], into `count` arrays of equal size."""
-    size = len(samples) // count
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
+    """Split sample indices, int64 [samples], into `count` arrays. Their sizes differ by at most 1, the larger first.
+
+    They differ if groups waited since before a resume with another train.samples_per_prompt.
+    """
+    return np.array_split(samples, count)
 
 
 def _collect_turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
