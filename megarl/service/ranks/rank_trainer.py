@@ -24,10 +24,10 @@ from megarl.service.background import Background
 from megarl.service.messages.requests import AdamSettings
 from megarl.service.messages.wire import Sample
 from megarl.service.queueing.turns import Engines, Turns
-from megarl.service.ranks.memory_limits import MemoryLimits
+from megarl.service.ranks.model_memory import ModelMemory
 from megarl.service.refusals import UserError
 from megarl.service.trainer import ServedModel
-from megarl.types import Completion, ConfigError, MegarlError, Request, SamplingSettings, StorageError, TopTokens
+from megarl.types import Completion, MegarlError, Request, SamplingSettings, StorageError, TopTokens
 
 Result = TypeVar("Result")
 
@@ -87,8 +87,7 @@ class RankTrainer:
         report: Callable[[str], object],
         max_bytes: int | None = None,
     ) -> None:
-        self.served, self._report = served, report
-        self._idle_folder = idle_folder.absolute()
+        self.served = served
         self._ranks, self._pool, self._model = ranks, pool, model
         self._reshard_calls = ReshardCalls(ranks)
         self._engines = RankEngines(ranks, pool, self._reshard_calls, num_slots)
@@ -97,18 +96,7 @@ class RankTrainer:
         self._turns = Turns(
             self._engines, is_shared=not ranks.is_separate, num_slots=num_slots or 1, num_sequences=num_sequences
         )
-        self._models: dict[str, None] = {}
-        """Models on the ranks, least recently used first. A request of an ended session may name a model that is
-        gone.
-        """
-        self._on_disk: set[str] = set()
-        """Models whose state is on the disks of all ranks, and not in host memory."""
-        self._with_files: set[str] = set()
-        """Models with a state on any rank's disk. A rank with a full disk keeps its part in memory."""
-        self._versions: set[str] = set()
-        """Versions on the ranks."""
-        self._max_bytes = max_bytes
-        self._limits = MemoryLimits((), max_bytes)
+        self._memory = ModelMemory(ranks, idle_folder.absolute(), max_bytes=max_bytes, report=report)
         self._background = Background()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -117,21 +105,16 @@ class RankTrainer:
 
         Returns a line about the memory for models. Raises ConfigError if it has no room for one.
         """
-        self._limits = MemoryLimits(await self._ranks.trainers.call("adapters.measure_memory"), self._max_bytes)
-        if self._limits.find_full_host(num_models=1, num_copies=1) is not None:
-            raise ConfigError(
-                f"{self._limits.describe()}: there is no room for one model with a copy; raise --host-memory-gib, or "
-                "use a smaller lora.rank or more nodes"
-            )
+        summary = await self._memory.measure()
         if self._ranks.is_separate:
             # Only this reshard compares the base weights. Later ones do not send them.
             await self._reshard_calls.run(verify=True, version=1)
         else:
             await self._engines.free_device()
-        return self._limits.describe()
+        return summary
 
     async def create_model(self, model_id: str, seed: int) -> None:
-        await self._call_adapters("create", model_id, seed, prepare=partial(self._bring_to_memory, model_id))
+        await self._call_adapters("create", model_id, seed, prepare=partial(self._memory.bring_to_memory, model_id))
 
     async def forward_backward(
         self, model_id: str, batch: TokenBatch, loss: str, settings: Mapping[str, float], *, is_forward_only: bool
@@ -139,8 +122,8 @@ class RankTrainer:
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
         async def run_in_turn() -> NDArray[np.float32]:
-            async with self._turns.training(len(batch.token_ids), partial(self._check_model, model_id)):
-                await self._bring_to_memory(model_id)
+            async with self._turns.training(len(batch.token_ids), partial(self._memory.check_model, model_id)):
+                await self._memory.bring_to_memory(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
         return await self._run_to_end(run_in_turn)
@@ -177,33 +160,34 @@ class RankTrainer:
             model_id,
             folder.absolute(),
             with_optimizer,
-            prepare=partial(self._bring_to_memory, model_id, is_replaced=True),
+            prepare=partial(self._memory.bring_to_memory, model_id, is_replaced=True),
         )
         if fault := next(filter(None, faults), None):
-            self._models.pop(model_id, None)
+            self._memory.remove(models=[model_id])
             raise StorageError(fault)
 
     async def publish(self, model_id: str, version: str) -> None:
-        check, prepare = partial(self._check_model, model_id), partial(self._take_version, version, model_id)
+        check = partial(self._memory.check_model, model_id)
+        prepare = partial(self._memory.add_version, version, model_id)
         await self._call_adapters("publish", model_id, version, check=check, prepare=prepare)
 
     async def publish_folder(self, folder: Path, version: str) -> None:
         await asyncio.to_thread(check_intact, folder)
-        prepare = partial(self._take_version, version)
+        prepare = partial(self._memory.add_version, version)
         faults = await self._call_adapters("publish_folder", folder.absolute(), version, prepare=prepare)
         if fault := next(filter(None, faults), None):
-            self._versions.discard(version)
+            self._memory.remove(versions=[version])
             raise StorageError(fault)
 
     async def move_to_disk(self, models: Sequence[str]) -> None:
-        # `_make_room` may have moved some already. An empty turn would put engines on shared ranks to sleep.
-        in_memory = [model_id for model_id in models if model_id not in self._on_disk]
+        # Some may have moved already, to make room. An empty turn would put engines on shared ranks to sleep.
+        in_memory = self._memory.select_movable(models)
         if not in_memory:
             return
 
         async def move_in_turn() -> str | None:
             async with self._turns.training(1):
-                return await self._write_to_disk(in_memory)
+                return await self._memory.write_to_disk(in_memory)
 
         if error := await self._run_to_end(move_in_turn):
             raise OSError(f"idle models stay in memory: {error}")
@@ -211,22 +195,15 @@ class RankTrainer:
     async def forget(self, *, models: Sequence[str], versions: Sequence[str]) -> None:
         """Free models and versions on the ranks. Their waiting calls fail."""
 
-        async def remove_records() -> None:
-            """Remove models and versions from the driver's records, so that their waiting calls fail."""
-            for model_id in models:
-                self._models.pop(model_id, None)
-            self._on_disk.difference_update(models)
-            self._versions.difference_update(versions)
-
         async def remove_again() -> None:
             """Remove them once more when the trainer's turn comes, and forget the models' files."""
             # A call that was making room has recorded its model or version only after the first removal.
-            await remove_records()
+            self._memory.remove(models=models, versions=versions)
             # Not earlier: that call still reads its model's state from disk.
-            self._with_files.difference_update(models)
+            self._memory.forget_files(models)
 
         # Remove at once: calls of these models and versions that still wait for their turn then fail.
-        await remove_records()
+        self._memory.remove(models=models, versions=versions)
         if models or versions:
             await self._call_adapters("forget", list(models), list(versions), prepare=remove_again)
 
@@ -239,7 +216,7 @@ class RankTrainer:
             """Sample one completion per seed, in a turn of sampling with this version."""
             # The turn is paid for the longest possible completions. Unused tokens are refunded at its end.
             max_turn_tokens = len(prompt) + len(seeds) * settings.max_new_tokens
-            check = partial(self._check_version, version)
+            check = partial(self._memory.check_version, version)
             async with self._turns.sampling(
                 version, tokens=max_turn_tokens, num_sequences=len(seeds), check=check
             ) as refund:
@@ -283,7 +260,7 @@ class RankTrainer:
         )
 
         async def score_prompt() -> NDArray[np.float32]:
-            async with self._turns.training(len(prompt), partial(self._check_version, version)):
+            async with self._turns.training(len(prompt), partial(self._memory.check_version, version)):
                 return await self._model.gather("adapters.score", batch, version, num_top_tokens)
 
         score_rows = await self._run_to_end(score_prompt)
@@ -297,88 +274,9 @@ class RankTrainer:
         if prompt.max() >= self.served.vocab_size:
             raise UserError(f"prompt has a token outside of the vocabulary: 0 to {self.served.vocab_size - 1}")
 
-    def _check_model(self, model_id: str) -> None:
-        if model_id not in self._models:
-            raise UserError(
-                f"model {model_id}: its session ended before the request ran, or a checkpoint could not be read into "
-                "it. Load another checkpoint, or begin a session"
-            )
-
-    def _check_version(self, version: str | None) -> None:
-        if version is not None and version not in self._versions:
-            raise UserError("the sampling session ended before the request ran")
-
-    async def _bring_to_memory(self, model_id: str, *, is_replaced: bool = False) -> None:
-        """Make room for a model, and bring it into memory. Call it in a turn of training. Raises UserError.
-
-        `is_replaced`: the call loads another state of the model, so its present state is not needed.
-        """
-        if model_id not in self._models or model_id in self._on_disk:
-            await self._make_room(num_models=1, needed_model=model_id)
-        # The last model is the most recently used one.
-        self._models.pop(model_id, None)
-        self._models[model_id] = None
-        if model_id in self._with_files and not is_replaced:
-            await self._read_back(model_id)
-        self._on_disk.discard(model_id)
-        self._with_files.discard(model_id)
-
-    async def _read_back(self, model_id: str) -> None:
-        """Read a model's state from the disks of the ranks to their memory.
-
-        Raises UserError if a disk fails. The files stay, so a later call may succeed.
-        """
-        faults = list(filter(None, await self._ranks.trainers.call("adapters.read_back", model_id)))
-        if faults:
-            # Ranks without a fault have read their parts. Move them back, so that the model needs no memory.
-            if fault := await self._write_to_disk([model_id]):
-                faults.append(fault)
-            self._report(f"model {model_id} stays on the disk: {'; '.join(faults)}; check this disk")
-            # The client must not see folders of the service.
-            file = f"{self._idle_folder.name}/{model_id}"
-            raise UserError(
-                f"model {model_id}: its state on the disk of the service ({file}) cannot be read now. Send the request "
-                "again later. If it fails again, load its last checkpoint (load_state_with_optimizer)"
-            )
-
-    async def _take_version(self, version: str, model_id: str | None = None) -> None:
-        """Make room for a version's weights, copied from `model_id` (None: from a folder)."""
-        if model_id is not None:
-            await self._bring_to_memory(model_id)
-        await self._make_room(num_copies=1, needed_model=model_id)
-        self._versions.add(version)
-
-    async def _make_room(self, *, num_models: int = 0, num_copies: int = 0, needed_model: str | None) -> None:
-        """Move models to disk, least recently used first, until this many more models and copies fit in memory.
-
-        Raises UserError if they do not fit: models with gradients since their last step stay in memory.
-        """
-        movable_models = [name for name in self._models if name not in self._on_disk and name != needed_model]
-        while host := self._limits.find_full_host(
-            num_models=len(self._models) - len(self._on_disk) + num_models,
-            num_copies=len(self._versions) + num_copies,
-        ):
-            if not movable_models:
-                raise UserError(
-                    f"the host memory of the service is full: {host.num_bytes / 2**30:.2f} GiB for models and copies "
-                    "of weights. End sessions that you do not need, or try again when other programs have finished "
-                    "their steps"
-                )
-            if fault := await self._write_to_disk([movable_models.pop(0)]):
-                # The client learns only that memory is full. This text names folders of the service.
-                self._report(f"a model stays in host memory: {fault}")
-
-    async def _write_to_disk(self, models: Sequence[str]) -> str | None:
-        """Move models to disk, in a turn of training. Returns the disk's error."""
-        answers = await self._ranks.trainers.call("adapters.move_to_disk", list(models), self._idle_folder)
-        # A rank with a full disk still has the model in memory.
-        models_by_rank = [set(names) for names, _ in answers]
-        self._on_disk |= set.intersection(*models_by_rank) & self._models.keys()
-        self._with_files |= set.union(*models_by_rank)
-        return next((error for _, error in answers if error is not None), None)
-
     async def _call_for_model(self, method: str, model_id: str, *args: Any) -> list[Any]:
-        check, prepare = partial(self._check_model, model_id), partial(self._bring_to_memory, model_id)
+        check = partial(self._memory.check_model, model_id)
+        prepare = partial(self._memory.bring_to_memory, model_id)
         return await self._call_adapters(method, model_id, *args, check=check, prepare=prepare)
 
     async def _call_adapters(
