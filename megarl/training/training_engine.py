@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -11,12 +10,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import get_process_group_ranks
 
 from megarl import faults
 from megarl.config import Recipe
@@ -28,31 +25,25 @@ from megarl.models.layer_caches import drop_weight_copies
 from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.platform.spans import span
 from megarl.reshard.reshard_report import MergeRounding
-from megarl.tracking.metrics import Mean, Metric, Sum, merge
+from megarl.tracking.metrics import Metric
 from megarl.tracking.model_outputs import NotFinite
-from megarl.tracking.outcomes import Update, UpdateOutcome, merge_measured
+from megarl.tracking.outcomes import Update
 from megarl.tracking.spikes import UpdateLimits
+from megarl.training.gradient_reduction import GradientReduction, overlaps_backward
 from megarl.training.host_arena import HostArena
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.not_finite import find_not_finite
 from megarl.training.objective import StepNumbers
 from megarl.training.offload import MergedWeights, Offloadable
-from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
+from megarl.training.optimizer import build_optimizer, build_schedule
+from megarl.training.optimizer_step import OptimizerStep
 from megarl.training.parts.choice import build_engine_parts, select_model_parts, select_update_rule
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.replica import Replica
 from megarl.training.roles import Role, role_of_critic, role_of_policy
 from megarl.training.rows.metrics import (
-    KL,
-    LOSS,
-    MISMATCH,
-    RATIO,
-    TOKENS,
     Signal,
-    losses_of,
-    name_metrics,
     read,
-    select,
 )
 from megarl.types import MegarlError
 
@@ -91,6 +82,7 @@ class TrainingEngine(ModelShard):
         if accumulates_in_transformer_engine(self.config, trainer.megatron):
             for chunk in self.chunks:
                 accumulate_in_main_gradients(chunk)
+        self.overlaps_reduction = overlaps_backward(recipe, shape)
         self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self.role.optimizer,
@@ -101,10 +93,8 @@ class TrainingEngine(ModelShard):
             rule=select_update_rule(self, self.role.optimizer, self.engine_parts),
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
-        self.pending_reduction: Callable[[], None] | None = None
-        """Reduces, over the ranks, the gradients of all passes since the last step. None: no such passes."""
-        self._replace_reduction()
-        self.skipped_in_a_row = 0
+        self.optimizer_step = OptimizerStep(self, self.optimizer, self.schedule)
+        self.gradient_reduction = GradientReduction(self.config, self.models, overlaps=self.overlaps_reduction)
         self._not_finite: NotFinite | None = None
         self._merged = MergedWeights(self.chunks, self.tensors)
         self._offloadable = {
@@ -138,19 +128,6 @@ class TrainingEngine(ModelShard):
             use_distributed_optimizer=self.recipe.trainer.distributed_optimizer,
         )
         return DistributedDataParallel(self.config, settings, chunk, disable_bucketing=index > 0)
-
-    @property
-    def overlaps_reduction(self) -> bool:
-        """Whether gradients are reduced during the backward pass: trainer.overlap_grad_reduce, by default True if
-        data-parallel ranks are on several nodes.
-        """
-        if (setting := self.recipe.trainer.overlap_grad_reduce) is not None:
-            return setting
-        groups: list[Any] = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
-        if self.shape.num_experts:
-            groups.append(parallel_state.get_expert_data_parallel_group())
-        ranks_per_node = self.recipe.cluster.ranks_per_node
-        return any(len({rank // ranks_per_node for rank in get_process_group_ranks(group)}) > 1 for group in groups)
 
     def offload(self, *, exceptions: Collection[str] = ()) -> None:
         """Free the device memory listed in `trainer.offload` for the engine, without the names in `exceptions`."""
@@ -271,7 +248,7 @@ class TrainingEngine(ModelShard):
             with self._gradient_passes(replica_rows, objective) as arguments:
                 rows_metrics = get_forward_backward_func()(**arguments)
             update = self.apply(read(rows_metrics), limits or UpdateLimits())
-            if self.skipped_in_a_row == 1:
+            if self.optimizer_step.skipped_in_a_row == 1:
                 with self._update_context():
                     self._not_finite = find_not_finite(self, replica_rows, objective)
             self._refuse_too_many_skipped()
@@ -284,7 +261,7 @@ class TrainingEngine(ModelShard):
         return self._not_finite
 
     def clear_gradients(self) -> None:
-        self.pending_reduction = None
+        self.gradient_reduction.pending = None
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -316,7 +293,7 @@ class TrainingEngine(ModelShard):
         """
         self.reduce_gradients()
         with span("optimizer"):
-            update = self._step(rows, limits)
+            update = self.optimizer_step.run(self.role, rows, limits)
         faults.reach("updated", self.parameters.values)
         for part in self.engine_parts:
             update.metrics.update(part.update_metrics())
@@ -324,27 +301,8 @@ class TrainingEngine(ModelShard):
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of all passes since the last step over the ranks, once. A collective."""
-        if self.pending_reduction is not None:
-            with span("reduce gradients"):
-                self.pending_reduction()
-            self.pending_reduction = None
+        self.gradient_reduction.run()
         faults.reach("gradients", self.gradient_buffers)
-
-    def _replace_reduction(self) -> None:
-        """Make Megatron's schedules leave the reduction of gradients over ranks to the next step."""
-        self.config.finalize_model_grads_func = self._defer_reduction
-        if self.overlaps_reduction:
-            # Within this context Megatron's schedules reduce nothing: all microbatches except the last only sum their
-            # gradients.
-            contexts: Any = [model.no_sync for model in self.models]
-            self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
-
-    def _defer_reduction(self, *args: Any, **kwargs: Any) -> None:
-        """Store the reduction that Megatron calls at the end of a pass, for the next step.
-
-        Passes add to the same buffers: reducing in each of them would sum earlier gradients over the ranks again.
-        """
-        self.pending_reduction = partial(_sum_gradients, *args, **kwargs)
 
     @contextmanager
     def _update_context(self) -> Iterator[None]:
@@ -354,99 +312,13 @@ class TrainingEngine(ModelShard):
             yield
 
     def _refuse_too_many_skipped(self) -> None:
-        if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
+        num_skipped = self.optimizer_step.skipped_in_a_row
+        if num_skipped > self.role.optimizer.max_skipped_updates:
             raise MegarlError(
-                f"loss or gradient of {self.skipped_in_a_row} updates in a row was not finite. In the first of them, "
+                f"loss or gradient of {num_skipped} updates in a row was not finite. In the first of them, "
                 f"{self._not_finite}. Lower {self.role.field}.learning_rate, check this step's data, or raise "
                 f"{self.role.field}.max_skipped_updates."
             )
-
-    def _step(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
-        """Step schedule and optimizer, but skip an update that is not finite or exceeds a limit.
-
-        `rows` has each row's metrics.
-        """
-        # The schedule advances for skipped updates too, so it ends with the last update.
-        self.schedule.step(increment=1)
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        losses = [loss for row in rows for loss in losses_of(row)]
-        num_tokens = sum(tokens.number for tokens in select(rows, TOKENS))
-        # Without a trained token, weight decay and momentum would still move the weights.
-        losses_are_finite = bool(np.isfinite(losses).all())
-        is_finite_on_all_ranks, has_tokens = self._reduce_flags(
-            losses_are_finite, num_tokens > 0, self._finite_flags_outside_norm()
-        )
-        is_mismatch_exceeded = self._is_mean_above(self.role.max_logprob_gap, rows, MISMATCH)
-        exceeds_policy_limit = self._is_mean_above(self.role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
-        is_spike = self._is_sum_above(limits.loss, rows, LOSS)
-        grad_norm, is_applied = step_if_finite(
-            self.optimizer,
-            is_allowed=has_tokens and is_finite_on_all_ranks and not exceeds_policy_limit and not is_spike,
-            max_norm=limits.grad_norm,
-        )
-        is_finite = not has_tokens or (is_finite_on_all_ranks and math.isfinite(grad_norm))
-        # The norm is equal on all ranks, and so is this decision.
-        is_spike |= limits.grad_norm is not None and grad_norm > limits.grad_norm
-        is_spike &= is_finite and has_tokens
-        # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
-        is_skipped_by_limit = not has_tokens or (is_finite_on_all_ranks and exceeds_policy_limit) or is_spike
-        self.skipped_in_a_row = 0 if is_applied or is_skipped_by_limit else self.skipped_in_a_row + 1
-        outcome = UpdateOutcome(
-            applied=is_applied,
-            grad_norm=grad_norm,
-            learning_rate=float(learning_rate),
-            is_empty=not has_tokens,
-            not_finite=not is_finite,
-            is_spike=is_spike,
-            is_mismatch_exceeded=None if self.role.max_logprob_gap is None else is_mismatch_exceeded,
-        )
-        return _report_rows(outcome, rows) if self.returns_results else Update(outcome, {})
-
-    def _finite_flags_outside_norm(self) -> list[Tensor]:
-        """Return bool [] for each gradient on this rank that Megatron leaves out of the norm: whether it is finite.
-
-        A fault in any other gradient shows in the norm. A fault in one of these would reach the weights unnoticed.
-        """
-        # Megatron leaves parameters marked `shared` out of the norm.
-        parameters: Any = [p for p in self.parameters.values() if p.requires_grad and getattr(p, "shared", False)]
-        return [parameter.main_grad.isfinite().all() for parameter in parameters]
-
-    def _reduce_flags(
-        self, holds_here: bool, occurs_here: bool, device_flags: Sequence[Tensor] = ()
-    ) -> tuple[bool, bool]:
-        """Return whether `holds_here` and all `device_flags` (bool [] on the device) are True on all ranks.
-
-        The second result: whether `occurs_here` is True on any rank. A collective over the world.
-        """
-        # One collective for all flags, because the host waits for it. Reading each device flag would be another wait.
-        flags = torch.tensor([float(holds_here), -float(occurs_here)], device=self.device)
-        for flag in device_flags:
-            flags[0] *= flag
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
-        holds_on_all, occurs_on_any = flags.tolist()
-        return holds_on_all == 1, occurs_on_any == -1
-
-    def _is_mean_above(
-        self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal
-    ) -> bool:
-        """Return whether a signal's mean over the global batch exceeds a limit. Equal on all ranks."""
-        if limit is None:
-            return False
-        means = select(rows, signal) if self.returns_results else []
-        sums = [(mean.number * mean.count, mean.count) for mean in means if isinstance(mean, Mean)]
-        total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
-        torch.distributed.all_reduce(total)
-        # A limit of 0 requires equal log-probs. A log-prob of NaN then counts as a difference.
-        return bool(total[0] > limit * total[1]) or (limit == 0 and bool(total[0].isnan()))
-
-    def _is_sum_above(self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal) -> bool:
-        """Return whether a signal's sum over the global batch exceeds a limit. Equal on all ranks."""
-        if limit is None:
-            return False
-        numbers = [metric.number for metric in select(rows, signal)] if self.returns_results else []
-        total = torch.tensor(sum(numbers), dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(total)
-        return bool(total > limit)
 
 
 class StartingPolicy:
@@ -457,25 +329,6 @@ class StartingPolicy:
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         return self._policy.forward_frozen(rows)
-
-
-def _report_rows(outcome: UpdateOutcome, rows: Sequence[Mapping[str | Signal, Metric]]) -> Update:
-    """Add to an update's outcome what its rows measured: loss, mismatch and KL. Also return all metrics by name."""
-    measured_outcome = replace(
-        outcome,
-        loss=merge_measured(loss for loss in select(rows, LOSS) if isinstance(loss, Sum)),
-        mismatch=merge_measured(mismatch for mismatch in select(rows, MISMATCH) if isinstance(mismatch, Mean)),
-        kl=merge_measured(kl for kl in select(rows, KL) if isinstance(kl, Mean)),
-    )
-    return Update(measured_outcome, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
-
-
-def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce gradients over Megatron's ranks without dividing by tokens.
-
-    The token weights already contain every denominator, so gradients are sums. `num_tokens` [] is ignored.
-    """
-    finalize_model_grads(model, None, **kwargs)
 
 
 class Snapshot:

@@ -16,6 +16,8 @@ MAIN_PATH = [
     "loops/step.py",
     "loops/started_run.py",
     "training/training_engine.py",
+    "training/optimizer_step.py",
+    "training/gradient_reduction.py",
     "training/model.py",
     "training/rows/packed_rows.py",
     "training/rows/microbatch.py",

@@ -76,10 +76,10 @@ BUGS: dict[str, tuple[str, str, str, str]] = {
         r"first in step 3, in advantages .*\n  advantages of sample 5, token 0",
     ),
     "gradient of layer 1": (
-        "training/training_engine.py",
+        "training/optimizer_step.py",
         "        # The schedule advances for skipped updates too",
-        f"        if self.schedule.num_steps == {2 * FIRST_WRONG - 2}:\n"
-        "            for name, parameter in self.parameters.items():\n"
+        f"        if self._schedule.num_steps == {2 * FIRST_WRONG - 2}:\n"
+        "            for name, parameter in self._model.parameters.items():\n"
         "                if 'layers.1.mlp.linear_fc2' in name:\n"
         "                    parameter.main_grad += 1e-4\n"
         "        # The schedule advances for skipped updates too",

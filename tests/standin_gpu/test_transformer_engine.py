@@ -361,7 +361,7 @@ OF_ROWS = (
     "training/model.py:forward_step",
 )
 """Beginnings of places where the host waits for each row, not for each layer."""
-OF_FLAGS = {("tensor", "training/training_engine.py:_reduce_flags")}
+OF_FLAGS = {("tensor", "training/optimizer_step.py:_reduce_flags")}
 """Flags of an update, copied to the device just before the host waits for their sum over the ranks."""
 
 

@@ -14,8 +14,7 @@ import torch
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.training import training_engine
-from megarl.training.training_engine import TrainingEngine
+from megarl.training import gradient_reduction
 from tests.rank_pool import RankPool
 from tests.training.test_checkpoint import build, recipe_of, update
 
@@ -41,7 +40,7 @@ def learnt(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     groups = [
         group for model in engine.models for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups)
     ]
-    reduce = module._sum_gradients
+    reduce = gradient_reduction._sum_gradients
     under_way: list[list[bool]] = []
     gradients: list[dict[str, torch.Tensor]] = []
 
@@ -51,7 +50,7 @@ def learnt(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
         found: Any = {} if recipe.trainer.distributed_optimizer else engine.parameters
         gradients.append({name: parameter.main_grad.clone() for name, parameter in found.items()})
 
-    with patch.object(module, "_sum_gradients", noted):
+    with patch.object(gradient_reduction, "_sum_gradients", noted):
         steps = [update(engine, parallel, step) for step in range(3)]
     return {
         "norms": [step["train/grad_norm"].number for step in steps if step],
@@ -105,17 +104,16 @@ def test_gradients_of_experts_may_cross_nodes_alone(
     monkeypatch: pytest.MonkeyPatch, num_experts: int, expert_ranks: range, expected: bool
 ) -> None:
     """Tensor-parallel ranks without expert-tensor parallelism are data-parallel for experts."""
-    monkeypatch.setattr(training_engine, "get_process_group_ranks", list)
+    monkeypatch.setattr(gradient_reduction, "get_process_group_ranks", list)
     groups = SimpleNamespace(
         get_data_parallel_group=lambda with_context_parallel: range(2),
         get_expert_data_parallel_group=lambda: expert_ranks,
     )
-    monkeypatch.setattr(training_engine, "parallel_state", groups)
-    engine: Any = object.__new__(TrainingEngine)
-    engine.shape = SimpleNamespace(num_experts=num_experts)
+    monkeypatch.setattr(gradient_reduction, "parallel_state", groups)
+    shape: Any = SimpleNamespace(num_experts=num_experts)
     settings = SimpleNamespace(overlap_grad_reduce=None)
-    engine.recipe = SimpleNamespace(trainer=settings, cluster=SimpleNamespace(ranks_per_node=2))
-    assert engine.overlaps_reduction is expected
+    recipe: Any = SimpleNamespace(trainer=settings, cluster=SimpleNamespace(ranks_per_node=2))
+    assert gradient_reduction.overlaps_backward(recipe, shape) is expected
 
 
 def overlaps(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool, bool]:

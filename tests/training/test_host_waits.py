@@ -100,7 +100,7 @@ OF_A_PASS = {
 }
 OF_AN_UPDATE = {
     ("tolist", "rows/metrics.py:read"): "metrics of all rows",
-    ("tolist", "training/training_engine.py:_reduce_flags"): "whether the loss is finite, and a token trained",
+    ("tolist", "training/optimizer_step.py:_reduce_flags"): "whether the loss is finite, and a token trained",
     ("item", "optimizer/clip_grads.py:get_grad_norm_fp32"): "norm of the dense gradients and of the experts'",
 }
 

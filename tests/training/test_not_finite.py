@@ -75,7 +75,7 @@ def poisoned(recipe: Recipe, parallel: ParallelConfig, updates: list[Any], rank:
             found["stayed"] = all(torch.equal(before[name], value) for name, value in engine.parameters.items())
             found["sound"] = engine.update(rows).metrics.get("train/update_skipped")
             before = {}
-        engine.skipped_in_a_row = 0
+        engine.optimizer_step.skipped_in_a_row = 0
     return found
 
 

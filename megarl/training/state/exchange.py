@@ -45,7 +45,7 @@ def copy_state(engine: TrainingEngine) -> TrainedState:
         ],
         # Transformer Engine and apex count steps in the groups, torch in each parameter's state.
         steps=[[group.get("step") for group in inner.param_groups] for inner in inners],
-        reduction=engine.pending_reduction,
+        reduction=engine.gradient_reduction.pending,
     )
 
 
@@ -71,7 +71,7 @@ def restore_state(engine: TrainingEngine, state: TrainedState) -> None:
             group.pop("step", None)
             if step is not None:
                 group["step"] = step
-    engine.pending_reduction = state.reduction
+    engine.gradient_reduction.pending = state.reduction
 
 
 def write_state(state: TrainedState, file: Path) -> None:
