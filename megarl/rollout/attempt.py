@@ -20,7 +20,7 @@ from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.attempt_messages import AttemptConversation, History
-from megarl.rollout.engine_requests import seed_of
+from megarl.rollout.requests.engine_requests import seed_of
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Caller, Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
-from megarl.rollout.engine_requests import OnLoss, num_sampled
 from megarl.rollout.journal.journal import AttemptLog
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
+from megarl.rollout.requests.engine_requests import OnLoss, num_sampled
 from megarl.types import Completion, Request
 
 if TYPE_CHECKING:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.engine_requests import OnLoss, PendingRequest, Queue, Replica, make_remaining_request, num_sampled
 from megarl.rollout.pool_meter import PoolMeter
+from megarl.rollout.requests.engine_requests import OnLoss, PendingRequest, Replica, num_sampled, select_live
+from megarl.rollout.requests.queues import RequestQueues
+from megarl.rollout.requests.request_table import RequestTable
 from megarl.rollout.stragglers import Pace, StragglerDetector
-from megarl.rounding import divide_up
 from megarl.types import Completion, PeerLostError, Request
 
 BUDGET_SECONDS = 1.0
 """Seconds for an engine to sample before it returns to the driver."""
-_MARGIN = 2
-"""Extra requests tolerated on the replica with a trajectory's prefix cached, compared with the least loaded replica.
-With more, the trajectory's next request goes to the common queue.
-"""
 Result = TypeVar("Result")
 
 
@@ -84,24 +79,14 @@ class EnginePool:
         stragglers: StragglerDetector | None = None,
     ) -> None:
         self._ranks, self._stragglers = ranks, stragglers
-        self._max_running = max_running
         self._budget_seconds = budget_seconds
         tp = parallel.rollout_tp
         self._replicas = [Replica(range(leader, leader + tp)) for leader in parallel.leaders()]
         self._num_lost = 0
-        self._waiting: Queue = OrderedDict()
-        self._pending: dict[str, PendingRequest] = {}
-        self._homes: dict[str, Replica] = {}
-        """Replica that has each trajectory's prefix cached, by `affinity`."""
-        self._open: set[str] = set()
-        """Trajectories that may send another request after the current one, by `affinity` or else by request id."""
-        self._withdrawn: dict[str, PendingRequest] = {}
-        """Cancelled requests by id, until their engine has ended them. Then their tokens are reported."""
-        self._tokens_in_engines: dict[str, int] = {}
-        """Tokens of requests that stay in paused engines, by request id. Empty while the engines sample."""
-        self._failure: Exception | None = None
         self._advanced = asyncio.Event()
         self._meter = PoolMeter()
+        self._queues = RequestQueues(self._replicas, max_running)
+        self._requests = RequestTable(self._replicas, self._queues, self._meter)
 
     async def generate(
         self,
@@ -124,22 +109,17 @@ class EnginePool:
         """
         if on_begun is not None and parts:
             on_begun(num_sampled(parts))
-        error = self._failure
-        if error is None and request.request_id in self._pending:
-            error = ValueError(
-                f"request id {request.request_id} is in use by a request still running; choose a unique id"
-            )
-        if error is not None:
+        if (error := self._requests.find_refusal(request.request_id)) is not None:
             # Report even then: the end of a session waits for it.
             if on_abort is not None:
                 on_abort(num_sampled(parts or []))
             raise error
         trajectory_name = request.request_id if affinity is None else affinity
-        (self._open.discard if is_last else self._open.add)(trajectory_name)
+        self._queues.note_request(trajectory_name, is_last=is_last)
         future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()
         pending = PendingRequest(request, future, [] if parts is None else parts, on_abort, on_loss)
-        self._pending[request.request_id] = pending
-        self._enqueue(pending, self._choose_queue(affinity))
+        self._requests.pending[request.request_id] = pending
+        self._queues.put(pending, self._queues.choose_queue(affinity))
         self._start_pumps()
         try:
             completion, replica = await future
@@ -149,20 +129,21 @@ class EnginePool:
                 on_abort(len(future.result()[0].token_ids))
             raise
         finally:
-            del self._pending[request.request_id]
+            del self._requests.pending[request.request_id]
             if affinity is None:
-                self._open.discard(trajectory_name)
+                self._queues.close_trajectory(trajectory_name)
             # The future is pending only if this coroutine was cancelled. Its cancellation cancels the future too.
             if future.cancelled() or future.exception():
-                self._withdraw(request)
-                self._report_abort(pending)
+                self._requests.withdraw(request)
+                if self._requests.failure is None:
+                    self._start_pumps()
+                self._requests.report_abort(pending)
         if affinity is not None and replica is not None:
-            self._homes[affinity] = replica
+            self._queues.homes[affinity] = replica
         return completion
 
     def forget(self, affinity: str) -> None:
-        self._homes.pop(affinity, None)
-        self._open.discard(affinity)
+        self._queues.forget(affinity)
 
     async def pause(self, *, aborts: bool = True) -> None:
         """Stop stepping all engines, and abort all running requests. New requests wait until `resume`.
@@ -177,17 +158,11 @@ class EnginePool:
         await asyncio.gather(*(stop_sampling(replica) for replica in self._replicas if replica.running))
         # The pause may change the weights, and with them the KV cache, or lose replicas. So clear the affinities, and
         # move all replica queues to the common queue.
-        self._homes.clear()
-        for replica in self._replicas:
-            while replica.waiting:
-                # Pop the newest first and put each at the front. So the common queue keeps the original order.
-                request_id, request = replica.waiting.popitem()
-                self._waiting[request_id] = request
-                self._waiting.move_to_end(request_id, last=False)
+        self._queues.forget_homes()
 
     def resume(self) -> None:
-        self._meter.end_pause(requests_wait=bool(self._pending))
-        self._tokens_in_engines.clear()
+        self._meter.end_pause(requests_wait=bool(self._requests.pending))
+        self._requests.resume()
         self._start_pumps()
 
     @property
@@ -206,15 +181,11 @@ class EnginePool:
                 self._stragglers.forget(replica.name)
             replica.is_lost = is_lost
             if is_lost:
-                self._requeue(replica)
+                self._num_lost += self._requests.requeue(replica)
 
     def take_lost(self) -> int:
         num_lost, self._num_lost = self._num_lost, 0
         return num_lost
-
-    @property
-    def _live(self) -> list[Replica]:
-        return [replica for replica in self._replicas if not replica.is_lost]
 
     @property
     def seconds_paused(self) -> float:
@@ -226,30 +197,31 @@ class EnginePool:
         return 0
 
     def load(self) -> PoolLoad:
+        num_live, failure = len(select_live(self._replicas)), self._requests.failure
         return PoolLoad(
             num_running=sum(len(replica.running) for replica in self._replicas),
-            num_waiting=len(self._waiting) + sum(len(replica.waiting) for replica in self._replicas),
-            num_live=len(self._live),
-            num_lost=len(self._replicas) - len(self._live),
+            num_waiting=self._queues.num_waiting,
+            num_live=num_live,
+            num_lost=len(self._replicas) - num_live,
             num_sampled_tokens=self._meter.total_sampled,
             is_paused=self.is_paused,
-            failure=self._failure and f"{type(self._failure).__name__}: {self._failure}",
+            failure=failure and f"{type(failure).__name__}: {failure}",
         )
 
     async def wait_until_drained(self) -> None:
         """Wait until no cancelled or finished request is left in the engines."""
-        while any(r.is_pumped and not r.running.keys() <= self._pending.keys() for r in self._replicas):
+        while any(r.is_pumped and not r.running.keys() <= self._requests.pending.keys() for r in self._replicas):
             await self._advanced.wait()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call. A pause in progress counts up to now."""
         metrics = self._meter.metrics(
-            num_live=len(self._live),
+            num_live=len(select_live(self._replicas)),
             busy_seconds=sum(replica.pace.seconds for replica in self._replicas),
-            requests_wait=bool(self._pending),
+            requests_wait=bool(self._requests.pending),
         )
         if self._stragglers is not None and len(self._replicas) > 1:
-            metrics |= self._stragglers.metrics({replica.name: replica.pace for replica in self._live})
+            metrics |= self._stragglers.metrics({replica.name: replica.pace for replica in select_live(self._replicas)})
         for replica in self._replicas:
             replica.pace = Pace()
         return metrics
@@ -267,25 +239,14 @@ class EnginePool:
             aborted = {part.request_id: part for part in await self._call_engine(replica, (), running, 0.0)}
         except PeerLostError as error:
             self._drop_replica(replica, error)
-            if self._failure is not None:
+            if self._requests.failure is not None:
                 raise
             return
         # Only now: the tokens of a request that is cancelled during the call are reported below.
         replica.running.clear()
         replica.aborts.clear()
-        replica.pace.num_tokens += self._count_parts(aborted.values())
-        for request_id in reversed(running):
-            self._tokens_in_engines.pop(request_id, None)
-            self._report_withdrawn(request_id, len(aborted[request_id].token_ids) if request_id in aborted else 0)
-            pending = self._pending.get(request_id)
-            if pending is None:
-                continue
-            # A request aborted in the engine's queue has no tokens: it adds no part. One that was cancelled in this
-            # cycle of the event loop reports its parts as soon as `generate` runs.
-            if request_id in aborted and len(aborted[request_id].token_ids):
-                pending.parts.append(aborted[request_id])
-            if not pending.future.done():
-                self._enqueue(pending, self._waiting, last=False)
+        replica.pace.num_tokens += self._requests.count_parts(aborted.values())
+        self._requests.queue_aborted(running, aborted)
 
     async def _count_unfinished(self, replica: Replica) -> None:
         """Count the tokens of requests that stay in an engine during a pause: they may finish in a later step."""
@@ -293,75 +254,15 @@ class EnginePool:
             counts, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
             self._drop_replica(replica, error)
-            if self._failure is not None:
+            if self._requests.failure is not None:
                 raise
             return
-        replica.pace.num_tokens += sum(
-            self._count_tokens(request_id, num_tokens) for request_id, num_tokens in counts.items()
-        )
-        self._meter.expect_again(counts)
-        # The engine ends cancelled requests only after the pause. Until then it samples nothing for them.
-        for request_id, num_tokens in counts.items():
-            self._report_withdrawn(request_id, num_tokens)
-        self._tokens_in_engines |= counts
-
-    def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
-        """Queue the remaining tokens of a completion. If its token limit is reached, finish it instead."""
-        request_id = pending.request.request_id
-        if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
-            pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
-            return
-        queue[request_id] = make_remaining_request(pending.request, pending.parts)
-        queue.move_to_end(request_id, last=last)
-
-    def _choose_queue(self, affinity: str | None) -> Queue:
-        """Return the queue for a trajectory's request: its earlier replica's, or the common one if that is busy."""
-        home = self._homes.get(affinity) if affinity is not None else None
-        # A lost replica has no pump: a request in its queue would wait for ever.
-        if home is None or home.is_lost or home.load > min(replica.load for replica in self._live) + _MARGIN:
-            return self._waiting
-        return home.waiting
-
-    def _withdraw(self, request: Request) -> None:
-        """Remove a cancelled request from its queue. If it already runs, schedule its abort in the engine."""
-        self._waiting.pop(request.request_id, None)
-        for replica in self._replicas:
-            replica.waiting.pop(request.request_id, None)
-            if request.request_id in replica.running:
-                replica.aborts.append(request.request_id)
-        if self._failure is None:
-            self._start_pumps()
-
-    def _report_abort(self, pending: PendingRequest) -> None:
-        """Report the number of tokens sampled for a cancelled or failed request, as soon as it is known.
-
-        While an engine runs the request, this is when the engine ends it or is paused, otherwise now.
-        """
-        request_id = pending.request.request_id
-        num_in_engine = self._tokens_in_engines.get(request_id)
-        if num_in_engine is None and any(request_id in replica.running for replica in self._replicas):
-            if self._failure is None:
-                self._withdrawn[request_id] = pending
-                return
-            self._report_loss(pending)
-        pending.report_abort(num_in_engine or 0)
-
-    def _report_withdrawn(self, request_id: str, num_tokens: int) -> None:
-        if (pending := self._withdrawn.pop(request_id, None)) is not None:
-            pending.report_abort(num_tokens)
-
-    def _report_loss(self, pending: PendingRequest) -> None:
-        """Report the known tokens that a lost engine has sampled for a request since its last part."""
-        request_id = pending.request.request_id
-        # A paused engine had sampled no further tokens.
-        is_all = request_id in self._tokens_in_engines
-        if pending.on_loss is not None:
-            pending.on_loss(self._meter.num_counted(request_id), is_all)
+        self._requests.count_unfinished(replica, counts)
 
     def _start_pumps(self) -> None:
         if self.is_paused:
             return
-        for replica in self._live:
+        for replica in select_live(self._replicas):
             if not replica.is_pumped:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
@@ -369,7 +270,7 @@ class EnginePool:
         """Let one replica's engine sample until it has no requests, or until the pool is paused."""
         try:
             while not self.is_paused:
-                new_requests = self._admit(replica)
+                new_requests = self._queues.admit(replica)
                 if not replica.running:
                     return
                 await self._advance(replica, new_requests)
@@ -383,19 +284,6 @@ class EnginePool:
         finally:
             self._notify_advance()
 
-    def _admit(self, replica: Replica) -> tuple[Request, ...]:
-        """Dequeue the requests that a replica may start: its own queue first, then its share of the common queue."""
-        num_unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
-        # Each replica takes at most an even share, rounded up. Otherwise the first pump to run would drain the common
-        # queue.
-        max_share = divide_up(num_unfinished, by=len(self._live))
-        num_admitted = min(len(replica.waiting), self._max_running - len(replica.running))
-        new_requests = [replica.waiting.popitem(last=False)[1] for _ in range(num_admitted)]
-        num_free = min(self._max_running, max_share) - len(replica.running) - len(new_requests)
-        new_requests += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), num_free))]
-        replica.running |= dict.fromkeys(request.request_id for request in new_requests)
-        return tuple(new_requests)
-
     async def _advance(self, replica: Replica, new_requests: tuple[Request, ...]) -> None:
         """Send new and cancelled requests to a replica's engine, and handle the completions that it returns."""
         self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new_requests)
@@ -408,21 +296,12 @@ class EnginePool:
         # Assume that a request finishing in this call ran for half of the call.
         replica.pace.add(
             Pace(
-                num_tokens=self._count_parts(completions),
+                num_tokens=self._requests.count_parts(completions),
                 seconds=seconds,
                 request_seconds=seconds * (num_running - len(completions) / 2),
             )
         )
-        for completion in completions:
-            replica.running.pop(completion.request_id, None)
-            self._meter.num_cached += completion.num_cached
-            self._report_withdrawn(completion.request_id, len(completion.token_ids))
-            pending = self._pending.get(completion.request_id)
-            if pending is not None and not pending.future.done():
-                pending.finish(completion, replica)
-            elif pending is not None:
-                # Cancelled or failed in this cycle of the event loop: `generate` reports the tokens as soon as it runs.
-                pending.parts.append(completion)
+        self._requests.finish(replica, completions)
         self._notify_advance()
 
     async def _call_engine(
@@ -437,29 +316,10 @@ class EnginePool:
             "advance",
             per_rank,
             budget_seconds,
-            self._choose_completions_per_report(replica),
+            self._queues.choose_completions_per_report(replica),
             budget_seconds=budget_seconds,
         )
         return completions
-
-    def _choose_completions_per_report(self, replica: Replica) -> int | None:
-        """Return the number of finished completions after which the engine returns; None: only at the time limit.
-
-        Each return costs driver and engine as much time as some sampled tokens.
-        """
-        may_follow = self._waiting or replica.waiting or self._open
-        # An eighth of the requests: later turns can start early, but more returns would slow down sampling.
-        return max(1, len(replica.running) // 8) if may_follow else None
-
-    def _count_parts(self, parts: Iterable[Completion]) -> int:
-        return sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in parts)
-
-    def _count_tokens(self, request_id: str, num_tokens: int) -> int:
-        """Count the tokens of a request, and return how many are new. Tokens of cancelled requests count as
-        training.
-        """
-        pending = self._pending.get(request_id)
-        return self._meter.count_tokens(request_id, num_tokens, "training" if pending is None else pending.purpose)
 
     def _notify_advance(self) -> None:
         # Set the old event to wake its waiters, then replace it, so that the next wait blocks.
@@ -471,42 +331,16 @@ class EnginePool:
         all.
         """
         replica.is_lost = True
-        if not self._live:
+        if not select_live(self._replicas):
             self.fail(error)
             return
-        self._requeue(replica)
-        self._homes = {affinity: home for affinity, home in self._homes.items() if home is not replica}
+        self._num_lost += self._requests.requeue(replica)
+        self._queues.forget_homes_in(replica)
         self._start_pumps()
-
-    def _requeue(self, replica: Replica) -> None:
-        """Move a lost replica's requests to the front of the queue, with the tokens sampled so far."""
-        running = set(replica.running)
-        request_ids = [*replica.running, *replica.waiting]
-        replica.running.clear()
-        replica.waiting.clear()
-        replica.aborts.clear()
-        # Each request goes to the front, so go through them in reverse to keep the oldest first.
-        for request_id in reversed(request_ids):
-            pending = self._pending.get(request_id)
-            if request_id in running and (sampled := pending or self._withdrawn.get(request_id)) is not None:
-                self._report_loss(sampled)
-            self._meter.forget(request_id)
-            self._tokens_in_engines.pop(request_id, None)
-            # The end of a session waits for a report.
-            self._report_withdrawn(request_id, 0)
-            if pending is not None and not pending.future.done():
-                self._num_lost += 1
-                self._enqueue(pending, self._waiting, last=False)
 
     def fail(self, error: Exception) -> None:
         """Fail all current and later requests with this error. A second error is ignored."""
-        self._failure = self._failure or error
-        for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(self._failure)
-        for request_id, pending in list(self._withdrawn.items()):
-            self._report_loss(pending)
-            self._report_withdrawn(request_id, 0)
+        self._requests.fail(error)
 
 
 async def gather_unless_abandoned(

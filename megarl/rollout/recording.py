@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.rollout.engine_requests import num_sampled
+from megarl.rollout.requests.engine_requests import num_sampled
 from megarl.tracking.renamed_metrics import current_metrics
 from megarl.types import Archive, Completion, ExpertsHandle, FindProblem, Problem, Trajectory
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.rollout.engine_requests import Generates
 from megarl.rollout.recording import RecordedCall
+from megarl.rollout.requests.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall
 from megarl.serving.answer_reader import read_chat, read_text
 from megarl.serving.answers import MAIN, Answer, ModelCallUnderWay

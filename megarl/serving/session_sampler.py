@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.rollout.engine_requests import Generates
+from megarl.rollout.requests.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall
 from megarl.serving.codec import too_long
 from megarl.serving.refusal import RequestError

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megarl.rollout.engine_requests import Generates
 from megarl.rollout.journal.journal import ReopenedSession
+from megarl.rollout.requests.engine_requests import Generates
 from megarl.serving.codec import Codec
 from megarl.serving.refusal import RequestError
 from megarl.serving.session import Session, ended_error

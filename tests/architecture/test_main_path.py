@@ -30,6 +30,8 @@ MAIN_PATH = [
     "reshard/overlap.py",
     "reshard/staging.py",
     "rollout/pool.py",
+    "rollout/requests/queues.py",
+    "rollout/requests/request_table.py",
     "cluster/reshard_calls.py",
     "worker/reshard/rank_reshard.py",
     "worker/reshard/cross_world_reshard.py",

@@ -16,7 +16,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.buffer_policy import BufferPolicy
-from megarl.rollout.engine_requests import Generates
+from megarl.rollout.requests.engine_requests import Generates
 from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState, problem_lookup
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Segment, Trajectory

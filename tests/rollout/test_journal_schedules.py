@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from megarl.rollout.attempt_engine import AttemptEngine
-from megarl.rollout.engine_requests import join_parts, num_sampled
 from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
 from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.recording import RecordedCall
+from megarl.rollout.requests.engine_requests import join_parts, num_sampled
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
 

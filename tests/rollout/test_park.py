@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.engine_requests import join_parts, make_remaining_request
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.requests.engine_requests import join_parts, make_remaining_request
 from megarl.types import Completion, Request, RetainedSets, SamplingSettings
 from tests.rollout.engines import engines
 

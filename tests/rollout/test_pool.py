@@ -16,8 +16,8 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.attempt_engine import AttemptEngine
-from megarl.rollout.engine_requests import PendingRequest
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
+from megarl.rollout.requests.engine_requests import PendingRequest
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings
 from tests.rollout.engines import engines
 
@@ -238,14 +238,17 @@ async def test_an_abandoned_step_leaves_no_request_in_the_engines(group: WorkerG
 def test_a_replica_starts_no_more_requests_than_fit() -> None:
     unused: Any = None
     pool = EnginePool(unused, TWO, max_running=4)
-    pool._waiting.update({f"{n}": request(f"{n}", (5,), 8) for n in range(11)})
+    pool._queues.common.update({f"{n}": request(f"{n}", (5,), 8) for n in range(11)})
     first, second = pool._replicas
-    assert [[r.request_id for r in pool._admit(replica)] for replica in (first, second)] == [list("0123"), list("4567")]
-    assert pool._admit(first) == ()
+    assert [[r.request_id for r in pool._queues.admit(replica)] for replica in (first, second)] == [
+        list("0123"),
+        list("4567"),
+    ]
+    assert pool._queues.admit(first) == ()
     # Two places are free now, and its share is all that waits but one: rounded up, half of nine.
     for name in "01":
         first.running.pop(name)
-    assert [r.request_id for r in pool._admit(first)] == ["8", "9"]
+    assert [r.request_id for r in pool._queues.admit(first)] == ["8", "9"]
 
 
 async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:
@@ -254,10 +257,10 @@ async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:
     first, second = pool._replicas
     for name, replica in (("a", first), ("b", second)):
         future = asyncio.get_running_loop().create_future()
-        pool._pending[name] = PendingRequest(request(name, (5,), 8), future, [])
+        pool._requests.pending[name] = PendingRequest(request(name, (5,), 8), future, [])
         replica.running[name] = None
     pool.set_live_replicas({second.ranks[0]})
-    assert (list(pool._waiting), list(first.running), list(second.running)) == (["a"], [], ["b"])
+    assert (list(pool._queues.common), list(first.running), list(second.running)) == (["a"], [], ["b"])
     assert (pool.take_lost(), pool.take_lost()) == (1, 0)
     load = pool.load()
     assert (load.num_waiting, load.num_running, load.num_live, load.num_lost) == (1, 1, 1, 1)
@@ -271,11 +274,11 @@ async def test_the_last_lost_replica_fails_the_requests_that_it_got_from_the_oth
     monkeypatch.setattr(pool, "_start_pumps", lambda: None)
     first, second = pool._replicas
     future = asyncio.get_running_loop().create_future()
-    pool._pending["a"] = PendingRequest(request("a", (5,), 8), future, [])
-    pool._homes["trajectory"] = first
+    pool._requests.pending["a"] = PendingRequest(request("a", (5,), 8), future, [])
+    pool._queues.homes["trajectory"] = first
     first.running["a"] = None
     pool._drop_replica(first, PeerLostError("the first is lost"))
-    assert list(pool._waiting) == ["a"] and not pool._homes and not future.done()
+    assert list(pool._queues.common) == ["a"] and not pool._queues.homes and not future.done()
     pool._drop_replica(second, PeerLostError("the last is lost"))
     assert str(future.exception()) == "the last is lost"
 
@@ -298,9 +301,9 @@ async def test_no_turn_follows_its_prefix_over_a_pause() -> None:
     """The weights may change meanwhile, and the cached keys and values with them."""
     unused: Any = None
     pool = EnginePool(unused, TWO, max_running=4)
-    pool._homes["trajectory"] = pool._replicas[1]
+    pool._queues.homes["trajectory"] = pool._replicas[1]
     await pool.pause()
-    assert pool.is_paused and not pool._homes
+    assert pool.is_paused and not pool._queues.homes
 
 
 async def test_the_first_error_of_an_attempt_ends_the_others_at_once() -> None:

@@ -18,11 +18,11 @@ from megarl.config.sections.rollout import AgentConfig
 from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.attempt_engine import AttemptEngine
-from megarl.rollout.engine_requests import join_parts, num_sampled
 from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
 from megarl.rollout.journal.state import account_tokens
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall
+from megarl.rollout.requests.engine_requests import join_parts, num_sampled
 from megarl.rollout.stitch import stitch
 from megarl.serving.agent.agent_program import AgentProgram
 from megarl.serving.agent.agent_runner import AgentRunner

@@ -37,8 +37,8 @@ from megarl.loops.measuring.performance import Performance
 from megarl.loops.reshard_schedule import reshard_metrics
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import GroupBuffer
-from megarl.rollout.engine_requests import Generates, seed_of
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.requests.engine_requests import Generates, seed_of
 from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
 from megarl.rollout.step.advantages import compute_advantages, compute_importance_weights

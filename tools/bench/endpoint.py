@@ -33,8 +33,8 @@ from megarl.config import Recipe
 from megarl.data.chat import encode_rendered, tokenizer_of
 from megarl.platform.imports import disable_collector
 from megarl.rollout.attempt_engine import AttemptEngine
-from megarl.rollout.engine_requests import Generates
 from megarl.rollout.journal.journal import AttemptJournal
+from megarl.rollout.requests.engine_requests import Generates
 from megarl.serving.agent.agent_program import agent_program
 from megarl.serving.session_sampler import Limits
 from megarl.types import Completion, Request, SamplingSettings

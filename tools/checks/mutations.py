@@ -53,7 +53,8 @@ DURATION = {
 }
 SMALL = {"room": ["algorithms"], "count": 3}
 MAIN_PATH: Final = (
-    *("loops/rl.py", "loops/on_policy.py", "loops/step.py", "rollout/pool.py", "models/policy.py", "training/model.py"),
+    *("loops/rl.py", "loops/on_policy.py", "loops/step.py", "rollout/pool.py", "rollout/requests/queues.py"),
+    *("rollout/requests/request_table.py", "models/policy.py", "training/model.py"),
     *("training/training_engine.py", "training/optimizer_step.py", "training/gradient_reduction.py", "training/rows"),
     *("training/objective.py", "cluster/rank_model.py"),
     *("reshard/live.py", "reshard/transport.py", "reshard/plan.py", "reshard/overlap.py", "reshard/staging.py"),

@@ -110,6 +110,10 @@ class Replica:
         return self.pump is not None and not self.pump.done()
 
 
+def select_live(replicas: Sequence[Replica]) -> list[Replica]:
+    return [replica for replica in replicas if not replica.is_lost]
+
+
 def num_sampled(parts: Sequence[Completion]) -> int:
     return sum(len(part.token_ids) for part in parts)
 
