@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from megarl import faults
 from megarl.types import ConfigError, DataError
 
 
@@ -64,6 +65,13 @@ class Probe:
         if self.rank == missing:
             time.sleep(60)
         dist.barrier(group)
+
+    def reach(self, point):
+        """Reach a point at which tests break a process. Returns the fault that it raises, or None."""
+        try:
+            faults.reach(point)
+        except RuntimeError as error:
+            return str(error)
 
     def sleep(self, seconds):
         time.sleep(seconds)

@@ -14,8 +14,10 @@ from unittest.mock import Mock, create_autospec
 import numpy as np
 import pytest
 
+from megarl import faults
 from megarl.cluster.calls import group_end
 from megarl.cluster.calls.deadlines import Deadlines
+from megarl.cluster.calls.group_ranks import PartOfRun
 from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.launchers import run_nodes as launchers
@@ -27,7 +29,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.processes.launcher import LaunchedProgram
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
-from tests.cluster.started import started
+from tests.cluster.started import shared_imports, started
 from tools.local_group import LocalGroup
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module", "nothing_left")]
@@ -97,6 +99,18 @@ async def test_only_trainers_that_split_layers_order_their_kernels(sizes, expect
     await nodes.fork_ranks(tmp_path, 2, [1])
     assert asked == {0: False, 2: False}
     await nodes.close()
+
+
+async def test_a_fault_of_a_test_is_set_in_the_rank_that_it_names(tmp_path, monkeypatch):
+    """Ranks are counted over the whole run, of which this group is the ranks 4 and 5."""
+    monkeypatch.setenv(faults.VARIABLE, "update:5:any:raise")
+    group = LocalGroup(2, PartOfRun(4, 6, bytes(32)), imports=shared_imports())
+    try:
+        await group.start("probe:Probe", {}, log_folder=tmp_path)
+        first, second = await group.call("reach", "update")
+        assert first is None and "update:5:any:raise" in second
+    finally:
+        await group.close()
 
 
 async def test_the_loop_is_free_and_calls_take_turns(tmp_path):

@@ -392,8 +392,11 @@ def test_verification_names_the_parameter_that_differs(ranks: RankPool, tiny_mod
         assert after == "equal"
 
 
-def train_and_gather(recipe: Recipe, parallel: ParallelConfig, exported: str) -> tuple[list[str], list[str]]:
-    """After an update, live parameters of an engine with adapters that are not the export's; and the notices."""
+def train_and_gather(recipe: Recipe, parallel: ParallelConfig, exported: str) -> dict[str, list[str]]:
+    """After an update, live parameters of an engine with adapters that are not the export's; and the notices.
+
+    Also the live parameters without a checksum of this reshard, and those that differ from it after one has changed.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -402,9 +405,10 @@ def train_and_gather(recipe: Recipe, parallel: ParallelConfig, exported: str) ->
     worker = Worker(
         torch.distributed.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size
     )
-    assert worker.engine is not None
+    assert worker.engine is not None and worker.rank_reshard is not None
     update(worker, parallel)
-    worker.reshard(True, worker.weight_version + 1)
+    ledger = worker.reshard(True, worker.weight_version + 1).ledger
+    assert ledger is not None
     worker.export(Path(exported))
     tensors = load_file(f"{exported}/model.safetensors")
     attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
@@ -419,9 +423,18 @@ def train_and_gather(recipe: Recipe, parallel: ParallelConfig, exported: str) ->
     different = [
         name for name, parts in expected.items() if not torch.equal(live[name], torch.cat([tensors[p] for p in parts]))
     ]
+    with torch.no_grad():
+        live["model.norm.weight"][0] += 1
+    changes = worker.rank_reshard.checks.compare_weights()
+    assert changes is not None
     notices = worker.start_notices()
     worker.close()
-    return different, notices
+    return {
+        "different": different,
+        "notices": notices,
+        "unchecked": sorted({name.replace(".base_layer.", ".") for name in live} - {box.name for box in ledger.boxes}),
+        "changed": [box.name for box in changes.boxes],
+    }
 
 
 def test_an_engine_that_keeps_other_weights_gets_full_tensors(
@@ -429,9 +442,13 @@ def test_an_engine_that_keeps_other_weights_gets_full_tensors(
 ) -> None:
     parallel = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), parallel, enable_lora=True)
-    for different, notices in ranks.run(train_and_gather, recipe, parallel, str(tmp_path / "hf"), world_size=2):
-        assert different == []
-        assert len(notices) == 1 and "full tensors" in notices[0] and "adapters inside vLLM" in notices[0]
+    weights = recipe.weights.model_copy(update={"check_every": 1})
+    recipe = recipe.model_copy(update={"weights": weights})
+    for found in ranks.run(train_and_gather, recipe, parallel, str(tmp_path / "hf"), world_size=2):
+        [notice] = found["notices"]
+        assert "full tensors" in notice and "adapters inside vLLM" in notice
+        assert found["different"] == found["unchecked"] == []
+        assert found["changed"] == ["model.norm.weight"]
 
 
 def probe_clean_and_spoiled(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -227,6 +228,22 @@ def test_splitting_the_model_changes_nothing(ranks: RankPool, made: Callable[...
         assert len(last) == tp, case
         for got in last:
             assert (got - expected).abs().max() <= 1e-5, case
+
+
+def test_a_rank_whose_rows_are_all_padding_adds_nothing(
+    ranks: RankPool, made: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of two ranks each has 32 rows of the padded head, and the first one has the whole vocabulary."""
+    whole = made({"family": "qwen3", "tie_word_embeddings": True, "vocab_size": 431})
+    folder = with_fields(whole, tmp_path / "small", {"vocab_size": 30, "bos_token_id": 1, "eos_token_id": 2})
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:30].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    expected = compare_with_hugging_face(ranks, folder)
+    assert expected.shape[1] == 30
+    [(_, logprobs)] = ranks.run(logits_and_logprobs, str(folder), world_size=1)
+    for got in ranks.run(split_logprobs, str(folder), ParallelConfig(2, 1, 1, 1), world_size=2):
+        assert got is not None and (got - logprobs).abs().max() <= 1e-5
 
 
 def test_more_ranks_than_key_value_heads_share_gated_attention(ranks: RankPool, made: Callable[..., Path]) -> None:

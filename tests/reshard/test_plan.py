@@ -452,6 +452,20 @@ def test_senders_share_the_load() -> None:
     assert traffic.staging.max() == pytest.approx(max(staged), rel=0.01)
 
 
+def test_experts_are_read_where_a_tensor_stacks_them() -> None:
+    """Engines of two ranks send to engines of one, and the other way round."""
+    model = small_shape("qwen3_moe")
+    tensors = full_tensors(model)
+    for is_first, sizes in ((True, (2, 1)), (False, (1, 2))):
+        sides = [VllmLayouts(model, tp, 2, ep=tp == 2) for tp in sizes]
+        held = [[engine_parameters(model, tensors, tp, rank % tp, ep=tp == 2) for rank in range(2)] for tp in sizes]
+        live = [{name: np.full_like(value, -1) for name, value in of_rank.items()} for of_rank in held[1]]
+        execute(make_plan(*sides, itemsize=8, bucket_bytes=1 << 12), held[0], live)
+        for expected, got in zip(held[1], live, strict=True):
+            for name, value in expected.items():
+                assert np.array_equal(got[name], value), (is_first, name)
+
+
 @pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33, 64, 100])
 def test_a_tensor_larger_than_a_bucket_is_sent_in_slices_of_at_most_half(rows: int) -> None:
     """A bucket with one slice has room for a slice of another tensor."""

@@ -172,6 +172,7 @@ async def test_a_request_that_is_refused_leaves_the_others_as_they_were(group: W
         assert completion.finish_reason == "error" and completion.error and not len(completion.token_ids)
 
 
+@pytest.mark.timeout(120)
 async def test_a_cancelled_request_leaves_its_engine_at_once(group: WorkerGroup) -> None:
     await group.call("seen")
     pool = EnginePool(group, ONE, max_running=2)

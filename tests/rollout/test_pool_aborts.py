@@ -22,6 +22,10 @@ class PlayedEngine:
     def __init__(self) -> None:
         self.calls: asyncio.Queue[tuple[Any, asyncio.Future[list[Completion]]]] = asyncio.Queue()
 
+    async def next_call(self) -> tuple[Any, asyncio.Future[list[Completion]]]:
+        """Return the next call's arguments, and the future of its answer. Raises TimeoutError if none comes."""
+        return await asyncio.wait_for(self.calls.get(), 30)
+
     async def ask(self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *arguments: Any, **_: Any) -> Any:
         answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self.calls.put_nowait((per_rank[0], answer))
@@ -39,6 +43,8 @@ def completion(num_tokens: int) -> Completion:
     )
 
 
+# A pool that waits in a loop without end would stop the event loop. Its error would reach no one but its task.
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("moment", ["before the answer", "in the cycle of the answer", "after the answer"])
 @pytest.mark.parametrize("is_paused", [False, True], ids=["sampling", "pausing"])
 async def test_tokens_of_a_cancelled_request_are_reported(is_paused: bool, moment: str) -> None:
@@ -46,13 +52,13 @@ async def test_tokens_of_a_cancelled_request_are_reported(is_paused: bool, momen
     pool = EnginePool(engine, ONE, max_running=4)
     request = Request("a", np.array((5,), np.int32), SamplingSettings(100, 1.0), 0)
     asking = asyncio.create_task(pool.generate(request, on_abort=reports.append))
-    _, answer = await engine.calls.get()
+    _, answer = await engine.next_call()
     pausing = None
     if is_paused:
         pausing = asyncio.create_task(pool.pause())
         await asyncio.sleep(0)
         answer.set_result([])
-        (_, aborts), answer = await engine.calls.get()
+        (_, aborts), answer = await engine.next_call()
         assert aborts == ("a",)
     if moment == "before the answer":
         asking.cancel()

@@ -221,3 +221,20 @@ def test_gradients_do_not_depend_on_the_cut(
     [got] = gradients_of(ranks, folder, sizes, EVERY_LOSS, [sequences], **trainer)
     assert distance(got["gradients"], expected["gradients"]) < 1e-5
     assert {n: got["metrics"][f"train/moe_{n}"] for n in COEFFICIENTS} == pytest.approx(expected["metrics"], rel=1e-5)
+
+
+def test_biases_of_experts_are_trained_on_the_rank_of_their_expert(
+    ranks: RankPool, tiny_model: Callable[..., Path]
+) -> None:
+    """Megatron would add up the gradients of different experts' biases over the tensor-parallel ranks."""
+    folder = tiny_model(
+        family="gpt_oss", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+        vocab_size=VOCABULARY, initializer_range=0.3, num_experts=NUM_EXPERTS, experts_per_token=TOP_K,
+    )  # fmt: skip
+    sequences = make_sequences(6)
+    [expected] = gradients_of(ranks, folder, {}, EVERY_LOSS, [sequences])
+    [got] = gradients_of(ranks, folder, {"tp": 2, "ep": 2}, EVERY_LOSS, [sequences])
+    biases = [name for name in expected["gradients"] if ".experts." in name and name.endswith("bias")]
+    assert any(expected["gradients"][name].any() for name in biases)
+    assert distance(got["gradients"], expected["gradients"]) < 1e-5
+    assert got["metrics"]["train/grad_norm"] == pytest.approx(expected["metrics"]["train/grad_norm"], rel=1e-5)

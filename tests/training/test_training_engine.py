@@ -418,6 +418,33 @@ def test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run(
         assert "from the batch's advantages on trainer rank 1. Lower optimizer.learning_rate" in message
 
 
+def applied_at_limits(
+    recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence], ratio: float, limits: Sequence[float]
+) -> list[bool]:
+    """Whether an update is applied at each limit of the mean ratio, where all tokens have the same ratio."""
+    engine, *_ = build(recipe, parallel)
+    rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
+    found = engine.forward(rows)
+    for row, logprobs in zip(rows, found, strict=True):
+        row.per_token["old_logprobs"] = logprobs - np.float32(np.log(ratio))
+    applied = []
+    for limit in limits:
+        algorithm = recipe.algorithm.model_copy(update={"skip_ratio": limit})
+        engine.change_objective(recipe.model_copy(update={"algorithm": algorithm}))
+        applied.append(engine.update(rows).outcome.applied)
+    return applied
+
+
+def test_an_update_is_skipped_where_the_mean_ratio_exceeds_its_limit(
+    ranks: RankPool, folder: Callable[..., Path]
+) -> None:
+    recipe = recipe_of(folder(), "rl")
+    sequences = make_updates(recipe, 431)[0]
+    parallel = ParallelConfig(1, 1, 2, 1)
+    found = ranks.run(applied_at_limits, recipe, parallel, sequences, 3.0, (1.5, 2.9, 3.1), world_size=2)
+    assert found == [[False, False, True]] * 2
+
+
 def offloading(recipe: Recipe, parallel: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """Updates with everything given away between them; bytes that stayed; parameters at the end; what was locked."""
     from megarl.worker.arena_size import start_arena

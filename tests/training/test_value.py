@@ -71,7 +71,9 @@ def answers(vocab_size: int) -> list[TrainingSequence]:
     return made
 
 
-def build(recipe: Recipe, parallel: ParallelConfig, folder: Path, role: Any) -> tuple[Any, Any]:
+def build(
+    recipe: Recipe, parallel: ParallelConfig, folder: Path, role: Any, memory_owner: Any = None
+) -> tuple[Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
@@ -85,7 +87,7 @@ def build(recipe: Recipe, parallel: ParallelConfig, folder: Path, role: Any) -> 
         check_against(parameter_shapes(layouts, parallel.coordinates(dist.get_rank())), parameters)
         safetensors.load(folder, layouts[dist.get_rank()], parameters)
 
-    return TrainingEngine(recipe, parallel, shape, load, role=role), layouts
+    return TrainingEngine(recipe, parallel, shape, load, role=role, memory_owner=memory_owner), layouts
 
 
 def train_and_export(
@@ -221,6 +223,39 @@ def test_a_classifier_of_several_labels_is_refused(alone: Any, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="with 2 labels is not supported; a reward model has one"):
         read_model_shape(tmp_path)
+
+
+def pass_in_lent_memory(
+    recipe: Recipe, parallel: ParallelConfig, folder: Path, sequences: list[TrainingSequence]
+) -> tuple[list[int], bool]:
+    """Bytes of the critic's and the policy's parameters after passes of the critic in the policy's memory.
+
+    The second result: whether the policy computes as before.
+    """
+    policy, _ = build(recipe, parallel, folder, "policy")
+    rows = row_batches(sequences, own_rows(LENGTHS, parallel, 64))
+    before = policy.forward(rows)
+    policy.offload()
+    critic, _ = build(recipe, parallel, folder, "critic", memory_owner=policy)
+    critic.offload()
+    policy.onload()
+    critic.forward(rows)
+    critic.update(rows)
+    held = [
+        sum(tensor.untyped_storage().nbytes() for tensor in engine.parameters.values()) for engine in (critic, policy)
+    ]
+    after = policy.forward(rows) if held[1] else ()
+    return held, all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_critic_returns_the_memory_of_the_policy(ranks: RankPool, tiny_model: Any) -> None:
+    folder = tiny_model(num_layers=2, num_kv_heads=2)
+    trainer = {"max_tokens_per_microbatch": 64, "offload": ["parameters", "gradients", "optimizer"]}
+    recipe, parallel = recipe_of(folder, trainer=trainer), parallel_of("one rank")
+    [(held, is_equal)] = ranks.run(
+        pass_in_lent_memory, recipe, parallel, folder, answers(recipe_vocab(folder)), world_size=1
+    )
+    assert held[0] == 0 and held[1] > 0 and is_equal
 
 
 def save_or_restore(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megarl.groups import cancelled, cross_world, rendezvous
+from megarl.groups.peer_errors import PeerGoneError
+from megarl.groups.rendezvous import Meeting, Rendezvous
 from megarl.platform import device
 from megarl.reshard import transport
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
@@ -121,6 +126,29 @@ def test_rows_exchanged_on_the_way_are_found() -> None:
     destination.copy_(source.flip(0))
     with pytest.raises(MegarlError, match="the engine's parameter a does not hold the trainer's a"):
         comparison.verify(comparison.engine.compute())
+
+
+def test_a_rank_that_waits_for_checksums_is_freed_when_its_group_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank joins the group, but never compares."""
+    monkeypatch.setattr(rendezvous._ProcessState, "rendezvous", None)
+    address = Rendezvous(key=bytes(32), world="test", file=str(tmp_path / "store"))
+    rendezvous.set_rendezvous(address)
+    with ThreadPoolExecutor() as pool:
+        joining = [
+            pool.submit(cross_world.join_group, Meeting(address, "verified", first, 2, 60.0), 0, 20.0)
+            for first in range(2)
+        ]
+        group, other = (joined.result() for joined in joining)
+    plan = make_plan([held("a")] * 2, [held("a")] * 2, itemsize=4, bucket_bytes=1 << 20)
+    tensors = {"a": torch.zeros(SHAPE)}
+    comparison = LedgerComparison(plan, 0, tensors, tensors, dtype=torch.float32, group=group)
+    cancelled.cancel("verified", "rank 1 ended")
+    with pytest.raises(PeerGoneError, match="rank 1 ended"):
+        comparison.verify(comparison.engine.compute())
+    for left in (group, other):
+        cross_world.leave_group(left)
 
 
 def test_boxes_in_common_are_cut_from_both_ends() -> None:
