@@ -25,6 +25,7 @@ from megarl.cluster.calls.rank_errors import RankFailedError
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.ranks.rank_handle import RankHandle
 from megarl.cluster.reshard_calls import ReshardCalls
+from megarl.cluster.reshard_states import Event
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.types import PeerLostError
 
@@ -211,6 +212,18 @@ async def test_the_first_replica_that_left_is_suspect_if_others_remain(
     assert calls._has_suspect(ranks.groups) == expected
     # A group of the attempt is lost: its end explains the abort.
     assert not calls._has_suspect([*ranks.groups, trainers])
+
+
+async def test_a_replica_that_comes_back_needs_a_new_group_of_ranks() -> None:
+    ranks, (trainers, replica) = played_run()
+    calls = ReshardCalls(ranks)
+    for event in (Event.START, Event.ANSWERED):
+        calls._states.handle(event)
+    calls.add([])
+    assert calls.is_connected
+    further = PlayedGroup(2)
+    calls.add(cast("list[WorkerGroup]", [further]))
+    assert not calls.is_connected and ranks.groups == [trainers, replica, further]
 
 
 class PlayedRanks:

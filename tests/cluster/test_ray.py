@@ -181,6 +181,16 @@ async def test_the_driver_goes_on_while_it_waits_for_nodes(monkeypatch: pytest.M
     assert living
 
 
+async def test_no_actor_starts_before_the_cluster_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = nodes_without_cluster(monkeypatch, list)
+    nodes._timeout_seconds = -1.0
+    start = AsyncMock()
+    monkeypatch.setattr(nodes, "_start_actors", start)
+    with pytest.raises(ConfigError, match="needs 1 nodes with 1 CPUs each, the Ray cluster has nodes with "):
+        await nodes.launch(("nowhere", 1), b"")
+    start.assert_not_called()
+
+
 @pytest.mark.parametrize(
     ("error", "text"), [(None, "an actor of Ray ended"), (OSError("a\nb"), "an actor of Ray ended: b")]
 )
