@@ -43,8 +43,8 @@ def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
     return {function.name: _find_judging(function, is_only=len(functions) == 1) for function in functions}
 
 
-def judges_answers(recipe: Recipe) -> Judging:
-    """Return how a source's attempts are judged, as far as its recipe shows."""
+def find_recipe_judging(recipe: Recipe) -> Judging:
+    """Return how the attempts of a recipe are judged (`Judging`): by a declared verdict, by score, or not at all."""
     if recipe.rollout.environment in JUDGING_ENVIRONMENTS:
         return "declared"
     if recipe.rollout.environment not in SCORED_BY_FUNCTIONS:

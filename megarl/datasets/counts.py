@@ -71,6 +71,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     if epochs is None:
         return recipe
     try:
+        # The number of generated problems; None: the data are files.
         num_records = num_made(data.train)
         # Records are counted after dropping too long ones, which needs the tokenizer. Otherwise lines are enough.
         if num_records is None and data.overlong == "drop":

@@ -59,7 +59,7 @@ class DrafterShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    """Number of drafted tokens, at most the policy's vocabulary."""
+    """Size of the drafter's vocabulary. It is part of the policy's vocabulary, or all of it."""
     norm_epsilon: float
     rotary: Rotary
     aux_layers: tuple[int, ...]

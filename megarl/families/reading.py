@@ -114,7 +114,7 @@ def top_k(config: Mapping[str, Any], num_experts: int) -> int:
     return num_chosen
 
 
-def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
+def kinds_with_first_dense(config: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
     """Return the layers' kinds: the first `first_k_dense_replace` are dense, all others have experts."""
     num_dense = size(config, "first_k_dense_replace", null=0)
     if num_dense >= num_layers:

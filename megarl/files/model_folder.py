@@ -143,8 +143,8 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
         if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
             # transformers reads the single file, vLLM all of them.
             raise DataError(
-                f"{folder / SINGLE}: {shards[0]} lies beside it without an index. These are two forms of the weights; "
-                "remove the wrong one."
+                f"{folder / SINGLE}: the folder also has {shards[0]}, but no {INDEX}. Either may be the model; "
+                "remove the wrong files."
             )
         return {SINGLE: set()}
     files: dict[str, set[str]] = {}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Rendezvous:
     """The run's secret key, and the ranks' meeting place: a shared file (one machine) or rank 0's address (several).
 
-    `world` names this rank's `torch.distributed` world. A run never reuses a name.
+    `world`: name of the `torch.distributed` world that this rank joins. Each world of a run has a new name.
     """
 
     key: bytes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from megarl.cluster.agents.agent_link import AgentLink
 from megarl.cluster.launchers.run_nodes import server_processes
 from megarl.config import Recipe
-from megarl.config.judges import judges_answers
+from megarl.config.judges import find_recipe_judging
 from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.templates.history import history_faults, history_notice
@@ -213,7 +213,7 @@ async def make_source(
     # Agents send their history themselves, so the template cannot change it unnoticed.
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
         screen.info(history_notice(history_faults(tokenizer), rollout.history))
-    judges = judges_answers(recipe)
+    judges = find_recipe_judging(recipe)
     if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, source.name)):
         screen.notice(text)
     sampling = sampling_settings(rollout.sampling)

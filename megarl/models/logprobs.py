@@ -228,8 +228,10 @@ class HeadGradients:
         self._weight_gradient = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
-        """Add what one block contributes to both gradients. `grad_logits` [tokens, block]: gradient of its logits, in
-        the weight's dtype. Call it once per block.
+        """Add one vocabulary block's part of the two gradients. Call it once per block.
+
+        `block`: its rows of the vocabulary. `grad_logits` [tokens, block]: gradient of its logits, in the weight's
+        dtype.
         """
         rows = slice(block.start, block.stop)
         if self._needs_hidden:

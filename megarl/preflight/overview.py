@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megarl.config import Recipe
-from megarl.config.judges import judges_answers
+from megarl.config.judges import find_recipe_judging
 from megarl.config.sections.distillation import SELF_TEACHERS
 from megarl.config.sections.learning import OptimizerConfig
 from megarl.planner.recovery import describe_loss
@@ -111,7 +111,7 @@ def _describe_groups(recipe: Recipe, low: float, high: float) -> str:
     metric = recipe.algorithm.dynamic_sampling_metric
     if metric is not None:
         return f"groups of {accuracy_range if metric == 'accuracy' else reward_spread}"
-    verdicts_of_sources = {judges_answers(source.recipe) for source in recipe.sources}
+    verdicts_of_sources = {find_recipe_judging(source.recipe) for source in recipe.sources}
     if verdicts_of_sources == {"declared"}:
         return f"groups of {accuracy_range}"
     if verdicts_of_sources == {"none"}:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from megarl.config import Recipe
-from megarl.config.judges import REMEDY, accuracy_needs, judges_answers
+from megarl.config.judges import REMEDY, accuracy_needs, find_recipe_judging
 from megarl.datasets.fields import system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import find_import_path, metric_name
@@ -44,7 +44,7 @@ def check_reward_fields(recipe: Recipe) -> Iterator[str]:
 @checks("reward")
 def check_verdicts(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each setting that needs right-or-wrong verdicts, if no function gives them."""
-    if not recipe.has_engine or judges_answers(recipe) != "none":
+    if not recipe.has_engine or find_recipe_judging(recipe) != "none":
         return
     for need in accuracy_needs(recipe):
         yield (

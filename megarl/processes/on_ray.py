@@ -43,10 +43,11 @@ class RayServerProcess:
         return actor.remote(self._settings, self._log_file)
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """Wait until the process is ready, and return its introduction.
+        """Wait until the process is ready, and return what it reports about itself.
 
-        Raises ConfigError if the process refuses or takes too long. Raises PeerLostError if it ends, if no node takes
-        the actor in time, or if the actor's constructor fails.
+        If its node is lost, the process is started on another node until `start_seconds` are over. Raises ConfigError
+        if the process refuses or takes too long. Raises PeerLostError if it ends, if no node takes the actor in time,
+        or if the actor's constructor fails.
         """
         deadline = time.monotonic() + self._settings.start_seconds
         while True:

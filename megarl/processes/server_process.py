@@ -113,7 +113,7 @@ class ServerProcess:
         return self._process.connection
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """Wait until the process is ready, and return its introduction.
+        """Wait until the process is ready, and return what it reports about itself.
 
         Raises ConfigError if the process refuses or takes too long, PeerLostError if it ends or is closed.
         """

@@ -227,7 +227,7 @@ class WatchedRun:
     def _read_metrics(self) -> list[int]:
         """Read the new lines of metrics.jsonl. Return the numbers of their steps."""
         assert self._metrics is not None
-        was_read = bool(self.rows)
+        had_rows = bool(self.rows)
         lines, is_replaced = self._metrics.read()
         if is_replaced:
             self.rows, self._last_line = {}, None
@@ -243,8 +243,9 @@ class WatchedRun:
         for step in list(self.rows)[:-_MOST_ROWS]:
             del self.rows[step]
         if new_steps:
-            self._saw_last_step = was_read
-            self._last_step_time = time.time() if was_read else (self.path / "metrics.jsonl").stat().st_mtime
+            # Steps of the first read were written before: their time is the file's.
+            self._saw_last_step = had_rows
+            self._last_step_time = time.time() if had_rows else (self.path / "metrics.jsonl").stat().st_mtime
         return list(new_steps)
 
     def _read_samples(self) -> None:

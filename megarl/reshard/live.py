@@ -92,7 +92,10 @@ class LiveReshard(Protocol):
         ...
 
     def self_test(self) -> CopyReport:
-        """Copy all weights for the first time, and compare. The report's `verify` has the seconds of the comparison."""
+        """Copy all weights to the engine for the first time, and compare both ends.
+
+        `verify` of the report: seconds of the comparison.
+        """
         ...
 
 

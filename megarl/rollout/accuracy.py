@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.judges import REMEDY, judges_answers
+from megarl.config.judges import REMEDY, find_recipe_judging
 from megarl.types import Judging, Trajectory
 
 REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
@@ -46,7 +46,7 @@ class Answers:
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:
     """Return a notice if no reward function judges a source's answers as right or wrong; otherwise None."""
-    if judges_answers(recipe) != "none":
+    if find_recipe_judging(recipe) != "none":
         return None
     is_filtered = recipe.trains_rewards and recipe.algorithm.dynamic_sampling is not None
     filtered = "; algorithm.dynamic_sampling compares the rewards of a group" if is_filtered else ""

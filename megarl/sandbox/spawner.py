@@ -39,7 +39,10 @@ _COUNTS_BY_NAMESPACE = (5, 14)
 
 
 def spawn(control: int, start: dict[str, Any]) -> NoReturn:
-    """Execute runs until the driver closes the connection. `start` has folders and the layers to try."""
+    """Run the programs that the driver sends, until it closes the connection.
+
+    `start`: the folders that programs see, and the names of the isolation layers to try.
+    """
     connection = socket.socket(fileno=control)
     confinement, faults = _set_up(start)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())

@@ -203,24 +203,28 @@ class _LedgerCheck:
         else:
             self.faults.append(f"step {line.step}: prompt {number} of {source} was {kind} more often than drawn")
 
-    def _add_draw(self, line: _Line, source: str, number: int, index: int) -> None:
-        """Add the draw of prompt `index`, at position `number` of the source's stream, after the skipped ones."""
+    def _add_draw(self, line: _Line, source: str, position: int, index: int) -> None:
+        """Count the draw of prompt `index`. `position`: its place in the source's stream, over all epochs.
+
+        The prompts that were skipped before it are counted too.
+        """
         size = line.sizes[source]
-        expected_number = self._num_drawn.get(source, 0) + self._skipped[source]
-        if number != expected_number:
+        expected_position = self._num_drawn.get(source, 0) + self._skipped[source]
+        if position != expected_position:
             self.faults.append(
-                f"step {line.step}: {source} drew prompt {number} of its stream instead of {expected_number}"
+                f"step {line.step}: {source} drew prompt {position} of its stream instead of {expected_position}"
             )
         # Skipped prompts count in their own epochs: a curriculum may skip beyond the end of one.
-        position = number - self._skipped.pop(source, 0)
-        while position < number:
-            end = min(number, (position // size + 1) * size)
-            _find_epoch(self._epochs, source, position, size).skipped += end - position
-            position = end
-        epoch = _find_epoch(self._epochs, source, number, size)
+        skipped_position = position - self._skipped.pop(source, 0)
+        while skipped_position < position:
+            epoch_end = (skipped_position // size + 1) * size
+            end = min(position, epoch_end)
+            _find_epoch(self._epochs, source, skipped_position, size).skipped += end - skipped_position
+            skipped_position = end
+        epoch = _find_epoch(self._epochs, source, position, size)
         epoch.draws[index] += 1
-        epoch.is_complete = (number + 1) % size == 0
-        self._num_drawn[source] = number + 1
+        epoch.is_complete = (position + 1) % size == 0
+        self._num_drawn[source] = position + 1
         self._in_flight[source, index].append(epoch)
 
     def finish(self, ledger: Path) -> Account:

@@ -68,13 +68,13 @@ def fetch_values(
     return np.concatenate([empty, *(values_of_runs[run_index] for run_index in np.argsort(holder_order))])
 
 
-def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the runs of consecutive tokens: [runs, names + 2], the sequence's names, first token and end.
+def token_runs(keys: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the runs of consecutive tokens, one row each: the sequence's key, the first token, the last token + 1.
 
-    `names` [sequences, names] identify a sequence. `sequence` and `token` [tokens]: a token's sequence, and its place
-    there.
+    `keys` [sequences, numbers of a key] identify sequences. `sequence` and `token` [tokens]: the index of a token's
+    sequence, and its place there. Returns [runs, numbers of a key + 2].
     """
     continues_run = (np.diff(sequence) == 0) & (np.diff(token) == 1)
     first_indices = np.flatnonzero(np.concatenate([[True], ~continues_run])[: len(token)])
     last_indices = np.append(first_indices[1:], len(token))[: len(first_indices)] - 1
-    return np.column_stack([names[sequence[first_indices]], token[first_indices], token[last_indices] + 1])
+    return np.column_stack([keys[sequence[first_indices]], token[first_indices], token[last_indices] + 1])

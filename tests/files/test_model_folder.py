@@ -52,7 +52,7 @@ def test_two_forms_of_the_weights_are_refused(folder: Path, tiny_model: Callable
     shutil.copytree(tiny_model(), single)
     save_file({"a": torch.zeros(2)}, single / "model-00002-of-00002.safetensors")
     [problem] = check_model_folder(single)
-    assert "model-00002-of-00002.safetensors lies beside it without an index" in problem
+    assert "the folder also has model-00002-of-00002.safetensors" in problem
 
 
 def test_header_tells_type_and_shape(folder: Path) -> None:

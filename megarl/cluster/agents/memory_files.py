@@ -76,7 +76,7 @@ class MemoryFiles:
         return {"files": {name: file.plain for name, file in self._files.items()}, "damaged": damaged_names}
 
     async def drop(self, names: Collection[str]) -> None:
-        """Close files, except unknown names. Ranks can still use them."""
+        """Close the files with these names. Ranks that opened a file can still use it. Ignores unknown names."""
         for name in names:
             if (file := self._files.pop(name, None)) is not None:
                 os.close(file.descriptor)

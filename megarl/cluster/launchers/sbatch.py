@@ -21,7 +21,7 @@ from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError, DataError, FaultyNodeError
 
 _OPTIONS = ("cluster", "sbatch_options")
-"""Place of sbatch's options in a recipe. Options of the command line follow the same rules."""
+"""The recipe field with options of sbatch. Its checks also check the options on the command line."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
 """Name or address of one host, without lists (a,b), ranges (n[1-9]), options (--x) and characters of a shell.
 

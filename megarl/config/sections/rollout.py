@@ -91,8 +91,9 @@ class AgentConfig(Section):
     summaries. final_segment: only the sequence with the main agent's last answer. by_turn: the program rewards single
     answers; needs algorithm.turn_discount or advantage gae. See megarl/environments/README.md."""
     untrained_kinds: tuple[str, ...] = ()
-    """Kinds of requests whose answers are not trained, for example title. Clients name a request's kind in the header
-    x-megarl-kind, and Codex in its metadata (turn, compaction). Metric: environment/untrained_tokens."""
+    """Kinds of requests whose answers are not trained, for example title (requests for a chat's title). Clients write
+    a request's kind into the header x-megarl-kind. Codex writes turn or compaction into its metadata. Metric:
+    environment/untrained_tokens."""
     sandbox: Annotated[Literal["process", "sandbox", "podman", "docker", "apptainer"], OnlyIf(COMMAND)] = "process"
     """Container of each attempt. process (default): none, the program sees the machine. sandbox: Linux namespaces,
     without daemon or image. podman, docker, apptainer: a container of that program. See

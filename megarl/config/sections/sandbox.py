@@ -31,8 +31,8 @@ class SandboxConfig(Section):
     timeout_seconds: PositiveFloat = 4.0
     """Maximum CPU seconds of one program run: one test, or one call of the Python tool."""
     wall_timeout_seconds: PositiveFloat | None = None
-    """Maximum wall-clock seconds of one program run. Default: ten times timeout_seconds, at least 30. Computing, or
-    waiting for a busy CPU, extends the limit to at most three times its value."""
+    """Maximum wall-clock seconds of one program run. Default: ten times timeout_seconds, at least 30. A
+    program that still computes, or waits for a busy CPU, may run up to three times as long."""
     total_timeout_seconds: PositiveFloat = 20.0
     """Maximum CPU seconds of all tests of a completion together, in addition to reward.timeout_seconds, the limit of
     the reward function itself."""

@@ -74,9 +74,12 @@ class Judged(TokenisedKind):
     is_judged: ClassVar[bool] = True
 
     def make(self, index: int, record: Record) -> Answers:
+        """Return the conversation as one sequence. Its last message is trained, and marked `desirable` if good."""
         messages, label = _read_judged_conversation(record, self.system_prompt)
-        first = len(messages) - 1
-        conversation = make_conversation(record, self.tokenizer, messages, max_tokens=self.max_tokens, first=first)
+        answer_index = len(messages) - 1
+        conversation = make_conversation(
+            record, self.tokenizer, messages, max_tokens=self.max_tokens, first=answer_index
+        )
         sequence = _only_sequence(record, conversation)
         desirable = (sequence.loss_mask & label).astype(np.float32)
         return (replace(sequence, desirable=desirable),)

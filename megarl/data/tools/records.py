@@ -65,12 +65,12 @@ def _standardize_call(call: Any, number: int) -> Mapping[str, Any]:
 def _read_arguments(value: Any) -> Mapping[str, Any]:
     """Return a call's arguments, an object or its JSON text. Raises ValueError for other values."""
     if value is None:
-        raise ValueError("they are missing")
+        raise ValueError("the arguments are missing")
     if isinstance(value, str):
         # OpenAI's own form. Templates would quote the text once more, as a JSON string.
         value = _parse_json(value)
     if not isinstance(value, Mapping):
-        raise ValueError("they are not an object")
+        raise ValueError("the arguments are not an object")
     return value
 
 

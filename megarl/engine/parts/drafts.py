@@ -1,4 +1,4 @@
-"""Speculative decoding in an engine: counts of drafts, and the draft model of a checkpoint's draft layers."""
+"""Speculative decoding in an engine: counts drafted and accepted tokens, and loads a model's own draft layers (MTP)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megarl.families.family import DEFAULTS, Family, StoredNames
 from megarl.families.mtp import NUMBERED
 from megarl.families.pages import llama
 from megarl.families.parts import Latent, Parts
-from megarl.families.reading import first_layers_dense, refuse_biases, require_field, sigmoid_router
+from megarl.families.reading import kinds_with_first_dense, refuse_biases, require_field, sigmoid_router
 from megarl.families.tensors import stacks
 from megarl.families.tensors.rules import (
     Rule,
@@ -70,7 +70,7 @@ def read_latent(config: Mapping[str, Any]) -> Parts:
         _read_attention(config),
         _read_rotary(config),
         sigmoid_router(config),
-        first_layers_dense(config, size(config, "num_hidden_layers")),
+        kinds_with_first_dense(config, size(config, "num_hidden_layers")),
         num_kept_layers=size(config, "num_nextn_predict_layers", null=0),
     )
 

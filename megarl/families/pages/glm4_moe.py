@@ -16,8 +16,8 @@ from megarl.families.pages import llama, qwen2, qwen3
 from megarl.families.parts import Parts
 from megarl.families.reading import (
     DEFAULT_SIGMOID,
-    first_layers_dense,
     grouped_query,
+    kinds_with_first_dense,
     refuse_biases,
     sigmoid_router,
 )
@@ -40,7 +40,7 @@ def read(config: Mapping[str, Any]) -> Parts:
         # Half of the channels is the default of transformers and vLLM for this family.
         read_rotary(config, fraction=0.5),
         sigmoid_router(config),
-        first_layers_dense(config, size(config, "num_hidden_layers")),
+        kinds_with_first_dense(config, size(config, "num_hidden_layers")),
         num_kept_layers=size(config, "num_nextn_predict_layers", null=0),
     )
 

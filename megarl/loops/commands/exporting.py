@@ -123,6 +123,6 @@ def _refuse_unconvertible(run: Path, recipe: Recipe) -> None:
     else:
         return
     raise ConfigError(
-        f"{run}: {reason}. Let the run export intermediate models with checkpoint.export_every_steps, or its last one "
-        "as hf/"
+        f"{run}: {reason}. Set checkpoint.export_every_steps, so that the run exports intermediate models. Its "
+        "last model is exported to hf/ when it ends"
     )

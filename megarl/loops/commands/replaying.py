@@ -196,8 +196,8 @@ def _find_executed_steps(run_record: RunRecord, step: int) -> tuple[Path | None,
     recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in steps[:-1]}
     if other_recipes := [number for number in recipes if recipes[number] != record.recipe]:
         raise ConfigError(
-            f"--step {step}: the run was resumed with another recipe after step {other_recipes[-1]}, and has "
-            f"no checkpoint between that and step {step}; replay a step up to {other_recipes[-1]}"
+            f"--step {step}: the recipe was changed after step {other_recipes[-1]}, and the run saved no checkpoint "
+            f"from there to step {step}; replay a step up to {other_recipes[-1]}"
         )
     if not earlier_checkpoints:
         return None, steps, record.layout

@@ -75,9 +75,10 @@ class MtpHead:
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
     ) -> Tensor | None:
-        """Return the log-prob of each of `labels`, float32 [tokens]; None without labels. Shapes as in `ExtraHead`.
+        """Return the log-prob of each of `labels`, float32 [tokens]; None without labels. Forgets the labels.
 
         With `learns_distribution` it is minus the KL from the policy's distribution of the same token, in nats.
+        Arguments as in `ExtraHead`; `weight` is the output layer's.
         """
         labels, self.labels = self.labels, None
         if labels is None:

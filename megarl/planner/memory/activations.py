@@ -202,13 +202,12 @@ def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSe
     if any(kind.has_experts for kind in shape.layers):
         routed_tokens = _count_routed_tokens(shape, parallel, settings)
         channels = shape.moe_intermediate_size // parallel.etp
-        layer_bytes_by_kind.append(
-            routed_tokens * (_gated_bytes(channels, settings) + 2 * shape.hidden_size) * size
-            + 2 * tokens * shape.hidden_size * size
-        )
+        expert_bytes = routed_tokens * (_gated_size(channels, settings) + 2 * shape.hidden_size) * size
+        # Gradients of the layer's input and output, before tokens are sent to experts and after they return.
+        layer_bytes_by_kind.append(expert_bytes + 2 * tokens * shape.hidden_size * size)
     if not all(kind.has_experts for kind in shape.layers):
         layer_bytes_by_kind.append(
-            tokens * (_gated_bytes(rank_widths.feed_forward, settings) + 2 * rank_widths.hidden) * size
+            tokens * (_gated_size(rank_widths.feed_forward, settings) + 2 * rank_widths.hidden) * size
         )
     return max(layer_bytes_by_kind)
 
@@ -322,10 +321,10 @@ def _linear_attention_bytes(
 
 
 def _head_norm_bytes(width: Widths, settings: PassSettings, copied_query_channels: int) -> float:
-    """Return the bytes per token saved by the norms of queries and keys.
+    """Return the bytes per token that the norms of queries and keys store for the backward pass.
 
-    Rotary embeddings do not save the norms' outputs. `copied_query_channels`: channels copied out of the fused
-    projection.
+    The rotary embeddings after them store nothing more. `copied_query_channels`: channels of queries that are copied
+    out of the fused projection.
     """
     size = settings.itemsize
     statistics_bytes = FLOAT32 * (width.heads + width.kv_heads)
@@ -378,17 +377,19 @@ def _dense_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
         # Transformer Engine's layer contains the norm, so only the residual is saved.
         return norm if settings.spec == "local" else _layer_input_bytes(shape, parallel, settings)
     return norm + _count_rank_tokens(parallel, settings) * (
-        _gated_bytes(channels, settings) + 2 * settings.lora_rank * settings.itemsize
+        _gated_size(channels, settings) + 2 * settings.lora_rank * settings.itemsize
     )
 
 
-def _gated_bytes(channels: float, settings: PassSettings) -> float:
-    """Return the bytes saved by a gated feed-forward layer. One activation takes `channels` bytes.
+def _gated_size(channel_size: float, settings: PassSettings) -> float:
+    """Return the size of what a gated feed-forward layer saves, in the unit of `channel_size` (bytes or numbers).
+
+    `channel_size`: size of one activation.
 
     Saved are gate, up and their product. Without a fused kernel, the activated gate is saved too, and the sum of up and
     Megatron's `glu_linear_offset`.
     """
-    return (3 if settings.fuses_activation else 5) * channels
+    return (3 if settings.fuses_activation else 5) * channel_size
 
 
 def _count_routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -415,7 +416,7 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
     weighed_bytes = 0 if settings.fuses_activation else channel_bytes
     input_bytes_per_token = (shape.hidden_size + 2 * settings.lora_rank) * size
     activation_bytes_per_token = (
-        2 * channel_bytes if "moe_act" in settings.recomputed else _gated_bytes(channel_bytes, settings) + weighed_bytes
+        2 * channel_bytes if "moe_act" in settings.recomputed else _gated_size(channel_bytes, settings) + weighed_bytes
     )
     saved_bytes += _count_routed_tokens(shape, parallel, settings) * (
         input_bytes_per_token + activation_bytes_per_token
@@ -423,7 +424,7 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
     if shape.shared_intermediate_size and "shared_experts" not in settings.recomputed:
         shared_bytes = shape.shared_intermediate_size // parallel.tp * size
         saved_bytes += (
-            _count_rank_tokens(parallel, settings) * _gated_bytes(shared_bytes, settings)
+            _count_rank_tokens(parallel, settings) * _gated_size(shared_bytes, settings)
             + rank_tokens * shape.hidden_size * size
         )
     return saved_bytes

@@ -10,7 +10,7 @@ from megarl.config import AlgorithmConfig, OptimizerConfig, Recipe
 from megarl.config.corrections import CORRECTING_LOSSES
 from megarl.config.effects import unmet
 from megarl.config.formulas import either, taking
-from megarl.config.judges import REMEDY, judges_answers
+from megarl.config.judges import REMEDY, find_recipe_judging
 from megarl.config.optimizer_on_host import obstacles
 from megarl.config.sections.health import HealthConfig
 from megarl.families.model_tensors import list_aliases
@@ -127,7 +127,7 @@ def _find_measure_fault(recipe: Recipe, measure: str) -> str | None:
         measure = match[1]
     # A measure's confidence bounds (low, high) exist if the measure does.
     measure = re.sub(r"/(low|high)$", "", measure)
-    is_judged = judges_answers(recipe) != "none"
+    is_judged = find_recipe_judging(recipe) != "none"
     if measure == "reward/mean":
         return None
     if measure == "accuracy":

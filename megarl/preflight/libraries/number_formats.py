@@ -60,9 +60,9 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 def _list_gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
-    """Return the GPUs to check: this machine's if the run uses them, or the model in `cluster.gpu_memory_gib`.
+    """Return the GPUs to check: those of this machine, or the model that `cluster.gpu_memory_gib` may name ("h200").
 
-    Before a start the named model has priority; at a start, the installed GPUs.
+    At a start, this machine's come first if the run uses them. Before it, for example for a plan, the named model does.
     """
     named_gpus = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named_gpus and not is_start:

@@ -125,9 +125,9 @@ class RowComparer(Recorder):
     def _write(
         self, func: Any, named_parameter: tuple[str, Tensor], target: Tensor, arguments: Mapping[str, Any]
     ) -> None:
-        """Compare some rows of a write with the live parameter instead of writing.
+        """Compare some rows with the live parameter. vLLM's loader calls this in place of a write; nothing is written.
 
-        The first differing row is a fault.
+        The first differing row is added to the faults.
         """
         # vLLM's loader copies real values only by `copy_`; other writes fill padding.
         if func.overloadpacket.__name__ != "copy_" or not target.numel():

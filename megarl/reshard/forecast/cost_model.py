@@ -223,11 +223,16 @@ def reshard_plan(
         layouts.destinations,
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        topology=_topology(parallel, ranks_per_node=ranks_per_node, engine_ranks_per_node=engine_ranks_per_node),
+        topology=_list_rank_places(
+            parallel, ranks_per_node=ranks_per_node, engine_ranks_per_node=engine_ranks_per_node
+        ),
     )
 
 
-def _topology(parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per_node: int | None) -> list[tuple[int]]:
+def _list_rank_places(
+    parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per_node: int | None
+) -> list[tuple[int]]:
+    """Return each rank's place for `make_plan`: only its node. None: engines use the trainers' nodes."""
     if engine_ranks_per_node is None:
         return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
     trainers = [(rank // ranks_per_node,) for rank in range(parallel.world_size)]

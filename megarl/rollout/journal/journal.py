@@ -198,10 +198,10 @@ class AttemptJournal:
         self._thread.submit(self._write, self._take_pending(), is_flushed=False)
 
     def note_aborted(self, name: str, identity: str, num_tokens: int, origin: str | None = None) -> None:
-        """Record the number of tokens sampled for an aborted call. `identity` names the call.
+        """Record the number of tokens sampled for an aborted call of the try `name`. `identity` names the call.
 
-        `origin` is the earlier try that had these tokens before; None: they are new. The record survives a kill of this
-        process. Never raises: after a failed write, the next write of an answer or an end raises its error.
+        `origin`: the earlier try that sampled these tokens; None: they are new. The record survives a kill of this
+        process. Never raises: the error of a failed write is raised by the next write of an answer or an end.
         """
         # An engine may report an aborted call after the end of the run.
         if not self._is_closed:

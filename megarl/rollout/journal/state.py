@@ -238,7 +238,7 @@ class JournalState:
         """Begin a try. It replaces the attempt's earlier tries."""
         name, attempt_name, settings = (str(record[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
-            raise ValueError("a try began twice")
+            raise ValueError(f"the start of try {name} is recorded twice")
         # Only a rewritten record has it: a new try begins in the step after the newest settled one.
         first_step = _count(record["step"]) if "step" in record else self._last_step + 1
         tries_of_attempt = self._tries_by_attempt.setdefault(attempt_name, {})

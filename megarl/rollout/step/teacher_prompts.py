@@ -143,11 +143,9 @@ def _count_common_tokens(left: NDArray[np.int64], right: NDArray[np.int64]) -> i
 def _find_context_text(part: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:
     """Return the text of one part of `distillation.context`; empty if the trajectory has none."""
     if part == "feedback":
-        # Messages before each completion, then messages after the last one.
-        replies_by_completion = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
-        return "\n\n".join(
-            _text(message.get("content")) for new_messages in replies_by_completion for message in new_messages
-        ).strip()
+        # `messages` has a list before each completion. A further list has the messages after the last completion.
+        last_lists = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
+        return "\n\n".join(_text(message.get("content")) for messages in last_lists for message in messages).strip()
     if part == "success":
         return next((peer.text for peer in group if peer is not trajectory and _is_success(peer)), "").strip()
     return _text(trajectory.problem.record.get(part.removeprefix(RECORD))).strip()

@@ -161,7 +161,7 @@ def _find_fields(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int, i
 def _read_varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
     """Return the varint (a number in 7-bit groups, lowest first) at `position` of `raw`, and the position after it.
 
-    Raises MalformedError if it is cut or too long.
+    Raises MalformedError if it is incomplete or too long.
     """
     value = 0
     # A number has at most 64 bits, 7 in each byte. The byte's highest bit says that another byte follows.
@@ -173,7 +173,7 @@ def _read_varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
-    raise MalformedError("the body is not a ForwardBackwardRequest: a number is cut or too long")
+    raise MalformedError("the body is not a ForwardBackwardRequest: a varint is incomplete or longer than 64 bits")
 
 
 def loss_settings(message: Any) -> dict[str, float | str]:

@@ -44,8 +44,9 @@ class Admission:
         """By account: bytes of the bodies now being read."""
 
     def check(self, owner: str, tokens: int) -> None:
-        """Raise BusyError if a request of this many tokens exceeds a limit. An account without other requests is
-        accepted.
+        """Raise BusyError if a request of this many tokens would exceed a limit of the account, or of all accounts.
+
+        The only request of an account is never refused.
         """
         num_tokens, limits = self._tokens[owner], self._limits
         # Otherwise the limit, or other accounts' requests, could keep an account out for ever.

@@ -283,9 +283,10 @@ class Ledger:
         return promise.reply
 
     def expire(self) -> None:
-        """Drop results some time after clients read them. Skip missing numbers after `GAP_SECONDS`.
+        """Drop results `READ_SECONDS` after their first read, and unread ones `UNREAD_SECONDS` after their end.
 
-        A dropped or skipped number stays used: a client cannot send another request with it.
+        If a request's sequence number is missing for `GAP_SECONDS`, the requests after it go on. Dropped and skipped
+        numbers stay used: a client cannot send another request with them.
         """
         # Results first read, or finished, before these times are dropped.
         read_before = self._clock() - READ_SECONDS

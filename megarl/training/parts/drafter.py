@@ -53,7 +53,7 @@ class DrafterFeed(RowFeed):
     """
 
     def __init__(self, head: DrafterHead | None, num_steps: int, step_decay: float, device: torch.device) -> None:
-        """`head`: the drafter's, on the last stage; else None."""
+        """`head`: the drafter's head on the last pipeline stage; None on the other stages."""
         self._head, self._num_steps, self._step_decay, self._device = head, num_steps, step_decay, device
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[DrafterRow | None]:

@@ -132,8 +132,9 @@ class Comparison:
         return all(is_same(values[name], part) for name, part in zip(in_order(values), answer.parts, strict=True))
 
     def _compare_relations(self, gold: Node, prediction: Node) -> bool:
+        """Return whether two answers agree, of which one or both are relations, such as x = 3 and 3."""
         verdict = same_set(gold, prediction)
-        # Every equation in one variable is a set of solutions too, but as an equation it must agree itself.
+        # 2x = 6 and x = 3 have one set of solutions, but are not the same equation.
         if verdict is not None and not is_equation(gold):
             return verdict
         if gold.kind == "list" or prediction.kind == "list":

@@ -31,13 +31,16 @@ def multiply_by_arguments(prediction: Node, gold: Node) -> Node:
     """Return the prediction with P(2) as 2P, if P is a letter of the gold answer, but not its function."""
     nodes = list(gold.walk())
     functions = {node.value for node in nodes if node.kind == "apply"}
-    return _multiply(prediction, {node.value for node in nodes if node.kind == "symbol"} - functions)
+    return _calls_to_products(prediction, {node.value for node in nodes if node.kind == "symbol"} - functions)
 
 
-def _multiply(node: Node, letters: set[str], *, is_side: bool = False) -> Node:
-    """Return a formula with products for calls of `letters`. The side P(2) of an equation stays a value of P."""
+def _calls_to_products(node: Node, letters: set[str], *, is_side: bool = False) -> Node:
+    """Return a formula with P(x) read as P * x, if P and the symbols of x are in `letters`.
+
+    `is_side`: the formula is one side of an equation. A side like P(2) stays a value of the function P.
+    """
     is_relation = node.kind == "relation"
-    parts = tuple(_multiply(part, letters, is_side=is_relation) for part in node.parts)
+    parts = tuple(_calls_to_products(part, letters, is_side=is_relation) for part in node.parts)
     if node.kind == "apply" and len(parts) == 1 and node.value in letters:
         names = parts[0].symbols()
         if names <= letters and (names or not is_side):

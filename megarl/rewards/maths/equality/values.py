@@ -185,23 +185,23 @@ def is_rounded(value: Node, rounding: Node) -> bool:
         first, second = real_value(value), real_value(rounding)
     except NoValueError:
         return False
-    digit = _last_digit(rounding)
+    last_place = _find_last_place(rounding)
     is_near = abs(first - second) <= abs(first) / 100
-    return bool(is_near and (digit is None or as_fraction(abs(first - second)) < digit))
+    return bool(is_near and (last_place is None or as_fraction(abs(first - second)) < last_place))
 
 
-def _last_digit(rounding: Node) -> Fraction | None:
-    """Return the value of 1 in the last digit of a decimal, final zeros left out. None: it is no decimal."""
-    if rounding.kind != "number" or rounding.value == 0:
+def _find_last_place(decimal: Node) -> Fraction | None:
+    """Return the place value of the last nonzero digit: 1/100 for 0.25, 100 for 1200. None: not a decimal, or 0."""
+    if decimal.kind != "number" or decimal.value == 0:
         return None
-    digit = Fraction(1)
-    while digit.denominator < 10**DIGITS and (rounding.value / digit).denominator > 1:
-        digit /= 10
-    if (rounding.value / digit).denominator > 1:
+    place = Fraction(1)
+    while place.denominator < 10**DIGITS and (decimal.value / place).denominator > 1:
+        place /= 10
+    if (decimal.value / place).denominator > 1:
         return None
-    while (rounding.value / digit / 10).denominator == 1:
-        digit *= 10
-    return digit
+    while (decimal.value / place / 10).denominator == 1:
+        place *= 10
+    return place
 
 
 def is_proportional(formula: Node, multiple: Node) -> int:

@@ -141,7 +141,7 @@ class Atoms(Scripts):
         if base.kind == "power" and base.parts[0].kind == "symbol":
             return Node("power", (self._add_index(base.parts[0]), base.parts[1]))
         if base.kind != "symbol" and not (base.kind == "constant" and base.value in ("e", "i")):
-            raise NotMathematicsError("an index follows something other than a symbol")
+            raise NotMathematicsError("a subscript follows something other than a symbol")
         index = self.index()
         return self._apply_to_arguments(Node("index", (index,), base.value))
 
