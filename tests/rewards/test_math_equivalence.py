@@ -110,7 +110,7 @@ def test_agreement(prediction, answer, expected):
         pytest.param("2^{100001}", id="exponent"),
         pytest.param("2^{-100001}", id="negative_exponent"),
         pytest.param("10000000!", id="factorial"),
-        pytest.param("(50)!!", id="factorial_of_factorial"),
+        pytest.param("(50)!!!", id="factorial_of_double_factorial"),
         pytest.param("((50)!)!", id="bracketed_factorial_of_factorial"),
         pytest.param(r"\binom{10^8}{5\cdot 10^7}".replace("10^8", "100000000"), id="binomial"),
         pytest.param("(" * 300 + "1" + ")" * 300, id="nesting"),

@@ -127,6 +127,8 @@ def test_math_competition_of_verl_and_of_deepscaler() -> None:
     dapo: dict[str, Any] = {"forms": ["answer_line"], "wrong_score": -1.0, "invalid_score": -1.0}
     assert outcome(math_competition("Answer: 3\nAnswer: $\\boxed{34}$", "34", {}, **dapo)) == (1.0, True, True)
     assert outcome(math_competition("**answer:** 33", "34", {}, **dapo)) == (-1.0, True, False)
+    assert outcome(math_competition("**Answer:** 34", "34", {}, **dapo)) == (1.0, True, True)
+    assert outcome(math_competition("**Answer: 34**", "34", {}, **dapo)) == (1.0, True, True)
     assert outcome(math_competition("\\boxed{34}", "34", {}, **dapo)) == (-1.0, False, False)
     assert outcome(math_competition("\\boxed{34}", "34", {}, thoughts="required")) == (0.0, False, False)
     assert outcome(math_competition("a</think>\\boxed{34}", "34", {}, thoughts="required")) == (1.0, True, True)

@@ -4,6 +4,9 @@
 `everyday_held_back` were written from mathematical judgement alone, before the rules were run on them. So was
 `third_round`, without 22 right answers that the rules still refuse, and without 5 that are a matter of convention.
 
+`fourth_round` has what models write as final answers: units, dates, ranges, congruences, boxes in texts, in the forms
+of common data sets. Right answers that the rules still refuse are left out.
+
 `generated` has pairs whose verdicts follow from their construction: answers of 80 kinds in random numbers, written
 again in other forms, and changed by one step. Right answers that the rules still refuse are left out.
 
@@ -18,7 +21,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-TABLES = ("development", "held_back", "second_round", "everyday", "everyday_held_back", "third_round", "generated")
+TABLES = (
+    "development",
+    "held_back",
+    "second_round",
+    "everyday",
+    "everyday_held_back",
+    "third_round",
+    "fourth_round",
+    "generated",
+)
 _FOLDER = Path(__file__).parent / "verdicts"
 
 

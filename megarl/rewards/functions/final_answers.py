@@ -55,6 +55,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_WORDS_AROUND_BOX = 6
 """Words around the box of a final answer, as in `x = \\boxed{3} meters per second`. A solution has more."""
 _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
+_BOLD_MARK = re.compile(r"^\s*\*\*|\*\*\s*$")
 
 
 class Marked(NamedTuple):
@@ -198,7 +199,7 @@ def _last_answer_line(text: str) -> Marked | None:
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
         label = _ANSWER_LABEL.search(text, start, end)
-        if label and (answer := text[label.end() : end].strip()):
+        if label and (answer := _BOLD_MARK.sub("", text[label.end() : end]).strip()):
             return Marked(label.end(), answer)
         end = start - 1
     return None

@@ -14,6 +14,7 @@ TEXT = rf"\\(?:{TEXT_COMMANDS})\s*\{{"
 # Both are possessive: with backtracking, a long row of spaces would take cubic time.
 _GAP = r"(?:[\s~]|\\[,; ]|\\q?quad)*+"
 _BETWEEN_WORDS = rf"(?:[\s{{}}$]|{TEXT})*+"
+_SPACE = rf"(?:[\s~,{{}}]|\\[,; ]|{TEXT})++"
 _END_OF_WORDS = r"[\s.,;}]*\Z"
 
 _BOX = r"\\(?:boxed|fbox)\s*\{"
@@ -27,6 +28,12 @@ _END = (
 )
 _INTERVAL = r"[(\[][^()\[\],]*,[^()\[\],]*[)\]]"
 _C = r"(?:\\mathrm\s*\{\s*C\s*\}|C)"
+_MONTH = (
+    "(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?"
+    "|Nov(?:ember)?|Dec(?:ember)?)"
+)
+_DAY = r"(?:[12][0-9]|3[01]|0?[1-9])"
+_BARE_SCRIPT = re.compile(r"[_^]\s*[0-9]+\Z")
 _WORD_BETWEEN = re.compile(rf"{TEXT}\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b")
 
 
@@ -73,9 +80,16 @@ def _turn_brackets(interval: re.Match[str]) -> str:
 
 
 def _write_binomial(combinations: re.Match[str]) -> str:
-    over, under = (number for number in combinations.groups() if number is not None)
-    # C_1^2 is the square of C_1.
-    return rf"\binom{{{over}}}{{{under}}}" if int(over) > int(under) else combinations[0]
+    over, under = combinations["over"] or combinations["low"], combinations["under"] or combinations["high"]
+    # C_1^2 and C_2^2 are the squares of constants.
+    is_square = combinations["low"] is not None and int(over) == int(under) <= 2
+    return rf"\binom{{{over}}}{{{under}}}" if int(over) >= int(under) and not is_square else combinations[0]
+
+
+def _write_letterless(text: re.Match[str]) -> str:
+    # After a script without braces, a digit would become part of it: P_1\text{2} is not P_{12}.
+    is_after_script = _BARE_SCRIPT.search(text.string, 0, text.start()) is not None
+    return f" {text[1]}" if is_after_script and text[1][:1].isdigit() else text[1]
 
 
 def _write_exception(exception: re.Match[str]) -> str:
@@ -92,6 +106,11 @@ def _write_dollars(money: re.Match[str]) -> str:
 def _write_meridiem(match: re.Match[str]) -> str:
     half = match[1].upper() if match[1] else "P" if match[2] else "A"
     return rf" \text{{{half}M}}"
+
+
+def _write_date(date: re.Match[str]) -> str:
+    month, day, year = (date[1], date[2], date[3]) if date[1] else (date[5], date[4], date[6])
+    return f"{month[:3].title()} {int(day)}" + (f", {year}" if year else "")
 
 
 def _write_domain(parameter: re.Match[str]) -> str:
@@ -132,10 +151,13 @@ _RULES = (
         rf"((?:(?<![A-TV-Za-z0-9_'}}])|(?<=\\in)){_INTERVAL})\s*(?:\\text\s*\{{\s*U\s*\}}|U)\s*(?={_INTERVAL})",
         r"\1\\cup ",
     ),
-    # Binomial coefficients with a C: _8C_4, ^8C_4, C_8^4, but not x^2C_4.
+    # Binomial coefficients with a C: _8C_4, ^8C_4, C_8^4, C^4_8, but not x^2C_4.
+    _rule(rf"(?<![\w}}]){_C}\s*\^\s*(\{{\s*[0-9]+\s*\}}|[0-9])\s*_\s*(\{{\s*[0-9]+\s*\}}|[0-9])", r"C_\2^\1"),
     _rule(
-        rf"(?:\{{\}}|(?<![\w}})\]'!|\s]))\s*[_^]\s*\{{?\s*([0-9]+)\s*\}}?\s*{_C}\s*_\s*\{{?\s*([0-9]+)\s*\}}?"
-        rf"|(?<![\w}}]){_C}\s*_\s*(?:\{{\s*([0-9]+)\s*\}}|([0-9]))\s*\^\s*(?:\{{\s*([0-9]+)\s*\}}|([0-9]))",
+        rf"(?:\{{\}}|(?<![\w}})\]'!|\s]))\s*[_^]\s*\{{?\s*(?P<over>[0-9]+)\s*\}}?\s*{_C}\s*"
+        r"_\s*\{?\s*(?P<under>[0-9]+)\s*\}?"
+        rf"|(?<![\w}}]){_C}\s*_\s*(?=\{{?\s*(?P<low>[0-9]+))(?:\{{\s*[0-9]+\s*\}}|[0-9])\s*"
+        r"\^\s*(?=\{?\s*(?P<high>[0-9]+))(?:\{\s*[0-9]+\s*\}|[0-9])",
         _write_binomial,
     ),
     # Moduli and bases: \text{(mod 7)}, 1011_{(2)}, 1011\text{ (base 2)}, (1011)_2.
@@ -182,7 +204,7 @@ _RULES = (
     _rule(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?", r"\\overline{\1\2\3}"),
     _rule(r"(?<=\d\.)\((\d+)\)", r"\\overline{\1}"),
     # Words around numbers: \text{-}4, 5^{th}, 3 p.m., USD 5.
-    _rule(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}A-Za-z]*)\}", r"\1"),
+    _rule(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}A-Za-z]*)\}", _write_letterless),
     _rule(r"(?<=\d)\s*\^\s*\{?\s*\\?(?:text|mathrm)?\s*\{?\s*(st|nd|rd|th)\s*\}?\s*\}?", r"\1"),
     _rule(
         rf"(?<=\d){_GAP}(?:{TEXT}\s*)?(?:([AaPp])(?:[Mm]|\.\s?[Mm]\.?)|(noon)|(midnight))(?![A-Za-z])\s*\}}?",
@@ -192,6 +214,14 @@ _RULES = (
         rf"^(?:US\s*(?=\\?\$)|{TEXT}\s*USD\s+(?P<price>[0-9][0-9.,]*)\s*\}}$|(?:{TEXT})?\s*USD\s*\}}?{_GAP}(?=[0-9]))",
         _write_dollars,
     ),
+    # Dates in words, and ranges: 4th of July, 1776, from 2 to 5.
+    _rule(
+        rf"\A{_BETWEEN_WORDS}(?:({_MONTH})\b\.?{_SPACE}({_DAY})(?:st|nd|rd|th)?(?:{_SPACE}(\d{{4}}))?"
+        rf"|({_DAY})(?:st|nd|rd|th)?{_SPACE}(?:of{_SPACE})?({_MONTH})\b\.?(?:{_SPACE}(\d{{4}}))?){_END_OF_WORDS}",
+        _write_date,
+        re.IGNORECASE,
+    ),
+    _rule(rf"\A{_BETWEEN_WORDS}from[\s}}]+(?=[-\d\\])", ""),
     _rule(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])", r"\\frac{d\1}{d\2}"),
     # A parameter's values: (k \in Z), where k is an integer, where C is a constant.
     _rule(r"\(\s*([A-Za-z])\s*(\\in\s*\\mathbb\s*(?:\{[A-Z]\}|[A-Z]))\s*\)$", r", \1 \2"),

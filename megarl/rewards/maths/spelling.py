@@ -72,7 +72,7 @@ _SPACE = re.compile(r"\\[,! ]|~|\s+")
 _POWER_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)\s*(?:\^|\*\*)[\s{(+-]*(\d+)")
 _EXPONENT = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)")
 _FACTORIAL = re.compile(r"(\d+)[\s})]*!|\\[dt]?binom\s*\{?\s*(\d+)")
-_NESTED_FACTORIAL = re.compile(r"!\s*(?:\\right)?[\s})\]]*!")
+_NESTED_FACTORIAL = re.compile(r"!\s*(?:\\right)?[\s})\]]+!|!!\s*!")
 _SINGLE = r"(?:\\[A-Za-z]+(?![A-Za-z{])|[^\s\\{}])"
 _BRACED_SINGLE = re.compile(rf"(\\[A-Za-z]+)?(?<!\\)\{{\s*({_SINGLE})\s*\}}")
 _STYLE = re.compile(
@@ -135,7 +135,7 @@ def normalize(text: str) -> str:
         text = _remove_wrapping(text)
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
     text = rewrite_notation(_remove_announcement(text))
-    without_stop = re.sub(r"(?:[.,;]|\\[,!]|\s)+$", "", text)
+    without_stop = re.sub(r"(?:[.,;\s\\]|\\!)+$", "", text)
     # Three final dots are a sequence's continuation, not a full stop.
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
 

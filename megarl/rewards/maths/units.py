@@ -91,7 +91,7 @@ def _find_meaning(
     if singular == "pound" and unit_words is not None and "sterling" in unit_words:
         singular = name = "sterling"
     # The plural of a unit whose case matters comes first: 5 Mbs are megabits.
-    meaning = _UNITS.get(name) or _UNITS.get(_singular(name)) or _UNITS.get(singular)
+    meaning = _UNITS.get(name) or _UNITS.get(_singular(name)) or (_UNITS.get(singular) if len(name) > 1 else None)
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
     if meaning is None and len(name) == 1:
         meaning = _UNITS.get(f"text {name}")

@@ -39,6 +39,7 @@ from megarl.rewards.maths.equality.plus_minus import expand_signs
 from megarl.rewards.maths.equality.rewrites import (
     adopt_argument,
     adopt_constant,
+    as_congruence,
     as_equation,
     as_quotient,
     column_as_point,
@@ -85,6 +86,7 @@ class Comparison:
         if gold.kind == "numeral" or (gold.kind == "negative" and gold.parts[0].kind == "numeral"):
             return _same_numeral(gold, prediction)
         if "congruence" in (gold.kind, prediction.kind):
+            gold, prediction = as_congruence(gold, domain), as_congruence(prediction, predicted_domain)
             return gold.kind == prediction.kind and self._same_congruence(gold, prediction)
         by_name = self._compare_named(gold, prediction)
         if by_name is not None:

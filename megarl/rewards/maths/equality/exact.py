@@ -96,13 +96,10 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent)
 
 
-def _exact_factorial(operand: Fraction) -> Fraction:
+def _exact_factorial(operand: Fraction, step: int = 1) -> Fraction:
     if operand.denominator != 1 or not 0 <= operand <= 1000:
         raise NoValueError
-    product = 1
-    for factor in range(2, int(operand) + 1):
-        product *= factor
-    return Fraction(product)
+    return Fraction(math.prod(range(int(operand), 1, -step)))
 
 
 def _exact_binomial(over: Fraction, under: Fraction) -> Fraction:
@@ -146,6 +143,7 @@ _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "floor": lambda operand: Fraction(operand.__floor__()),
     "ceiling": lambda operand: Fraction(operand.__ceil__()),
     "factorial": _exact_factorial,
+    "double_factorial": lambda operand: _exact_factorial(operand, step=2),
     "binomial": _exact_binomial,
     "root": _exact_root,
     "mod": lambda operand, modulus: operand % modulus,

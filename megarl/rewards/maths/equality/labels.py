@@ -217,15 +217,17 @@ def without_domain(node: Node) -> tuple[Node, Node | None]:
 def has_other_domain(gold: Node, domain: Node | None, prediction: Node, predicted_domain: Node | None) -> bool:
     r"""Return whether two domains disagree: \mathbb{Z} and \mathbb{R}.
 
-    A prediction may lack its domain. It may have one more, with two exceptions: an inequality, `x > 2`, holds for real
-    numbers, and a parameter named like a whole number, `k\pi`, has no fractions as values.
+    A prediction may lack its domain. It may have one more, with two exceptions: an inequality, `x > 2`, and the
+    coefficient of another variable, `y = kx`, hold for real numbers, and a parameter named like a whole number, `k\pi`,
+    has no fractions as values.
     """
     if predicted_domain is None:
         return False
     name, numbers = predicted_domain.parts
     if domain is not None:
         return bool(domain.parts[1] != numbers)
-    if any(map(_is_inequality, (gold, *gold.parts, prediction, *prediction.parts))):
+    is_coefficient = is_equation(gold) and not (gold.parts[-1].symbols() - {name.value}).isdisjoint(_VARIABLES)
+    if is_coefficient or any(map(_is_inequality, (gold, *gold.parts, prediction, *prediction.parts))):
         return numbers != symbol("mathbbR")
     return name.value in NAMES_OF_WHOLE_NUMBERS and numbers.value in _DOMAINS_OF_FRACTIONS
 

@@ -60,6 +60,13 @@ def _gamma_of(operand: Any) -> Any:
     return CONTEXT.gamma(operand + 1)
 
 
+def _double_factorial(operand: Any) -> Any:
+    (number,) = _whole_parts((operand,))
+    if not 0 <= number <= MAX_GAMMA:
+        raise NoValueError
+    return CONTEXT.fac2(number)
+
+
 @lru_cache(maxsize=1024)
 def _zeta(operand: Any) -> Any:
     # With more digits, one value takes a second.
@@ -94,6 +101,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "floor": CONTEXT.floor,
     "ceiling": CONTEXT.ceil,
     "factorial": _gamma_of,
+    "double_factorial": _double_factorial,
     "gamma": lambda operand: _gamma_of(operand - 1),
     "zeta": _zeta,
     "binomial": _binomial,

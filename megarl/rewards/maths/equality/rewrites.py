@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megarl.rewards.maths.equality.kinds import is_capital_letter
+from megarl.rewards.maths.equality.exact import exact
+from megarl.rewards.maths.equality.kinds import is_capital_letter, is_equation
 from megarl.rewards.maths.equality.labels import is_label
-from megarl.rewards.maths.equality.values import is_rounded
+from megarl.rewards.maths.equality.values import NAMES_OF_WHOLE_NUMBERS, is_rounded
 from megarl.rewards.maths.formulas.nodes import (
     BLANK,
     DEGREE,
@@ -130,6 +131,22 @@ def adopt_constant(gold: Node, prediction: Node) -> Node:
         if symbol(name) in prediction.parts and name not in gold.symbols():
             return replace_node(prediction, symbol(name), constant)
     return prediction
+
+
+def as_congruence(node: Node, domain: Node | None) -> Node:
+    """Return the values `x = 7k + 3` of all whole numbers k as `x \\equiv 3 (mod 7)`; other formulas unchanged."""
+    is_value = is_equation(node) and len(node.parts) == 2 and is_label(node.parts[0])
+    name, formula = node.parts if is_value else (BLANK, node)
+    parameters = formula.symbols()
+    if formula.kind != "sum" or len(parameters) != 1 or not parameters <= NAMES_OF_WHOLE_NUMBERS:
+        return node
+    parameter = symbol(*parameters)
+    if domain is not None and domain.parts != (parameter, symbol("mathbbZ")):
+        return node
+    first, second, third = (exact(replace_node(formula, parameter, number(place))) for place in range(3))
+    if first is None or second is None or third is None or not second - first == third - second != 0:
+        return node
+    return Node("congruence", (name, number(first), number(abs(second - first))))
 
 
 def as_quotient(node: Node) -> Node | None:

@@ -21,7 +21,8 @@ from megarl.rewards.maths.equality.precision import (
 from megarl.rewards.maths.formulas.nodes import Node
 
 _KINDS_OF_POINTS = ("positive", "large", "mixed", "mixed")
-_ROUNDING = frozenset(("floor", "ceiling", "mod", "gcd", "lcm"))
+_OF_WHOLE_NUMBERS = frozenset(("gcd", "lcm", "double_factorial"))
+_ROUNDING = frozenset(("floor", "ceiling", "mod")) | _OF_WHOLE_NUMBERS
 _FOLDING = frozenset(("abs", "max", "min"))
 _POINTS_OF_ANY_SIZE = tuple(f"mixed {place}" for place in range(24))
 """Points for formulas with cases: |x^2-1| is x^2-1 or 1-x^2. Each point has another choice of signs and sizes."""
@@ -98,7 +99,7 @@ def _find_whole_names(formula: Node) -> frozenset[str]:
     for node in formula.walk():
         if node.kind == "series":
             names |= node.parts[1].symbols() | node.parts[2].symbols()
-        elif node.kind == "call" and node.value in ("gcd", "lcm"):
+        elif node.kind == "call" and node.value in _OF_WHOLE_NUMBERS:
             names |= node.symbols()
         elif node.kind == "symbol" and node.value in NAMES_OF_WHOLE_NUMBERS:
             names.add(node.value)

@@ -39,6 +39,7 @@ _CLOSING = {"(": (")", "]"), "[": ("]", ")")}
 _ALWAYS_FUNCTIONS = frozenset(("f", "g", "F", "G", "Gamma", "zeta", "mathbbE", "mathbbP"))
 _PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
 _VECTORS = frozenset("abuvwxyz")
+_TRANSPOSES = (symbol("T"), symbol("top"))
 _NUMERIC_FUNCTIONS = {"Gamma": "gamma", "zeta": "zeta"}
 
 
@@ -124,10 +125,10 @@ class Atoms(Scripts):
         is_inverse = base.kind == "symbol" and base.value in _ALWAYS_FUNCTIONS and exponent == number(-1)
         if is_inverse and self.token.text == "(":
             return self._apply_to_arguments(symbol(base.value + "^-1'"))
-        if exponent in (symbol("T"), symbol("top")) and _may_be_matrix(base):
+        if exponent in _TRANSPOSES and _may_be_matrix(base):
             return _transpose(base)
         # A^{-T} is the transpose of the inverse. Vectors, in small letters, have none.
-        if exponent == negative(symbol("T")) and _has_capital(base) and _may_be_matrix(base):
+        if exponent in map(negative, _TRANSPOSES) and _has_capital(base) and _may_be_matrix(base):
             return _transpose(Node("power", (base, number(-1))))
         return Node("power", (base, exponent))
 
@@ -311,7 +312,7 @@ class Atoms(Scripts):
         if name.startswith("mathbb"):
             return self._apply_to_arguments(symbol(name))
         simple = {"pi": Node("constant", (), "pi"), "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": symbol("ldots"),
-                  "imath": Node("constant", (), "i")}  # fmt: skip
+                  "imath": Node("constant", (), "i"), "top": symbol("top"), "intercal": symbol("top")}  # fmt: skip
         if name in simple:
             return simple[name]
         if name in ("frac", "binom"):

@@ -29,9 +29,6 @@ class Scripts(Commands):
                 return DEGREE
             if next_token.text == "'":
                 return symbol("prime" + "'" * self._skip_to_brace())
-            if next_token.text == "top":
-                self._skip_to_brace()
-                return symbol("top")
             if next_token.kind == "text":
                 self._skip_to_brace()
                 return symbol(next_token.text)
@@ -39,9 +36,6 @@ class Scripts(Commands):
         if token.text == "circ":
             self.advance()
             return DEGREE
-        if token.text in ("top", "intercal"):
-            self.advance()
-            return symbol("top")
         if token.text == "'":
             self.advance()
             return symbol("prime'")

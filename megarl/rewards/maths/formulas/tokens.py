@@ -50,7 +50,7 @@ _UPRIGHT = frozenset(("mathrm", "mathbf", "mathit", "mathsf", "boldsymbol", "bm"
 _BOLD = frozenset(("mathbf", "boldsymbol", "bm"))
 _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
-    r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
+    r"[\s()]*(?:(?:[A-Z]|[IVX]+)(?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+(?:[A-Z]|[IVX]+)[\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
 )
 r"""Matches mathematical contents of a \text{}: letters of choices, or numbers."""
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
