@@ -146,12 +146,13 @@ def _join_quantised(parts: Mapping[str, Path], stored: dict[str, Stored]) -> Ite
 
 
 def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of numbers and scales of each tensor that may be stored as MXFP4, by name.
+    """Return, by name, the shapes of the two tensors of an MXFP4 weight: 4-bit numbers (BLOCKS) and scales (SCALES).
 
-    `shapes` are the shapes of the whole tensors.
+    `shapes` are those of the whole weights.
     """
     if not FAMILIES[model.family].reads_mxfp4:
         return {}
+    # Only tensors of all experts of a layer, with three dimensions, are stored as MXFP4.
     packed = {alias.packed for alias in list_aliases(model) if len(alias.packed_shape) == 3}
     part_shapes = {}
     for name, shape in shapes.items():

@@ -66,7 +66,7 @@ def metrics(
         str,
         typer.Argument(
             metavar="[TEXT]",
-            help="Print only metrics whose name contains TEXT, or the row that describes the logged metric TEXT.",
+            help="Print only metrics whose name contains TEXT. For a logged name, print the row that describes it.",
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,

@@ -84,8 +84,9 @@ def _refuse_split_turns(messages: Sequence[Any], standard: Sequence[Mapping[str,
     for number, pair in enumerate(pairwise(names), start=1):
         if _CALLS in pair and standard[number - 1]["role"] == standard[number]["role"] == "assistant":
             raise ValueError(
-                f"{field}[{number}] of role {pair[1]} follows one of role {pair[0]}; give both as one message of role "
-                "assistant with all calls in tool_calls, or the calls' result (observation) between them"
+                f"{field}[{number}]: a message of role {pair[1]} follows a message of role {pair[0]}; merge them into "
+                "one message of role assistant with all calls in tool_calls, or put the calls' result (role "
+                "observation) between them"
             )
 
 
@@ -180,7 +181,9 @@ def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping
     if not isinstance(value, Mapping):
         raise ValueError(f"{field_path} is {shown(value)}; give an object with 'role' and 'content'")
     # ShareGPT writes `from` and `value` for role and content.
-    message = {name: item for name, item in value.items() if name in ("content", "value") or not _is_unsaid(name, item)}
+    message = {
+        name: item for name, item in value.items() if name in ("content", "value") or not _counts_as_absent(name, item)
+    }
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
         if "value" in message:
@@ -238,7 +241,7 @@ def _unify_calls(message: dict[str, Any], field_path: str) -> None:
     message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def _is_unsaid(name: str, value: Any) -> bool:
+def _counts_as_absent(name: str, value: Any) -> bool:
     """Return whether a message's key counts as absent: its value is empty or white space.
 
     A list or object of empty values is empty too, except `tool_calls`. `prefix` is false in ordinary messages.
@@ -249,8 +252,9 @@ def _is_unsaid(name: str, value: Any) -> bool:
 
 
 def _refuse_unread_keys(values: Mapping[str, Any], read_keys: frozenset[str], field_path: str, of: str) -> None:
+    """Raise ValueError for a key that is not read, unless its value is empty. `of`: the object, for the error."""
     for name in values:
-        if name not in read_keys and not _is_unsaid(name, values[name]):
+        if name not in read_keys and not _counts_as_absent(name, values[name]):
             remedy = _REMEDIES.get(name, "remove the key")
             keys = ", ".join(sorted(read_keys))
             raise ValueError(

@@ -219,7 +219,8 @@ class _RecordReader:
         return _Surveyed(record, length, _digest(parts), prompt, sequences, undescribed_tool)
 
     def _find_undescribed_tool(self, trained_parts: Sequence[Any]) -> str | None:
-        """Return the tool of a trained call that no earlier message names, or None. Prompts are not trained."""
+        """Return a tool that a trained message calls and no earlier message describes; None: there is none."""
+        # Messages of problems are prompts: they are not trained.
         if isinstance(self._kind, Problems):
             return None
         # Of a pair, the chosen conversation: the rejected one may be rejected for its call.

@@ -72,12 +72,13 @@ class DeltaNet(LinearAttention):
             "linear_num_value_heads": self.num_value_heads,
         }
 
-    def layer_weights(self, hidden_size: int) -> int:
+    def count_multiply_adds(self, hidden_size: int) -> int:
         # The projections make queries, keys, values, gates, two rates per value head, and the output.
         inputs = self.convolved_channels + self.value_channels + 2 * self.num_value_heads
         # A state is read for the key, written, and read for the query: arXiv:2412.06464, eq. 10.
-        rule = 3 * self.state_numbers + self.width * self.convolved_channels
-        return hidden_size * (inputs + self.value_channels) + rule
+        state_products = 3 * self.state_numbers
+        convolution_products = self.width * self.convolved_channels
+        return hidden_size * (inputs + self.value_channels) + state_products + convolution_products
 
     def saved_numbers_per_token(self, *, in_torch: bool) -> tuple[float, float]:
         """Return how many numbers the backward pass needs per token, in the model's dtype and in float32."""

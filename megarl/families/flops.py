@@ -42,7 +42,7 @@ def _count_mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
     linear = shape.linear_attention
     if kind.mixer == "attention" or linear is None:
         return shape.attention.projection_elements(shape.hidden_size)
-    return linear.layer_weights(shape.hidden_size)
+    return linear.count_multiply_adds(shape.hidden_size)
 
 
 def _pair_flops(shape: ModelShape) -> int:

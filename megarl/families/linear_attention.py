@@ -45,7 +45,7 @@ class LinearAttention(ABC):
         """Return the layer's sizes as fields of Megatron-Core's TransformerConfig."""
 
     @abstractmethod
-    def layer_weights(self, hidden_size: int) -> int:
+    def count_multiply_adds(self, hidden_size: int) -> int:
         """Return the multiply-adds of one token in a layer: its projections and the update of its state."""
 
     @abstractmethod

@@ -60,7 +60,9 @@ _unfinished: list[tuple[ProcessGroup, list[dist.Work]]] = []
 
 
 def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
-    """Join a cross-world process group and return it: over gloo, and NCCL for GPU tensors. A collective of its ranks.
+    """Join a process group with ranks of several torch worlds, and return it. All its ranks must call this.
+
+    The group uses gloo, and NCCL for GPU tensors.
 
     `own_rank` is this rank's number in its torch world. Raises PeerGoneError if the driver cancels the group, or if
     ranks do not arrive in time; it lists the missing ranks.
@@ -199,12 +201,13 @@ def _check(name: str) -> None:
 
 
 def leave_group(group: ProcessGroup | None) -> None:
-    """Leave a cross-world process group; no other rank takes part. Exchanges of peers that wait for this rank fail."""
+    """Leave a process group of several torch worlds, alone. Exchanges of others that wait for this rank then fail."""
     if group is None:
         return
     if (membership := _memberships.pop(group, None)) is not None:
         cancelled.forget(membership.name)
         if membership.exchanges:
+            # Keep the group until its exchanges have ended: destroying it earlier blocks.
             _unfinished.append((group, membership.exchanges))
     _abort(group)
     _drop_finished()

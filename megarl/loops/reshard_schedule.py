@@ -118,7 +118,7 @@ class ReshardSchedule:
         """
         earlier_metrics = await self.finish()
         if self._ranks.is_separate:
-            reports, pause_metrics = await self._run_separate(step)
+            reports, pause_metrics = await self._reshard_separate_engines(step)
         else:
             # Colocated engines hold no requests now: they were paused before they slept.
             reports, pause_metrics = await self._reshard_calls.run(self._is_verified(step), step + 1), {}
@@ -172,7 +172,7 @@ class ReshardSchedule:
         interval = self._recipe.weights.verify_every
         return interval > 0 and step % interval == 0
 
-    async def _run_separate(self, step: int) -> tuple[Reports, dict[str, float]]:
+    async def _reshard_separate_engines(self, step: int) -> tuple[Reports, dict[str, float]]:
         """Pause separate engines, let restarted replicas join, and reshard.
 
         Returns the ranks' reports and the metrics of the pause.
@@ -180,10 +180,11 @@ class ReshardSchedule:
         began = time.monotonic()
         with span("pause engines"):
             await self._pool.pause(aborts=self._recipe.rollout.recompute_kv)
-        # Before restarted replicas join: a lost replica and its replacement have the same first rank. Requests of the
-        # lost replica must move to other replicas.
+        # Remove lost replicas before their replacements join: both have the same first rank. The requests of the lost
+        # ones must move to other replicas.
         self._pool.set_live_replicas(self._leaders)
         self._reshard_calls.add(self._replacements.take())
+        # The update of step N makes weight version N + 1.
         reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
         return reports, self._resume_engines(began)
 

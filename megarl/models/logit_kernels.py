@@ -42,8 +42,8 @@ def to_logit_gradients(
     the whole vocabulary. The caller computes slope = -logprob_gradient - entropy_gradient * entropy.
 
     Shapes: logits [tokens, block], with contiguous rows; targets int64 [tokens], columns of this block, or a number
-    outside the block; all others float32 [tokens]. `log_totals` cover the whole vocabulary. `entropy_gradients` None:
-    the loss has no entropy term.
+    outside the block; all others float32 [tokens]. `log_totals`: log-sum-exp of the logits over the whole vocabulary.
+    `entropy_gradients` None: the loss has no entropy term.
     """
     grid = (len(logits), triton.cdiv(logits.size(1), _COLUMNS))
     _gradients[grid](  # pyright: ignore[reportIndexIssue]

@@ -123,12 +123,12 @@ class Adapter(nn.Module):
             # gradient of the replicated matrix must still be summed.
             a, b = (self._copy_to_region(a), b) if self.is_column else (a, self._copy_to_region(b))
             return F.linear(F.linear(x, a) * self.scale, b)
-        return F.linear(self._exchange_inner(F.linear(x, a)) * self.scale, b)
+        return F.linear(self._exchange_low_rank(F.linear(x, a)) * self.scale, b)
 
     def _copy_to_region(self, x: Tensor) -> Tensor:
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
-    def _exchange_inner(self, inner: Tensor) -> Tensor:
+    def _exchange_low_rank(self, inner: Tensor) -> Tensor:
         """Return B's input [..., rank] from A's output `inner` [..., rank].
 
         Column-parallel layers gather it over tokens. Row-parallel layers sum it over the ranks' input features.

@@ -157,7 +157,7 @@ class Transport:
 
     @torch.no_grad()
     def reshard(self) -> CopyReport:
-        """Copy all weights. A collective."""
+        """Copy all weights, bucket by bucket. While one bucket travels, the next is packed. A collective."""
         clock = _Clock(self._device)
         in_flight: _BoundBucket | None = None
         for number, bucket in enumerate(self._buckets):

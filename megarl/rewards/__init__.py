@@ -143,7 +143,7 @@ def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """Return a reward's key in this module's tables: `reasoning_gym.TASK` for every task, else the name."""
+    """Return a reward's key in this module's tables: its name. All tasks of reasoning_gym share one key."""
     return "reasoning_gym.TASK" if _TASK.fullmatch(name) else name
 
 

@@ -106,9 +106,9 @@ class Ran:
 
 
 class Sandbox:
-    """Runs programs one after the other, each in a separate process. The first program starts the spawner.
+    """Runs programs one after the other, each in a separate process, started by a spawner process.
 
-    Any thread may use it. Close it at the end. `_without` disables layers, to test the others.
+    Any thread may use it. Close it at the end. `_without`: layers of isolation to switch off, to test the others.
     """
 
     def __init__(self, settings: SandboxSettings, *, _without: Sequence[str] = ()) -> None:

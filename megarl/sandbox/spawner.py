@@ -241,5 +241,6 @@ def main() -> NoReturn:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel then kills programs before the training.
         file.write("1000")
+    # Only the connection and the standard streams are passed on: close what the starting process left open.
     os.closerange(3, control)
     spawn(control, start)

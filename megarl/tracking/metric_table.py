@@ -55,7 +55,8 @@ def rows() -> tuple[Row, ...]:
 def find_row(name: str) -> Row | None:
     """Return the row of a logged metric. None: the metric comes from user code, for example a custom loss.
 
-    In mixtures and evaluations, the name follows a prefix `environment/SOURCE/` or `val/SET/`.
+    In mixtures and evaluations, the name follows a prefix `environment/SOURCE/` or `val/SET/`. A row with `OWN` in its
+    name stands for all metrics that a user's code names.
     """
     matching_rows = [row for row in rows() if row.pattern.fullmatch(name)]
     most_specific = min(matching_rows, key=_generality, default=None)

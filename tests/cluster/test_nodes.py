@@ -77,7 +77,7 @@ GOOD = {
             "node n2: cluster.device = auto: this machine has 8 GPUs (H200), but driver 570",
             id="a driver that torch cannot use",
         ),
-        pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
+        pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs; it should have 8", id="a GPU is gone"),
         pytest.param(
             {"usable_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 4},
             "node n2: CUDA_VISIBLE_DEVICES leaves 4 of its 8 GPUs visible, but 8 ranks run there; unset it",

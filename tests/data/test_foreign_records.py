@@ -153,15 +153,15 @@ REFUSED = {
     "a call in sharegpt without JSON": (turns(("human", "q"), ("function_call", "add(2)")), "function_call.*JSON"),
     "two turns of calls in sharegpt": (
         turns(("human", "q"), ("function_call", SHAREGPT_CALL), ("function_call", SHAREGPT_CALL), ("observation", "4")),
-        r"conversations\[2\] of role function_call follows",
+        r"conversations\[2\]: a message of role function_call follows",
     ),
     "a call after a text in sharegpt": (
         turns(("human", "q"), ("gpt", "wait"), ("function_call", SHAREGPT_CALL), ("observation", "4")),
-        r"conversations\[2\] of role function_call follows one of role gpt",
+        r"conversations\[2\]: a message of role function_call follows a message of role gpt",
     ),
     "a text after a call in sharegpt": (
         turns(("human", "q"), ("function_call", SHAREGPT_CALL), ("gpt", "x")),
-        r"conversations\[2\] of role gpt follows one of role function_call",
+        r"conversations\[2\]: a message of role gpt follows a message of role function_call",
     ),
     "consecutive calls in columns": (
         {
@@ -170,7 +170,7 @@ REFUSED = {
                 for role, text in (("human", "q"), *[("function_call", SHAREGPT_CALL)] * 2)
             ]
         },
-        r"conversations\[2\] of role function_call follows",
+        r"conversations\[2\]: a message of role function_call follows",
     ),
     "two thoughts of a call in sharegpt": (
         {

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tools.runs import make_environment, read_metrics, train
 
 DURATION = {
     "small": "20 s (reasoning-gym, without a virtual environment)",
-    "full": "minutes: four runs of two steps, and downloads (not timed)",
+    "full": "350 s of CPU time: five runs of two steps, and downloads; Harbor needs python3.12",
 }
 SMALL = {"only": ["reasoning_gym"]}
 STEPS = 2
@@ -249,6 +249,24 @@ ADAPTERS = {
 }
 
 
+def refuse_missing_interpreters(names: Sequence[str]) -> None:
+    """End the check before its first run if the Python that a library needs does not start.
+
+    Another library's run takes minutes. A command can be there and fail, as a version manager's does without a version.
+    """
+    for name in names:
+        interpreter = ADAPTERS[name].interpreter
+        try:
+            is_working = subprocess.run([interpreter, "--version"], capture_output=True).returncode == 0
+        except OSError:
+            is_working = False
+        if not is_working:
+            raise SystemExit(
+                f"{name}: {interpreter} does not start. Install it, or choose other libraries with --only "
+                f"({', '.join(ADAPTERS)})"
+            )
+
+
 def version_of(python: str, package: str) -> str:
     command = [python, "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -297,9 +315,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="check_adapters_") as name:
-        folder = Path(name)
+    names = options.only or list(ADAPTERS)
+    refuse_missing_interpreters(names)
+    with tempfile.TemporaryDirectory(prefix="check_adapters_") as temporary_folder:
+        folder = Path(temporary_folder)
         environments = options.keep.resolve() if options.keep else folder / "environments"
         make_tiny_model(folder / "model", num_layers=2)
-        for adapter in options.only or ADAPTERS:
-            yield check_adapter(adapter, folder, environments, options.overrides)
+        for name in names:
+            yield check_adapter(name, folder, environments, options.overrides)

@@ -278,6 +278,7 @@ class AgentLink(asyncio.Protocol):
             answer.set_exception(error if event["errno"] is not None else OSError(event["error"]))
 
     def _note_end(self, handle: RankHandle, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
+        """Record the end of a rank, and fail its running call. `is_cut_off`: its node is lost, and `end` names it."""
         del self._handles[handle.process]
         place_text = "" if self.addresses is None else f"on node {self.node} "
         handle.note_end(end if is_cut_off else place_text + end, epoch_seconds, is_cut_off=is_cut_off)

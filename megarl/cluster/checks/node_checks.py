@@ -199,12 +199,12 @@ def _find_storage_faults(node: str, report: Mapping[str, Any], run_folder: str) 
 def _find_gpu_faults(
     node: str, report: Mapping[str, Any], num_gpus: int, num_ranks: int, ranks_per_node: int
 ) -> Iterator[Finding]:
-    """Yield faults of the device, and missing GPUs."""
+    """Yield faults of the device, and missing GPUs. `num_gpus`: most GPUs of any node of this kind; 0: without GPUs."""
     if report["device"]:
         yield _bad_node(node, report["device"])
     # Nodes of one kind have the same number of GPUs. A node with fewer has lost a GPU.
     if num_gpus and len(report["gpus"]) < max(ranks_per_node, num_gpus):
-        text = f"shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}"
+        text = f"shows {len(report['gpus'])} GPUs; it should have {max(ranks_per_node, num_gpus)}"
         yield _bad_node(node, text, "exclude the node")
     elif num_gpus and 0 < len(report["usable_gpus"]) < num_ranks:
         # Without any visible GPU the device's own check reports the fault.

@@ -144,8 +144,8 @@ class DataConfig(Section):
     "messages" with "gt_answer" (rl, distillation) or answers (sft); "chosen", "rejected" (preference, reward_model)."""
     validation: dict[Name, DataSet] = Field(default_factory=dict)
     """Validation sets: a mapping from name to a path as in data.train, or to {path, format, fields, answer_field}.
-    Records are problems with gold answers, or pairs (preference, reward_model). environment:COUNT makes problems that
-    are not trained. Metric: val/NAME/accuracy."""
+    Records are problems with gold answers; in the loops preference and reward_model they are pairs. The path
+    environment:COUNT lets the environment make COUNT problems that are not trained. Metric: val/NAME/accuracy."""
     validation_conversations: Annotated[dict[Name, DataSet], OnlyIf(SFT)] = Field(default_factory=dict)
     """Validation sets of conversations for loop sft, written as in data.validation. Metric: val/NAME/loss, in nats per
     token."""

@@ -315,8 +315,8 @@ class AlgorithmConfig(Section):
     return of all turns of the prompt's samples in the same state. The environment names the states. 0 (default): no
     second advantage."""
     state_discount: Annotated[Annotated[float, Field(ge=0.0, le=1.0)], OnlyIf(STATES)] = 0.95
-    """Discount factor per turn of the returns compared by state_weight. Rewards not tied to a turn count at the last
-    turn."""
+    """Discount factor per turn for the returns of the second advantage (state_weight). A reward of the whole attempt
+    is added to its last turn."""
     normalize_by_std: Annotated[bool, KeywordOf("algorithm.advantage")] = True
     """Divide advantages by the group's standard deviation of rewards. true (default): as in GRPO. false: as in Dr.
     GRPO."""

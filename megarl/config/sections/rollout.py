@@ -123,8 +123,7 @@ class AgentConfig(Section):
     MemoryLimit. An attempt waits for a node with this memory and disk_gib free. Default: none."""
     sampled_tokens: PositiveInt | None = None
     """Maximum number of tokens sampled in all calls of an attempt together. The next call is refused, and the attempt
-    ends with TokenLimit. Parallel calls may exceed the limit by their own lengths. Default: none, except
-    rollout.max_turns and the maximum tokens of an attempt."""
+    ends with TokenLimit. Parallel calls count when they end, so together they may exceed the limit. Default: none."""
     disk_gib: Annotated[PositiveFloat | None, OnlyIf(COMMAND, LAYERED)] = None
     """Maximum size of an attempt's new files in GiB. They are in memory, which an attempt reserves before it starts. A
     program that fills it ends with DiskLimit. Default: 4."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenisedKind:
-    """A kind of examples made of tokens. An example longer than `max_tokens` is an error."""
+    """A kind of training data whose examples are sequences of tokens, at most `max_tokens` long."""
 
     tokenizer: Tokenizer
     system_prompt: str | None

@@ -57,11 +57,12 @@ def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
     "rewrites the answer": the rendered answer does not begin with its prompt. "rewrites history": a later prompt does
     not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template raises an error.
     """
-    faults = {kind: _describe_fault(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
+    faults = {kind: _describe_template_fault(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
     return {kind: fault for kind, fault in faults.items() if fault}
 
 
-def _describe_fault(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+def _describe_template_fault(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the chat template changes earlier text when messages are added; empty if it only appends."""
     answer_indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     try:
         prompts = {index: render(tokenizer, messages[:index], generation_prompt=True) for index in answer_indices}

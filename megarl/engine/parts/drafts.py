@@ -1,4 +1,4 @@
-"""Speculative decoding in an engine: counts drafted and accepted tokens, and loads a model's own draft layers (MTP)."""
+"""Speculative decoding in an engine: counts drafted and accepted tokens, and loads the draft layers of a checkpoint."""
 
 from __future__ import annotations
 

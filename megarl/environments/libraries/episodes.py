@@ -90,7 +90,7 @@ class ForeignEnvironment:
             raise ChildError(f"the reward is {reward!r:.80}, not a finite number")
         if not isinstance(done, bool) or not isinstance(correct, bool | None):
             raise ChildError(
-                f"done must be a boolean and correct a boolean or null in the answer to a turn: {value!r:.200}"
+                f"the answer to a turn needs 'done' (true or false) and 'correct' (true, false or null): {value!r:.200}"
             )
         messages = () if done else ({"role": "user", "content": _text(value)},)
         return Step(messages, number, done, correct)

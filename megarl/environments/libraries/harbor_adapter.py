@@ -168,7 +168,7 @@ class Library:
         create = self.environments.create_environment_from_config
         stop_tasks = set()
         # This process makes one trial only.
-        self.environments.create_environment_from_config = self.make_noting_create(create, live_trial, stop_tasks)
+        self.environments.create_environment_from_config = self.with_notes_of_trial(create, live_trial, stop_tasks)
         try:
             result = await (await self.trial_class.create(config)).run()
         finally:
@@ -185,10 +185,10 @@ class Library:
             raise RuntimeError("; ".join(errors))
         return rewards, errors
 
-    def make_noting_create(self, create, live_trial, stop_tasks):
-        """Return `create` with notes in `live_trial` of each environment: when it is created, and when it has stopped.
+    def with_notes_of_trial(self, create, live_trial, stop_tasks):
+        """Return a `create` that notes each environment in `live_trial` when it is created and when it has stopped.
 
-        Each stop runs in a task of its own, added to `stop_tasks`, so that a cancelled trial does not cut it.
+        Each stop runs in a task of its own, added to `stop_tasks`, so that a cancelled trial does not cancel it.
         """
 
         def create_and_note(*arguments, **options):

@@ -135,7 +135,10 @@ class WeightChecks(StepObserver):
         self._seconds = 0.0
 
     def _add_checksums(self, step: int, rank_checksums: Sequence[RankChecksums], *, is_new: bool = True) -> None:
-        """Compare the trainer ranks' checksums of a step's version, and store them."""
+        """Compare the trainer ranks' checksums of a step's version, and store them by box (a part of a tensor).
+
+        `is_new`: the run folder does not list this version yet.
+        """
         self._seconds += max(rank.seconds for rank in rank_checksums)
         self._dtypes = {
             box.name: dtype for rank in rank_checksums for box, dtype in zip(rank.boxes, rank.dtypes, strict=True)

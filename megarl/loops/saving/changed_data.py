@@ -23,7 +23,7 @@ def refuse_other_data(
     """Raise ConfigError or DataError if the run would skip or repeat records. Return a warning per validation file."""
     _refuse_other_draws(driver_state, recipe)
     _refuse_other_order(driver_state, recipe)
-    _refuse_other_buckets(driver_state, recipe)
+    _refuse_changed_grouping(driver_state, recipe)
     _refuse_steps_of_epochs(driver_state, recipe, position)
     warnings = refuse_changed_files(driver_state, recipe, inputs)
     _refuse_other_records(driver_state, recipe, inputs)
@@ -98,8 +98,8 @@ def _refuse_other_order(driver_state: Mapping[str, Any], recipe: Recipe) -> None
         raise ConfigError(error_page(f"recipe {recipe.name}", errors))
 
 
-def _refuse_other_buckets(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise ConfigError if `data.curriculum.by` changed: the checkpoint's solve rates would be of other problems."""
+def _refuse_changed_grouping(driver_state: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if `data.curriculum.by` changed: the saved solve rates are of other groups of problems."""
     shared_curriculum = saved_value(driver_state["recipe"], "data.curriculum") or {}
     sources_before = driver_state["recipe"].get("mixture") or {}
     for source in recipe.sources:

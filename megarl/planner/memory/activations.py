@@ -113,7 +113,10 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
 
 
 def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return the peak bytes that autograd saves on a pipeline stage: layers for all rows in flight, a head for one."""
+    """Return the peak bytes that autograd saves on a pipeline stage.
+
+    The layers save tensors of all rows in flight; the output head saves those of one row.
+    """
     layer_kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
     num_rows = rows_in_flight(parallel, stage)
     bytes_by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(layer_kinds)}

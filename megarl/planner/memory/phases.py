@@ -80,7 +80,7 @@ class RankPhases:
         }
 
     def _list_trainer_phases(self) -> dict[str, list[Use]]:
-        """Return the uses of a trainer rank by phase. Keys as in `logprobs reference` or `train critic`."""
+        """Return what uses a trainer rank's memory, by phase. Keys as in `logprobs reference` or `train critic`."""
         uses_by_phase = {"start": self._list_start_uses()}
         if self.memory.has_engine:
             uses_by_phase["rollout"] = self._list_rollout_uses()

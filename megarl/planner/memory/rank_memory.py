@@ -190,7 +190,7 @@ class RankMemory:
 
     @property
     def offloads_states(self) -> bool:
-        """Whether states are ever offloaded: for an engine of the same rank, or for the critic."""
+        """Whether models' states ever leave the GPU: to make room for an engine on this rank, or for the critic."""
         return self.has_engine or self.models.critic is not None
 
     @property

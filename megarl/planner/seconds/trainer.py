@@ -180,7 +180,7 @@ class TrainerCost:
         return seconds * updates
 
     def scoring_seconds(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> CauseSeconds:
-        """Return the seconds of one pass without gradients over the batch, by cause, each [layouts]."""
+        """Return the seconds of a forward pass over the batch, by cause (compute, bubbles, ...), each [layouts]."""
         num_rows, tokens_in_row = self._count_rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
         attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
         head_seconds = self._head_seconds(layouts, tokens_in_row, products=1, layer_passes=1)

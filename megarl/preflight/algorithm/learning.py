@@ -395,7 +395,7 @@ def check_algorithm(recipe: Recipe) -> Iterator[str]:
 
 
 def _find_correction_faults(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of importance sampling, and of entropies that no pass before the update computes."""
+    """Yield errors of the fields of importance sampling, and of entropy_top_share without the pass it needs."""
     algorithm = recipe.algorithm
     # entropy_top_share needs the trainer's pass before the update. old_logprobs = rollout skips it.
     if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
@@ -415,8 +415,8 @@ def _find_correction_faults(recipe: Recipe) -> Iterator[str]:
             f"algorithm.importance_sampling = {algorithm.importance_sampling}: corrects from the engine's to the "
             "trainer's log-probs, but the ratio already starts from the engine's; set algorithm.old_logprobs=trainer"
         )
-    has_low = unmet(recipe, "algorithm.importance_sampling_low") is None
-    if has_low and algorithm.importance_sampling_low >= algorithm.importance_sampling_high:
+    is_low_used = unmet(recipe, "algorithm.importance_sampling_low") is None
+    if is_low_used and algorithm.importance_sampling_low >= algorithm.importance_sampling_high:
         yield (
             f"algorithm.importance_sampling_low = {algorithm.importance_sampling_low}: "
             f"set it below algorithm.importance_sampling_high = {algorithm.importance_sampling_high}"

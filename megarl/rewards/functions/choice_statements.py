@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megarl.rewards.maths.choice_letters import ALSO_RIGHT
 
 REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
-"""Matches a word that begins the reason of a choice."""
+"""Matches a word that begins the reason given for a chosen option, as in `B, because ...`."""
 _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
 """Matches signs before a letter: dollar signs, bold marks, quotes, brackets."""
 _CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"

@@ -118,7 +118,7 @@ def _compare_formulas(prediction: str, answer: str) -> float:
 
 
 def _is_word(tree: Node) -> bool:
-    """Return whether a formula is a name in capitals, compared as a word: YES equals yes. So is `a circle`."""
+    """Return whether a formula is really a word: capitals (YES equals yes), or a noun with `a`, read as a unit."""
     if tree.kind == "quantity":
         return tree.parts[0] == symbol("a")
     return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()

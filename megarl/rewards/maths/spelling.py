@@ -164,6 +164,7 @@ def _remove_announcement(text: str) -> str:
 
 
 def _remove_wrapping(text: str) -> str:
+    r"""Return what one wrapping holds: `\boxed{x}`, `\text{3}`, `\mathbf{x+1}`, `$x$`. `\text{yes}` stays."""
     box = _BOX.match(text)
     if box and text.endswith("}") and _closing_brace(text, box.end()) == len(text) - 1:
         return text[box.end() : -1].strip()

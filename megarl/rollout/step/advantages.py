@@ -275,17 +275,17 @@ def _iterate_scorers(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Call
     for name, scores in batch.scores.items():
         yield scores, partial(_function_weight, name)
     if batch.environment_scores is not None:
-        yield batch.environment_scores, _weight_without_model
+        yield batch.environment_scores, _environment_weight
     if batch.model_scores is not None:
         yield batch.model_scores, lambda reward: reward.model_weight
 
 
 def _function_weight(name: str, reward: RewardConfig) -> float:
     weights = {metric_name(function.name): function.weight for function in reward.functions}
-    return _weight_without_model(reward) * weights.get(name, 0.0)
+    return _environment_weight(reward) * weights.get(name, 0.0)
 
 
-def _weight_without_model(reward: RewardConfig) -> float:
+def _environment_weight(reward: RewardConfig) -> float:
     return 1.0 if reward.model is None else reward.function_weight
 
 

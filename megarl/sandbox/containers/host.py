@@ -51,8 +51,8 @@ class ContainerHost:
         return {"url": container.url, "seconds": 0.0, "seconds_running": container.seconds_running}
 
     async def _end_earlier(self, name: str) -> dict[str, Any]:
-        """End a container started by an earlier host, unless it has ended."""
-        # The keeper knows the other settings.
+        """End a container that an earlier host process started, unless it has ended."""
+        # The name is enough to find it: the process that keeps the container has its settings.
         settings = ContainerSettings(kind="process", name=name, address=("", 0), outlives_host=True)
         container = Container(settings)
         with suppress(ContainerError):

@@ -58,7 +58,9 @@ class Admission:
                 f"one has {tokens}. Send it again when others have finished"
             )
         if self._tokens.total() + tokens > limits.tokens:
-            raise BusyError(f"all keys together have at most {limits.tokens} tokens waiting; send the request again")
+            raise BusyError(
+                f"the queue is full: requests of all keys may have {limits.tokens} tokens together; send it again later"
+            )
 
     def has_room(self, owner: str, num_bytes: int) -> bool:
         return self._bytes[owner] + num_bytes <= self._limits.bytes_per_key

@@ -218,11 +218,12 @@ def _convert_messages(message: Mapping[str, Any], field_path: str) -> list[dict[
 
 
 def _convert_tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(name := block.get("tool_use_id"), str):
+    """Convert a `tool_result` block to a message of role tool."""
+    if not isinstance(call_id := block.get("tool_use_id"), str):
         raise RequestError(f"{where}.tool_use_id: must be a text", param=where)
     text = _read_text("" if block.get("content") is None else block["content"], f"{where}.content")
     # Chat templates have no field for a failed call.
-    return _message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": name}
+    return _message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": call_id}
 
 
 def _convert_assistant(content: Any, field_path: str) -> dict[str, Any]:

@@ -208,7 +208,8 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     """
     faults.reach("load")
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    # Older checkpoints have no such list, and their references could not change.
+    # `moved` names the frozen models whose weights have changed. Checkpoints of earlier versions lack it: no frozen
+    # model could change then.
     saved_models = models_to_save(models, common.get("moved", ()))
     with ExitStack() as stack:
         for model in saved_models.values():

@@ -132,6 +132,7 @@ class ReshardChecks:
         live_tensors = live_parameters(engine.model) | {
             DRAFTER + name: parameter for name, parameter in drafter_parameters.items()
         }
+        # Without a conversion, the plan's boxes are parts of the live tensors. Else each whole parameter is one box.
         if not self._plan.live_reshard.converts:
             recorded_drafter = with_prefix(self._plan.recorded_drafter, box=DRAFTER, storage=DRAFTER)
             return Ledger(owner, self._plan.recorded + recorded_drafter, live_tensors)

@@ -141,6 +141,7 @@ class Evaluation:
 
 @lru_cache(maxsize=4096)
 def _draw_value(name: str, kind: str, seed: int, *, is_whole: bool = False) -> Any:
+    """Draw a symbol's value. `kind`: half N (N/2 or (N+1)/2), mixed or mixed N (any sign), large, or small positive."""
     # Seeded by name: a symbol has the same value in both formulas and in every process.
     generator = random.Random(f"{name} {kind} {seed}")
     if kind.startswith("half"):
@@ -160,4 +161,5 @@ def _draw_value(name: str, kind: str, seed: int, *, is_whole: bool = False) -> A
     size = generator.uniform(0.3, 3.0) if kind != "large" else generator.uniform(3.0, 30.0)
     # Negative values find differences such as x and |x|; positive ones keep roots and logarithms real.
     sign = -1 if kind == "mixed" and generator.random() < 0.7 else 1
+    # A float has 53 bits. The tiny summand gives the value more digits, so that no formula meets a round number.
     return sign * CONTEXT.mpf(size) + CONTEXT.mpf(generator.getrandbits(100)) / (1 << 140)

@@ -113,7 +113,11 @@ def _is_longer(number: Fraction | None) -> bool:
 def _compare_at(
     gold: Node, prediction: Node, factor: Fraction, kind: str, seed: int, whole_names: frozenset[str]
 ) -> tuple[bool | None, int]:
-    """Return whether two formulas are equal at one point (None: not comparable), and their distance in bits."""
+    """Return whether two formulas are equal at one random point, and the bits that cancellation may have lost.
+
+    None: the point proves nothing. The bits are 0 unless the formulas are equal. `kind` and `seed` choose the point, as
+    in `Evaluation`. `factor`: the prediction is multiplied by it, for another unit.
+    """
     evaluation = Evaluation(kind, seed, whole_names)
     try:
         first = evaluation.value(gold)
