@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megarl.config.libraries.library_settings import reserved_settings, without_effect
+from megarl.config.libraries.library_settings import find_setting_faults, reserved_settings
 from megarl.config.parallel import ParallelConfig
 from megarl.families.megatron_settings import architecture_settings, router_settings
 from megarl.families.parts import Latent, Router
@@ -105,7 +105,7 @@ def _check_overrides(config_type: type[TransformerConfig], shape: ModelShape, ov
         nearest_name = nearest(name, field_names)
         hint = f" Did you mean {nearest_name}?" if nearest_name else ""
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
-    for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
+    for problem in find_setting_faults(overrides, has_experts=bool(shape.num_experts)):
         raise ConfigError(problem)
 
 

@@ -45,7 +45,8 @@ _OTHERWISE = {
             "mscale_all_dim", "original_max_position_embeddings", "beta_fast", "beta_slow",
             "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
             "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "softmax_scale", "softmax_type",
-            "activation_func_clamp_value", "glu_linear_offset",
+            "activation_func_clamp_value", "glu_linear_offset", "no_rope_freq", "qk_l2_norm", "moe_latent_size",
+            "moe_apply_probs_on_input", "moe_router_topk_limited_devices",
         ),
         _MODEL,
     ),
@@ -88,14 +89,18 @@ _UNREAD = {
     "cross_entropy_loss_fusion": "log-probs are computed in chunks, see trainer.logprob_chunk_tokens",
     "cross_entropy_fusion_impl": "log-probs are computed in chunks, see trainer.logprob_chunk_tokens",
     "moe_per_layer_logging": "the metrics train/moe_* are means over layers",
+    "qk_clip": "updates do not clip the weights of queries and keys",
 }
 
 _BALANCING, _COEFFICIENT, _Z_COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"
 _UNBALANCED = ("none", "sinkhorn")
+_FORCED_BALANCE = "moe_router_force_load_balancing"
 
 
-def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
-    """Yield an error line for each field of `trainer.megatron` without effect in a model with or without experts."""
+def find_setting_faults(settings: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
+    """Yield an error line for each field of `trainer.megatron` that does nothing, or with which the trainer's routers
+    would choose other experts than the engines'.
+    """
     for name, value in settings.items():
         assignment = f"trainer.megatron.{name} = {value!r}"
         if name in _UNREAD and value:
@@ -103,6 +108,7 @@ def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterato
         elif name.startswith("moe_") and value and not has_experts:
             yield f"{assignment}: has no effect: the model has no experts; remove it"
     if has_experts:
+        yield from _find_routing_faults(settings)
         yield from _find_balancing_faults(settings)
 
 
@@ -118,6 +124,16 @@ def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
         coefficients = [coefficients]
     losses = dict(zip(loss_types, coefficients, strict=False)) | {"z_loss": settings.get(_Z_COEFFICIENT) or 0.0}
     return {name: coefficient for name, coefficient in losses.items() if coefficient}
+
+
+def _find_routing_faults(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an error line for each way of routing that engines and exported models do not have."""
+    reason = "the trainer would choose other experts than the engines and the exported model"
+    if settings.get(_FORCED_BALANCE):
+        yield f"trainer.megatron.{_FORCED_BALANCE} = True: {reason}; remove it"
+    kinds = settings.get(_BALANCING)
+    if kinds == "sinkhorn" or (isinstance(kinds, list | tuple) and "sinkhorn" in kinds):
+        yield f"trainer.megatron.{_BALANCING} = {kinds!r}: {reason}; use aux_loss, seq_aux_loss or global_aux_loss"
 
 
 def _find_balancing_faults(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.libraries.engine_fields import engine_field_fault, refusals_by_field
-from megarl.config.libraries.library_settings import reserved_settings, without_effect
+from megarl.config.libraries.library_settings import find_setting_faults, reserved_settings
 from megarl.config.secrets import holds_secret
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
@@ -69,7 +69,7 @@ def check_megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if recipe.trainer.router_replay:
         yield from _find_replay_faults(settings)
     free_settings = {field: value for field, value in settings.items() if field not in reserved_fields}
-    yield from without_effect(free_settings, has_experts=bool(shape.num_experts))
+    yield from find_setting_faults(free_settings, has_experts=bool(shape.num_experts))
     # Without Megatron-Core, `known_fields` is empty, and no field can be called unknown.
     for field, value in settings.items():
         if field in reserved_fields:
