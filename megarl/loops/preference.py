@@ -72,25 +72,53 @@ async def _add_reference_logprobs(run: Run, batch: TokenBatch) -> None:
 async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
     """Estimate the KL divergence between policy and reference for KTO: nats per answer, at least 0.
 
-    It is the mean log-ratio of mismatched answers: each prompt with the answer to the next prompt.
+    It is the mean log-ratio of mismatched answers.
     """
-    longest = int(batch.lengths.max())
-    tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
-    masks = np.split(batch.loss_mask, batch.cu_seqlens[1:-1])
-    mismatched_sequences = []
-    for index in range(batch.num_sequences):
-        next_index = (index + 1) % batch.num_sequences
-        prompt, answer = tokens[index][: masks[index].argmax()], tokens[next_index][masks[next_index]]
-        # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
-        mismatched_tokens = np.concatenate([prompt, answer])[:longest]
-        mismatched_sequences.append(
-            TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt))
+    if _has_one_prompt(batch):
+        run.tracker.notice_once(
+            "kto",
+            "preference.loss = kto: all answers of a step are to one prompt, but the KL (kl/reference) should be "
+            "estimated on answers to other prompts; set data.shuffle=true, or raise train.prompts_per_step",
         )
-    batch = TokenBatch.from_sequences(mismatched_sequences)
+    batch = mismatch_answers(batch)
     with run.tracker.phase("logprobs"):
         await _add_reference_logprobs(run, batch)
         logprobs = await run.models["policy"].forward(batch)
     return max(0.0, float(np.mean(answer_scores(batch, logprobs, by_length=False))))
+
+
+def mismatch_answers(batch: TokenBatch) -> TokenBatch:
+    """Return the prompts of judged answers, each with the next answer of the batch that is to another prompt.
+
+    If all answers are to one prompt, it is the next answer.
+    """
+    longest = int(batch.lengths.max())
+    answers = [ids[mask] for ids, mask in _split_by_sequence(batch)]
+    prompts = _prompts_of(batch)
+    sequences = []
+    for index, prompt in enumerate(prompts):
+        followers = [*range(index + 1, len(prompts)), *range(index)]
+        # Records made from pairs have each prompt twice, maybe one after the other.
+        other = next((number for number in followers if not np.array_equal(prompts[number], prompt)), followers[0])
+        # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
+        mismatched_tokens = np.concatenate([prompt, answers[other]])[:longest]
+        sequences.append(TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt)))
+    return TokenBatch.from_sequences(sequences)
+
+
+def _has_one_prompt(batch: TokenBatch) -> bool:
+    first, *others = _prompts_of(batch)
+    return all(np.array_equal(prompt, first) for prompt in others)
+
+
+def _prompts_of(batch: TokenBatch) -> list[NDArray[np.int64]]:
+    return [ids[: mask.argmax()] for ids, mask in _split_by_sequence(batch)]
+
+
+def _split_by_sequence(batch: TokenBatch) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    """Return the token ids and the loss mask of each sequence, [tokens of the sequence] each."""
+    arrays = (np.split(values, batch.cu_seqlens[1:-1]) for values in (batch.token_ids, batch.loss_mask))
+    return list(zip(*arrays, strict=True))
 
 
 async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: int) -> dict[str, float]:

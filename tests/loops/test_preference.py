@@ -1,4 +1,4 @@
-"""The validation of preferences: what an answer is worth."""
+"""Preferences: the value of an answer in validation, and the mismatched answers of KTO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms.preference_losses import dpo
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.preference import answer_scores
+from megarl.loops.preference import answer_scores, mismatch_answers
 from megarl.types import TrainingSequence
 
 
@@ -30,3 +30,18 @@ def test_a_pair_is_won_in_validation_where_it_is_in_training(by_length: bool) ->
         beta=1.0, normalize_by_length=by_length,
     )  # fmt: skip
     assert found.tolist() == rewards[0].tolist() == ([0.5, 1.0] if by_length else [2.0, 1.0])
+
+
+def test_mismatched_answers_are_to_other_prompts() -> None:
+    """Answers made from pairs: both answers to a prompt are next to each other."""
+    prompts, answers = [[1, 2], [1, 2], [3], [4, 5]], [[11, 12], [13], [14, 15, 16], [17]]
+    tokens = [np.array([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+    masks = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(tokens, prompts, strict=True)]
+    batch = TokenBatch.from_sequences(list(map(TrainingSequence, tokens, masks)))
+    mismatched = mismatch_answers(batch)
+    sequences = [ids.tolist() for ids in np.split(mismatched.token_ids, mismatched.cu_seqlens[1:-1])]
+    # The longest sequence has 4 tokens, so the first two are cut.
+    assert sequences == [[1, 2, 14, 15], [1, 2, 14, 15], [3, 17], [4, 5, 11, 12]]
+    assert mismatched.loss_mask.tolist() == [False, False, True, True] * 2 + [False, True] + [False, False, True, True]
+    # With one prompt there is no other answer to choose.
+    assert mismatch_answers(batch.select([0, 1])).token_ids.tolist() == [1, 2, 13, 1, 2, 11, 12]
