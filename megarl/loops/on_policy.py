@@ -37,8 +37,6 @@ class OnPolicyRollout:
         # A resume reshards first, so the engines begin with the version of the first step.
         self._engine_version = run.remaining_steps.start
         self._balance = _make_balance(run)
-        # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
-        buffer.on_sampled = run.reshard_schedule.sleep_engines
 
     async def resume(self) -> None:
         """Load the run's checkpoint, if it starts from one, and reshard its weights."""
@@ -131,7 +129,9 @@ async def open_rollout(run: Run) -> AsyncIterator[OnPolicyRollout]:
                 if source.sampler.expect_programs is not None:
                     source.sampler.expect_programs(journal.expected_keys, journal.orphaned_containers)
         state, policy = RLState(recipe.algorithm), BufferPolicy.from_recipe(recipe)
-        buffer = GroupBuffer(recipe, sources, state, policy, journal)
+        # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
+        sleep_engines = run.reshard_schedule.sleep_engines
+        buffer = GroupBuffer(recipe, sources, state, policy, journal, on_sampled=sleep_engines)
         async with aclosing(buffer):
             yield OnPolicyRollout(run, buffer, journal)
 

@@ -1,6 +1,6 @@
 """The buffer between sampling and training. It draws prompts, samples a group of answers each, and feeds the steps.
 
-The life of a group, with the functions moving it:
+The life of a group, with the functions moving it (`_sample` is that of `GroupTasks`):
 
     problem --_start_new_group--> started --_sample--> complete --_collect_complete_groups--> waiting --take--> trained
                                      |                  |                                |  ^              |
@@ -26,14 +26,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.rollout.attempt_engine import AttemptEngine
+from megarl.data.mixture import Mixture, Positions
 from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter, refuse_unjudged, starved_message
+from megarl.rollout.group_tasks import GroupTasks
 from megarl.rollout.journal.journal import AttemptJournal
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import StartedGroup
@@ -97,11 +97,8 @@ class GroupBuffer:
     - Sampling ahead: groups are sampled during training, and used in the order of drawing. With at most
       `StepDemand.num_live` groups at a time, no group exceeds the limit.
 
-    `sampled` are the trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
-    last rewards of a synchronous step are computed.
+    `sampled` are the trajectories completed for the last step.
     """
-
-    on_sampled: Callable[[], Awaitable[None]] | None = None
 
     def __init__(
         self,
@@ -110,18 +107,24 @@ class GroupBuffer:
         state: RLState,
         policy: BufferPolicy | None = None,
         journal: AttemptJournal | None = None,
+        *,
+        on_sampled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`journal` records the attempts of external agent programs; None: the run has no agents."""
-        self._journal = journal
+        """`journal` and `on_sampled` as in `GroupTasks`."""
         self.state, self.policy = state, policy or BufferPolicy()
         self.sampled: list[Trajectory] = []
         self._recipe = recipe
         self._sources = {source.name: source for source in sources}
         self._mixture = make_mixture(sources, recipe.seed)
         self._demand = StepDemand(self.policy, recipe, recipe.train.prompts_per_step, step=1, engine_version=1)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._engines: dict[int, list[AttemptEngine]] = {}
-        self._cancelled: set[asyncio.Task[None]] = set()
+        self._tasks = GroupTasks(
+            recipe,
+            self._sources,
+            journal,
+            is_synchronous=self.policy.is_synchronous,
+            on_end=self._wake_and_refill,
+            on_sampled=on_sampled,
+        )
         self._wake_event = asyncio.Event()
         self._counts: dict[str, float] = {}
         self._collected: list[Group] = []
@@ -130,10 +133,7 @@ class GroupBuffer:
         self._num_started = 0
         self._replaces_filtered_groups = False
         """Whether a filtered-out group is replaced at once: True between two `take` calls, until an attempt fails."""
-        self._sampling: set[tuple[int, int]] = set()
-        """(group, attempt) numbers of a synchronous step's attempts with more completions to request."""
-        self._engines_sleep: asyncio.Future[None] | None = None
-        self._sampled_at = self._late_seconds = 0.0
+        self._late_seconds = 0.0
 
     def load(self, folder: Path) -> int:
         """Restore the buffer's state from a checkpoint folder.
@@ -184,12 +184,13 @@ class GroupBuffer:
     async def aclose(self) -> None:
         """Cancel all groups in flight. An environment that ignores its cancellation is abandoned after 5 seconds."""
         self._replaces_filtered_groups = False
-        self._cancel(list(self._tasks))
-        if self._cancelled:
-            await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
+        self._tasks.cancel_all()
+        await self._tasks.wait_until_cancelled(_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        return self._counts | self._compute_position_metrics()
+        return self._counts | _compute_position_metrics(
+            self._mixture, self.state.positions, is_mixture=bool(self._recipe.mixture)
+        )
 
     async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:
         """Return the groups with the trainer's `old_logprobs` where needed. Call this before the step's update.
@@ -226,23 +227,16 @@ class GroupBuffer:
         try:
             groups = await self._sample_groups_for_step()
             # An agent may end before a request of its own has left the engine.
-            await self._wait_until_drained()
+            await self._tasks.wait_until_drained()
         except BaseException:
-            self._cancel(list(self._tasks))
-            if self._cancelled:
-                await asyncio.wait(self._cancelled)
-            await self._wait_until_drained()
+            self._tasks.cancel_all()
+            await self._tasks.wait_until_cancelled()
+            await self._tasks.wait_until_drained()
             raise
         finally:
             # Await this after an error too: the handler of the error must know whether the engines sleep.
-            if self._engines_sleep is not None:
-                sleep, self._engines_sleep = self._engines_sleep, None
-                await sleep
+            await self._tasks.wait_until_engines_sleep()
         return groups
-
-    async def _wait_until_drained(self) -> None:
-        for source in self._sources.values():
-            await source.sampler.pool.wait_until_drained()
 
     def _start_groups(self, num_live: int) -> None:
         """Continue the unfinished groups of a checkpoint, then start new groups.
@@ -253,7 +247,7 @@ class GroupBuffer:
         state = self.state
         # Only groups drawn one by one are in flight in a checkpoint, so their seed number is `draw` + 1, as below.
         for group in state.started.values():
-            if group.draw not in self._tasks:
+            if not self._tasks.is_started(group.draw):
                 self._start_attempts(group, group.draw + 1)
         if not self.policy.is_synchronous:
             while len(state.started) + len(state.waiting) < num_live and not self._has_drawn_enough:
@@ -290,61 +284,7 @@ class GroupBuffer:
         if repeat:
             # All groups of a batch share one seed number. A problem drawn twice would get equal completions.
             seed = f"{seed} repeat {repeat}"
-        if self.policy.is_synchronous:
-            self._sampling |= {(group.draw, number) for number in range(self._recipe.train.samples_per_prompt)}
-        self._engines[group.draw] = []
-        task = self._tasks[group.draw] = asyncio.create_task(self._sample(group, seed))
-        task.add_done_callback(self._wake_and_refill)
-
-    async def _sample(self, group: StartedGroup, seed: str) -> None:
-        """Run all unfinished attempts of a group concurrently."""
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(self._recipe.train.samples_per_prompt):
-                if number not in group.finished:
-                    tasks.create_task(self._attempt(group, number, seed))
-
-    async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
-        """Run one attempt of a group, and add its trajectory to the group.
-
-        An attempt of an agent program continues from the journal, or ends at once if the journal has its end.
-        """
-        source = self._sources[group.problem.source]
-        sampler = source.sampler
-        sampling = replace(source.sampling(self._demand.step), temperature=group.temperature)
-        task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
-        note_last_completion = partial(self._note_last_completion, group.draw, number)
-        calls = group.calls.setdefault(number, [])
-        # An agent's answers are in the journal. A deterministic environment is repeated from its recorded calls.
-        log = None
-        if self._journal is not None and sampler.agent is not None:
-            log = self._journal.begin(task.key, repr(sampling))
-            if log.ended is not None:
-                note_last_completion()
-                group.finish(replace(log.ended, group=group.draw))
-                return
-            log.merge_into(calls)
-        engine = AttemptEngine(sampler.pool, calls, log=log, is_followed=not self.policy.is_synchronous)
-        self._engines[group.draw].append(engine)
-
-        # Agents and failed attempts never report their last completion. Their end counts as the end of their sampling.
-        trajectory = await sampler.attempt(task, engine, note_last_completion)
-        note_last_completion()
-        trajectory = replace(trajectory, restarts=trajectory.restarts + engine.is_restarted)
-        group.finish(trajectory if log is None else await log.end(trajectory))
-
-    def _note_last_completion(self, draw: int, number: int) -> None:
-        """Record the last completion of an attempt. After the batch's last completion the engines go to sleep."""
-        if (draw, number) not in self._sampling:
-            return
-        self._sampling.remove((draw, number))
-        if self._sampling:
-            return
-        self._sampled_at = time.monotonic()
-        # A filter may require another batch with the same weights, so keep the engines awake.
-        if self.on_sampled is not None and self._recipe.algorithm.dynamic_sampling is None:
-            # In a task of its own: a cancelled attempt must not cancel this call to all ranks.
-            self._engines_sleep = asyncio.ensure_future(self.on_sampled())
-            self._engines_sleep.add_done_callback(self._wake_and_refill)
+        self._tasks.start(group, seed)
 
     def _wake_and_refill(self, task: asyncio.Future[None]) -> None:
         """Wake `take` after a sampling task ended, and replace a group filtered out during training."""
@@ -365,29 +305,16 @@ class GroupBuffer:
     def _collect_complete_groups(self) -> None:
         """Add complete groups to the waiting groups if they pass the filter. Raises the error of a failed attempt."""
         state, recipe = self.state, self._recipe
-        if self._engines_sleep is not None and self._engines_sleep.done():
-            self._engines_sleep.result()
-        ended_draws = [draw for draw, task in self._tasks.items() if task.done()]
-        for draw in ended_draws:
-            try:
-                self._tasks[draw].result()
-            except ExceptionGroup as errors:
-                # TaskGroup collects all errors. The first one is the cause; the others are its consequences.
-                raise errors.exceptions[0] from None
-        if self.policy.is_synchronous:
-            # Collect a batch as a whole, in its order. The curriculum must not depend on the order in which groups end.
-            if len(ended_draws) < len(self._tasks) or (
-                self._engines_sleep is not None and not self._engines_sleep.done()
-            ):
-                return
-            if ended_draws:
-                self._late_seconds += time.monotonic() - self._sampled_at
+        ended_draws = self._tasks.find_ended()
+        if self.policy.is_synchronous and ended_draws:
+            self._late_seconds += time.monotonic() - self._tasks.sampled_at
         for draw in ended_draws:
             finished_attempts = state.started[draw].finished
             group = [finished_attempts[number] for number in range(recipe.train.samples_per_prompt)]
             # Before the group is removed: if this raises during training, the next `take` must raise it again.
             self._report_to_curriculum(group)
-            del self._tasks[draw], self._engines[draw], state.started[draw]
+            self._tasks.remove(draw)
+            del state.started[draw]
             self._collected.append(group)
             if passes_filter(group, recipe.algorithm):
                 state.waiting = [*state.waiting, group]
@@ -426,7 +353,7 @@ class GroupBuffer:
         started_problems = [group.problem for draw, group in state.started.items() if draw in stale_numbers]
         waiting_problems = [group[0].problem for group in state.waiting if draw_of(group) in stale_numbers]
         state.drop("stale", started_problems + waiting_problems)
-        self._cancel([draw for draw in state.started if draw in stale_numbers], is_dropped=True)
+        self._tasks.cancel([draw for draw in state.started if draw in stale_numbers], is_dropped=True)
         state.started = {draw: group for draw, group in state.started.items() if draw not in stale_numbers}
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale_numbers]
 
@@ -436,30 +363,9 @@ class GroupBuffer:
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
         self._counts["rollout/aborted"] += len(surplus)
         state.drop("aborted", surplus)
-        self._cancel(list(self._tasks), is_dropped=True)
+        self._tasks.cancel_all(is_dropped=True)
         state.started.clear()
         state.waiting = []
-
-    def _cancel(self, draws: Sequence[int], *, is_dropped: bool = False) -> None:
-        """Cancel the groups numbered `draws`, and abort their requests in the engines.
-
-        A resumed run continues these groups, unless `is_dropped`.
-        """
-        for draw in draws:
-            if (task := self._tasks.pop(draw, None)) is not None:
-                for engine in self._engines.pop(draw):
-                    # Close the engine first: an environment may swallow its cancellation and request more samples.
-                    engine.close()
-                    if is_dropped and engine.log is not None:
-                        engine.log.drop()
-                task.cancel()
-                self._cancelled.add(task)
-                task.add_done_callback(self._note_cancelled)
-
-    def _note_cancelled(self, task: asyncio.Task[None]) -> None:
-        self._cancelled.discard(task)
-        if not task.cancelled():
-            task.exception()  # retrieve it: asyncio would log an error that nobody awaits
 
     def _set_metrics(self, groups: Sequence[Group]) -> None:
         """Set the metrics of the step that trains on `groups`. Restart the counts for the next step."""
@@ -474,26 +380,10 @@ class GroupBuffer:
             if algorithm.dynamic_sampling is not None:
                 self._counts["rollout/prompt_batches"] = num_started / self._demand.num_live
         else:
-            self._counts |= _compute_span_metrics(groups, self._demand.step) | {
-                "rollout/in_flight": float(len(state.started)),
-                "rollout/ready": float(len(state.waiting)),
-                "rollout/drawn": float(state.drawn),
-                "rollout/used": float(state.used),
-                "rollout/dropped_groups": float(state.num_dropped),
-            }
+            self._counts |= _compute_span_metrics(groups, self._demand.step) | _count_groups(state)
         if algorithm.dynamic_sampling is not None:
             num_passed = sum(passes_filter(group, algorithm) for group in collected)
             self._counts["rollout/groups_passing_filter"] = num_passed / max(len(collected), 1)
-
-    def _compute_position_metrics(self) -> dict[str, float]:
-        """Return the epochs and the curriculum's metrics of each source."""
-        positions, is_mixture = self.state.positions, bool(self._recipe.mixture)
-        epochs = self._mixture.epochs(positions)
-        metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
-        for name, curriculum_metrics in self._mixture.metrics(positions).items():
-            prefix = f"environment/{name}/" if is_mixture else ""
-            metrics |= {f"{prefix}curriculum/{key}": value for key, value in curriculum_metrics.items()}
-        return metrics
 
 
 def _renumber(groups: Sequence[Group]) -> list[Group]:
@@ -517,3 +407,24 @@ def _compute_span_metrics(groups: Sequence[Group], weight_version: int) -> dict[
         "staleness/span/mean": float(np.mean(version_spans)),
         "staleness/span/max": float(max(version_spans)),
     }
+
+
+def _count_groups(state: RLState) -> dict[str, float]:
+    """Return the numbers of groups in flight and waiting, and of those drawn, used and dropped since the run began."""
+    return {
+        "rollout/in_flight": float(len(state.started)),
+        "rollout/ready": float(len(state.waiting)),
+        "rollout/drawn": float(state.drawn),
+        "rollout/used": float(state.used),
+        "rollout/dropped_groups": float(state.num_dropped),
+    }
+
+
+def _compute_position_metrics(mixture: Mixture, positions: Positions, *, is_mixture: bool) -> dict[str, float]:
+    """Return the epochs and the curriculum's metrics of each source."""
+    epochs = mixture.epochs(positions)
+    metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
+    for name, curriculum_metrics in mixture.metrics(positions).items():
+        prefix = f"environment/{name}/" if is_mixture else ""
+        metrics |= {f"{prefix}curriculum/{key}": value for key, value in curriculum_metrics.items()}
+    return metrics

@@ -310,7 +310,7 @@ async def test_one_turn_is_the_problem_s_prompt_and_one_completion(
         assert trajectory.ended == ("length" if trajectory.num_sampled == 24 else "done")
 
 
-def buffer_of(sampler: GroupSampler, problems: Sequence[Problem]) -> GroupBuffer:
+def buffer_of(sampler: GroupSampler, problems: Sequence[Problem], on_sampled: Any) -> GroupBuffer:
     """A synchronous buffer: two samples of each of these problems a step."""
     fields = {name: value for name, value in asdict(SAMPLING).items() if name in SamplingConfig.model_fields}
     recipe = Recipe.model_validate(
@@ -320,7 +320,8 @@ def buffer_of(sampler: GroupSampler, problems: Sequence[Problem]) -> GroupBuffer
         }
     )  # fmt: skip
     own = [replace(problem, source="test") for problem in problems]
-    return GroupBuffer(recipe, [Source("test", 1.0, recipe, sampler, own)], RLState(recipe.algorithm))
+    sources = [Source("test", 1.0, recipe, sampler, own)]
+    return GroupBuffer(recipe, sources, RLState(recipe.algorithm), on_sampled=on_sampled)
 
 
 async def test_engines_rest_while_only_rewards_are_awaited(
@@ -343,8 +344,7 @@ async def test_engines_rest_while_only_rewards_are_awaited(
         assert await group.call("unfinished") == [0, 0]
         resting.set()
 
-    buffer = buffer_of(single, problems)
-    buffer.on_sampled = rest
+    buffer = buffer_of(single, problems, rest)
     found = flatten(await buffer.take(len(problems), 1))
     assert num_scored == 6 and all(trajectory.reward is not None for trajectory in found)
     assert buffer.metrics()["time/rollout_late_rewards_seconds"] > 0
@@ -365,8 +365,7 @@ async def test_engines_do_not_rest_where_the_run_is_to_stop_before_all_is_sample
     async def rest() -> None:
         rests.append(None)
 
-    buffer = buffer_of(sampler(Hanging, is_abandoned=lambda: True), problems[:1])
-    buffer.on_sampled = rest
+    buffer = buffer_of(sampler(Hanging, is_abandoned=lambda: True), problems[:1], rest)
     with pytest.raises(AbandonedError):
         await buffer.take(1, 1)
     assert not rests
