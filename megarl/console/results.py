@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megarl.checkpoint.convert import Conversion
     from megarl.report.evaluations import RecordedEvaluation
     from megarl.rollout.evaluate import EvaluatedSet
-    from megarl.rollout.journal.state import TokenAccount
+    from megarl.rollout.journal.token_account import TokenAccount
     from megarl.tracking.draws import Account
     from megarl.tracking.metric_table import Row
     from megarl.tracking.run_record import RunRecord

@@ -20,7 +20,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.journal.journal import AttemptJournal, AttemptLog
 from megarl.rollout.journal.lines import encode_line, read_lines
-from megarl.rollout.journal.state import TokenAccount, account_tokens
+from megarl.rollout.journal.state import account_tokens
+from megarl.rollout.journal.token_account import TokenAccount
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall, StartedGroup
 from megarl.rollout.requests.engine_requests import join_parts, num_sampled

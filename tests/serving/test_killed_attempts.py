@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.journal.state import JournalState, TokenAccount
+from megarl.rollout.journal.state import JournalState
+from megarl.rollout.journal.token_account import TokenAccount
 from tests.rewards.pools import wait_until
 from tests.serving.killed_driver import OUTLIVE_SECONDS
 

@@ -36,7 +36,8 @@ from safetensors.numpy import load, save
 
 from megarl.files.atomic import replace_bytes, storage_faults_named
 from megarl.rollout.journal.lines import damaged, encode_line, prompt_digest
-from megarl.rollout.journal.state import JournalState, TokenAccount
+from megarl.rollout.journal.state import JournalState
+from megarl.rollout.journal.token_account import TokenAccount
 from megarl.rollout.journal.tries import JournaledTry, refused_record, sampled_record
 from megarl.rollout.recording import RecordedCall, load_trajectory
 from megarl.rollout.requests.engine_requests import num_sampled

@@ -142,3 +142,10 @@ def _decode_array(base64_text: Any, dtype: Any) -> NDArray[Any]:
         raise ValueError("an array is not base64") from error
     # Copy: an array over bytes is read-only, but later steps may change its values.
     return np.frombuffer(content, dtype).copy()
+
+
+def read_count(value: Any) -> int:
+    # Not `isinstance`: it would accept true and false as integers.
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is not a count")
+    return value

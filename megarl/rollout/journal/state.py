@@ -1,9 +1,9 @@
-"""The content of a journal, built record by record, and counts of the sampled tokens."""
+"""The content of a journal, built record by record."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,10 @@ from megarl.rollout.journal.lines import (
     decode_tokens,
     prompt_digest,
     read_completion,
+    read_count,
     read_lines,
 )
+from megarl.rollout.journal.token_account import TokenAccount
 from megarl.rollout.journal.tries import JournaledAnswer, JournaledTry
 from megarl.rollout.recording import RecordedCall
 from megarl.rollout.state import DAMAGE
@@ -40,50 +42,6 @@ def account_tokens(run: Path) -> TokenAccount | None:
     state = JournalState(used_from=None)
     state.read(file)
     return state.account()
-
-
-@dataclass(slots=True)
-class TokenAccount:
-    """Numbers of sampled tokens of agents' attempts, by what happened to them.
-
-    `trained` and `untrained` are by step. `untrained` tokens belong to trained attempts, but have no loss. `dropped`
-    tokens belong to attempts without a step, `lost` tokens to replaced tries. `waiting` tokens are in flight, or wait
-    for a step. An aborted call's tokens count with its try. `faults` are contradictions in the journal, a line each.
-
-    `unreported_calls` counts calls with an unknown number of tokens, missing in all other numbers. They are in
-    progress, or were when their driver was killed or their engine was lost.
-    """
-
-    sampled: int = 0
-    trained: dict[int, int] = field(default_factory=dict)
-    untrained: dict[int, int] = field(default_factory=dict)
-    dropped: int = 0
-    lost: int = 0
-    waiting: int = 0
-    unreported_calls: int = 0
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def num_trained(self) -> int:
-        return sum(self.trained.values())
-
-    @property
-    def num_untrained(self) -> int:
-        """Number of sampled tokens that no step trained, including those of dropped attempts."""
-        return sum(self.untrained.values()) + self.dropped
-
-    def add(self, agent_try: JournaledTry) -> None:
-        """Count the tokens of a try, except `sampled`."""
-        if (step := agent_try.step) is not None:
-            num_untrained = agent_try.num_sampled - agent_try.num_trained
-            self.trained[step] = self.trained.get(step, 0) + agent_try.num_trained
-            self.untrained[step] = self.untrained.get(step, 0) + num_untrained
-        elif agent_try.dropped_step is not None:
-            self.dropped += agent_try.num_sampled
-        elif agent_try.is_replaced or agent_try.lost_step is not None:
-            self.lost += agent_try.num_sampled
-        else:
-            self.waiting += agent_try.num_sampled
 
 
 class JournalState:
@@ -116,8 +74,8 @@ class JournalState:
     def apply(self, record: Mapping[str, Any]) -> None:
         """Apply a record. Raises an error of `DAMAGE` if it is not a valid record of a journal."""
         appliers: dict[str, Callable[[Mapping[str, Any]], None]] = {
-            "totals": self._apply_totals,
-            "start": lambda start_record: self.start(_count(start_record["version"])),
+            "totals": self._token_counts.add_totals,
+            "start": lambda start_record: self.start(read_count(start_record["version"])),
             "began": self._apply_began,
             "opened": self._apply_opened,
             "asked": self._apply_asked,
@@ -139,38 +97,21 @@ class JournalState:
 
     def account(self) -> TokenAccount:
         """Return the numbers of sampled tokens so far, and the contradictions found in the records."""
-        token_counts = self._token_counts
-        account = replace(
-            token_counts,
-            trained=dict(token_counts.trained),
-            untrained=dict(token_counts.untrained),
-            unreported_calls=token_counts.unreported_calls + len(self._calls_under_way),
-            faults=list(token_counts.faults),
-        )
-        for agent_try in self.tries.values():
-            account.add(agent_try)
-        # The total is counted separately from its parts, so a difference shows an error in the records.
-        total = account.num_trained + account.num_untrained + account.lost + account.waiting
-        if total != account.sampled:
-            account.faults.append(f"{account.sampled} tokens were sampled, but {total} are accounted for")
-        return account
+        return self._token_counts.complete(self.tries.values(), num_under_way=len(self._calls_under_way))
 
     def start(self, version: int) -> None:
         """Start from a checkpoint with weights of `version`: undo later steps, remove later answers, close
         all tries.
         """
-        token_counts = self._token_counts
         # Their driver was killed, else it would have reported their tokens.
-        token_counts.unreported_calls += len(self._calls_under_way)
+        self._token_counts.unreported_calls += len(self._calls_under_way)
         self._calls_under_way.clear()
-        # A resume discards these steps' weights, so their tokens count as not trained.
-        for step in [step for step in token_counts.trained if step >= version]:
-            token_counts.lost += token_counts.trained.pop(step) + token_counts.untrained.pop(step)
+        self._token_counts.lose_steps(version)
         for agent_try in self.tries.values():
             if agent_try.settled_step is not None and agent_try.settled_step >= version:
                 agent_try.step = agent_try.dropped_step = agent_try.lost_step = None
                 agent_try.num_trained = 0
-            token_counts.lost += agent_try.forget_after(version) if agent_try.settled_step is None else 0
+            self._token_counts.lost += agent_try.forget_after(version) if agent_try.settled_step is None else 0
             agent_try.is_open = False
         self._last_step = version - 1
 
@@ -198,15 +139,7 @@ class JournalState:
 
     def totals(self) -> dict[str, Any]:
         """Return the record summarising all removed tries."""
-        token_counts = self._token_counts
-        steps = [[step, token_counts.trained[step], token_counts.untrained[step]] for step in token_counts.trained]
-        counts = {
-            "dropped": token_counts.dropped,
-            "lost": token_counts.lost,
-            "unreported_calls": token_counts.unreported_calls,
-        }
-        num_live_tokens = sum(agent_try.num_sampled for agent_try in self.tries.values())
-        return {"kind": "totals", **counts, "sampled": token_counts.sampled - num_live_tokens, "steps": steps}
+        return self._token_counts.totals(self.tries.values())
 
     def newest(self, attempt_name: str) -> JournaledTry | None:
         tries = [
@@ -222,25 +155,13 @@ class JournalState:
             t.is_open for t in self._tries_by_attempt[agent_try.attempt_name].values()
         )
 
-    def _apply_totals(self, record: Mapping[str, Any]) -> None:
-        """Add the counts of tries that were left out when an earlier start rewrote the journal."""
-        token_counts = self._token_counts
-        token_counts.sampled += _count(record["sampled"])
-        token_counts.dropped += _count(record["dropped"])
-        token_counts.lost += _count(record["lost"])
-        # Earlier versions of megarl do not count these.
-        token_counts.unreported_calls += _count(record.get("unreported_calls", 0))
-        for step, trained, untrained in record["steps"]:
-            token_counts.trained[_count(step)] = _count(trained)
-            token_counts.untrained[step] = _count(untrained)
-
     def _apply_began(self, record: Mapping[str, Any]) -> None:
         """Begin a try. It replaces the attempt's earlier tries."""
         name, attempt_name, settings = (str(record[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError(f"the start of try {name} is recorded twice")
         # Only a rewritten record has it: a new try begins in the step after the newest settled one.
-        first_step = _count(record["step"]) if "step" in record else self._last_step + 1
+        first_step = read_count(record["step"]) if "step" in record else self._last_step + 1
         tries_of_attempt = self._tries_by_attempt.setdefault(attempt_name, {})
         for earlier in tries_of_attempt.values():
             first_step = min(first_step, earlier.first_step)
@@ -254,7 +175,7 @@ class JournalState:
 
     def _apply_sampled(self, record: Mapping[str, Any]) -> None:
         """Add an answer to a try. A repeated answer moves from the earlier try, so that its tokens count once."""
-        agent_try, number = self.tries[record["try"]], _count(record["call"])
+        agent_try, number = self.tries[record["try"]], read_count(record["call"])
         if number < agent_try.num_begun or not agent_try.is_open:
             raise ValueError("an answer of a try that is over, or an answer twice")
         completion = read_completion(f"{agent_try.name}.{number}", record)
@@ -271,20 +192,20 @@ class JournalState:
         agent_try.add(number, answer)
         if record["from"] is None:
             # Earlier versions of megarl do not count the tokens of unfinished calls.
-            num_begun = _count(record.get("begun", 0))
-            self._take_aborted(agent_try, identity or record["prompt"], num_begun)
+            num_begun = read_count(record.get("begun", 0))
+            agent_try.take_aborted(identity or record["prompt"], num_begun)
             self._token_counts.sampled += num_tokens - num_begun
             return
         # Move the tokens from the earlier try, so that they are counted once.
         origin_try, origin_number = record["from"]
-        if self.tries[origin_try].answers.pop(_count(origin_number)).num_tokens != num_tokens:
+        if self.tries[origin_try].answers.pop(read_count(origin_number)).num_tokens != num_tokens:
             raise ValueError("an answer taken from an earlier try has another number of tokens there")
 
     def _apply_counted(self, record: Mapping[str, Any]) -> None:
         """Add an answer of a settled try to its numbers. Its tokens are removed from the journal."""
-        num_tokens, newest_version = _count(record["tokens"]), _count(record["version"])
+        num_tokens, newest_version = read_count(record["tokens"]), read_count(record["version"])
         answer = JournaledAnswer(num_tokens, newest_version, None, is_repeatable=False, identity=str(record["id"]))
-        self.tries[record["try"]].add(_count(record["call"]), answer)
+        self.tries[record["try"]].add(read_count(record["call"]), answer)
         self._token_counts.sampled += num_tokens
 
     def _apply_refused(self, record: Mapping[str, Any]) -> None:
@@ -302,16 +223,16 @@ class JournalState:
     def _apply_aborted(self, record: Mapping[str, Any]) -> None:
         """Count the tokens of a call that ended without an answer."""
         # Earlier versions of megarl write the prompt's digest instead of the call's id.
-        identity, num_tokens = str(record["id"] if "id" in record else record["prompt"]), _count(record["tokens"])
+        identity, num_tokens = str(record["id"] if "id" in record else record["prompt"]), read_count(record["tokens"])
         self._calls_under_way.discard(identity)
         if record["from"] is not None:
-            self._take_aborted(self.tries[record["from"]], identity, num_tokens)
+            self.tries[record["from"]].take_aborted(identity, num_tokens)
         else:
             self._token_counts.sampled += num_tokens
         self._add_unanswered(record["try"], identity, num_tokens)
 
     def _apply_engine_lost(self, record: Mapping[str, Any]) -> None:
-        num_tokens = _count(record["tokens"])
+        num_tokens = read_count(record["tokens"])
         self._token_counts.sampled += num_tokens
         self._token_counts.unreported_calls += record["is_all"] is not True
         # Not by the call's identity: the call goes on in another engine, without these tokens.
@@ -326,13 +247,6 @@ class JournalState:
         else:
             agent_try.aborted[identity] += num_tokens
 
-    def _take_aborted(self, agent_try: JournaledTry, identity: str, num_tokens: int) -> None:
-        """Subtract a call's unanswered tokens from a try. An answer or a later try has them now."""
-        if (num_aborted := agent_try.aborted[identity]) < num_tokens:
-            raise ValueError(f"a call continues after {num_tokens} aborted tokens, but only {num_aborted} are recorded")
-        if num_tokens:
-            agent_try.aborted[identity] -= num_tokens
-
     def _apply_opened(self, record: Mapping[str, Any]) -> None:
         agent_try = self.tries[record["try"]]
         if not all(isinstance(record[name], str) for name in ("session", "key", "node", "container")):
@@ -344,7 +258,7 @@ class JournalState:
 
     def _apply_asked(self, record: Mapping[str, Any]) -> None:
         agent_try = self.tries[record["try"]]
-        if _count(record["number"]) < 1 or not all(isinstance(message, dict) for message in record["messages"]):
+        if read_count(record["number"]) < 1 or not all(isinstance(message, dict) for message in record["messages"]):
             raise ValueError("a request has no number, or a message that is not an object")
         if self._used_from is not None and agent_try.opened is not None:
             agent_try.asked[str(record["request"])] = record
@@ -381,7 +295,7 @@ class JournalState:
     def _apply_dropped(self, record: Mapping[str, Any]) -> None:
         """Drop tries that no step will train."""
         # Some are dropped in the middle of a step. Earlier versions of megarl never write the step.
-        step = _count(record["step"]) if "step" in record else self._last_step + 1
+        step = read_count(record["step"]) if "step" in record else self._last_step + 1
         for name in record["tries"]:
             agent_try = self.tries[name]
             if agent_try.step is not None or agent_try.dropped_step is not None:
@@ -393,7 +307,7 @@ class JournalState:
 
     def _apply_lost(self, record: Mapping[str, Any]) -> None:
         # Earlier versions of megarl never write the step: it is the newest one.
-        step = _count(record["step"]) if "step" in record else self._last_step
+        step = read_count(record["step"]) if "step" in record else self._last_step
         for name in record["tries"]:
             agent_try = self.tries[name]
             agent_try.lost_step, agent_try.is_open = step, False
@@ -403,7 +317,7 @@ class JournalState:
 
         Tokens of steps before `used_from` are removed.
         """
-        self._last_step = step = _count(record["step"])
+        self._last_step = step = read_count(record["step"])
         for name, num_trained in record["tries"]:
             agent_try = self.tries.get(name)
             if agent_try is None or agent_try.step is not None:
@@ -413,7 +327,7 @@ class JournalState:
             elif (
                 agent_try.ended is None
                 or agent_try.lost_step is not None
-                or _count(num_trained) > agent_try.num_answered
+                or read_count(num_trained) > agent_try.num_answered
             ):
                 self._token_counts.faults.append(
                     f"step {step}: attempt {name!s:.80} did not end, or trains too many tokens"
@@ -432,10 +346,3 @@ def _read_prompt(agent_try: JournaledTry, record: Mapping[str, Any]) -> NDArray[
     if prompt_digest(prompt) != record["prompt"]:
         raise ValueError("the prompt's tokens have another hash")
     return prompt
-
-
-def _count(value: Any) -> int:
-    # Not `isinstance`: it would accept true and false as integers.
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is not a count")
-    return value

@@ -124,6 +124,13 @@ class JournaledTry:
         for identity in [*earlier.aborted, *(answer.identity for answer in earlier.answers.values())]:
             self.aborted[identity] += 0
 
+    def take_aborted(self, identity: str, num_tokens: int) -> None:
+        """Subtract a call's unanswered tokens. An answer or a later try has them now."""
+        if (num_aborted := self.aborted[identity]) < num_tokens:
+            raise ValueError(f"a call continues after {num_tokens} aborted tokens, but only {num_aborted} are recorded")
+        if num_tokens:
+            self.aborted[identity] -= num_tokens
+
     def forget_tokens(self) -> None:
         """Remove everything except numbers of tokens and identities, so that a settled try needs little memory."""
         if self.ended is not None:
