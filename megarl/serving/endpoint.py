@@ -13,10 +13,10 @@ from megarl.config.sections.rollout import EndpointConfig
 from megarl.files.strict_json import finite_number
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import PoolLoad
-from megarl.serving.answers import Answer, ModelCallUnderWay
+from megarl.serving.answer_sender import AnswerSender
 from megarl.serving.body import MAX_BODY_BYTES, read_body
 from megarl.serving.dialects.chat import Chat, Completions, model, models, read_conversation, read_prompt
-from megarl.serving.dialects.dialect import Dialect, Reply
+from megarl.serving.dialects.dialect import Dialect
 from megarl.serving.dialects.messages import Messages
 from megarl.serving.dialects.responses import Responses
 from megarl.serving.dialects.sampling import RequestParameters
@@ -29,10 +29,6 @@ from megarl.serving.sessions import Sessions
 from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError, StorageError
 
-KEEP_ALIVE_SECONDS = 2.0
-"""Seconds between keep-alive events of a stream whose answer is not ready. Agents with a limit between events allow at
-least 3 s.
-"""
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = Chat(), Completions(), Messages(), Responses()
 _CONVERSING: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES)
 _SHUTDOWN_SECONDS = 2.0
@@ -74,6 +70,7 @@ class Endpoint:
         self._metrics = EndpointMetrics(lambda: sessions.num_open, load) if config.metrics else None
         self._notices = FirstOfEachKind(notice)
         self._server: HttpServer | None = None
+        self._sender: AnswerSender | None = None
         self.base_url = ""
 
     async def start(self) -> None:
@@ -104,6 +101,13 @@ class Endpoint:
             handler_cancellation=True,
             lingering_time=_LINGERING_SECONDS,
             shutdown_timeout=_SHUTDOWN_SECONDS,
+        )
+        self._sender = AnswerSender(
+            self._server,
+            self._sessions.codec,
+            self._notices,
+            model=self._model,
+            hold_seconds=self._config.hold_seconds,
         )
         self.base_url = await self._server.start(self._config.host, self._config.port, is_held=self._is_held)
 
@@ -188,20 +192,22 @@ class Endpoint:
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
         conversation, caller = read_conversation(chat), dialect.caller(request.headers)
         call = session.chat(conversation, parameters.sampling, identity, caller, is_retry=_is_retry(request))
-        return await self._respond(dialect, request, session, call, parameters, body)
+        assert self._sender is not None, "requests come after the start"
+        return await self._sender.send(dialect, request, session, call, parameters, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, identity, body = await self._read_request(request)
         parameters = self._read_sampling(body, session)
         caller = COMPLETIONS.caller(request.headers)
         call = session.complete(read_prompt(body), parameters.sampling, identity, caller, is_retry=_is_retry(request))
-        return await self._respond(COMPLETIONS, request, session, call, parameters, body)
+        assert self._sender is not None, "requests come after the start"
+        return await self._sender.send(COMPLETIONS, request, session, call, parameters, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Return the length of a conversation's prompt, without sampling."""
         session, _, body = await self._read_request(request)
         chat, _ = MESSAGES.as_chat(body)
-        token_ids = await session.prompt(read_conversation(chat))
+        token_ids = await session.answer_sampler.prompt(read_conversation(chat))
         return web.json_response({"input_tokens": len(token_ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -288,92 +294,6 @@ class Endpoint:
         """Raise RequestError without the endpoint's token: an agent's session key is not enough."""
         if not self._is_token(key_of(request)):
             raise _unknown_key()
-
-    async def _respond(
-        self,
-        dialect: Dialect,
-        request: web.Request,
-        session: Session,
-        call: ModelCallUnderWay,
-        parameters: RequestParameters,
-        body: Mapping[str, Any],
-    ) -> web.StreamResponse:
-        """Wait for a model call's answer, and send it to the client, as a whole or as a stream."""
-        reply = dialect.reply(f"{session.name}.{call.number}", self._model, parameters, body)
-        with session.waiting(call):
-            if parameters.is_streamed:
-                response = await self._stream(request, session, call, parameters, reply)
-            else:
-                # Answer before the client's timeout (600 s in OpenAI's clients). Its retry then joins the same call.
-                answer = await session.answer(call, self._config.hold_seconds)
-                if answer is None:
-                    raise RequestError(
-                        "the answer is not ready yet; send the same request again", status=503, retry_after=1
-                    )
-                tokens = await self._tokens(answer, parameters)
-                session.remember(call)
-                response = web.json_response(reply.make_body(answer, tokens))
-                # Written here. aiohttp writes after this method, and would count a lost client as served.
-                await response.prepare(request)
-                await response.write_eof()
-                await self._deliver(request, session, call)
-        # One example is enough: later forks of a session mostly have the same cause.
-        for text in session.fork_texts[:1]:
-            change_text = "an agent changed the history that it sent before, so a new sequence begins"
-            self._notices.tell("fork", f"{change_text} (environment/forks): {text}")
-        return response
-
-    async def _stream(
-        self,
-        request: web.Request,
-        session: Session,
-        call: ModelCallUnderWay,
-        parameters: RequestParameters,
-        reply: Reply,
-    ) -> web.StreamResponse:
-        """Send a model call's answer as server-sent events.
-
-        An error in the first `KEEP_ALIVE_SECONDS` is sent as an HTTP status, because the stream has not begun.
-        """
-        answer = await session.answer(call, KEEP_ALIVE_SECONDS)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        try:
-            await response.write(reply.begin())
-            while answer is None:
-                # Proxies and clients close silent connections.
-                await response.write(reply.waiting())
-                answer = await session.answer(call, KEEP_ALIVE_SECONDS)
-            tokens = await self._tokens(answer, parameters)
-            session.remember(call)
-            for event in reply.events(answer, tokens):
-                await response.write(event)
-            await response.write(reply.end)
-            await response.write_eof()
-            await self._deliver(request, session, call)
-        except RequestError as error:
-            await response.write(reply.error_event(error))
-            await response.write(reply.end)
-            await response.write_eof()
-        return response
-
-    async def _deliver(self, request: web.Request, session: Session, call: ModelCallUnderWay) -> None:
-        """Record an answer as delivered. Withdraw it if the client is gone or later turns out not to have read it.
-
-        Raises ConnectionResetError if the client is gone.
-        """
-        assert self._server is not None, "requests come after the start"
-        session.deliver(call)
-        try:
-            await self._server.watch_delivery(request, lambda: session.withdraw(call))
-        except ConnectionError:
-            session.withdraw(call)
-            raise
-
-    async def _tokens(self, answer: Answer, parameters: RequestParameters) -> list[str] | None:
-        if not parameters.has_logprobs:
-            return None
-        return await self._sessions.codec.tokens(answer.call.completion.token_ids)
 
 
 def _secret(request: web.Request) -> str:

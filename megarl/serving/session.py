@@ -17,12 +17,12 @@ from megarl.rollout.recording import RecordedCall
 from megarl.rollout.requests.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall
 from megarl.serving.answer_reader import read_chat, read_text
+from megarl.serving.answer_sampler import AnswerSampler
 from megarl.serving.answers import MAIN, Answer, ModelCallUnderWay
 from megarl.serving.codec import Codec
 from megarl.serving.conversation import Conversation
-from megarl.serving.history import Answered, AnsweredText, History
 from megarl.serving.refusal import RequestError
-from megarl.serving.session_journal import SessionJournal, request_facts
+from megarl.serving.session_journal import SessionJournal
 from megarl.serving.session_sampler import Limits, SessionSampler
 from megarl.types import Caller, SamplingSettings
 
@@ -64,7 +64,15 @@ class Session:
         """Limit that was exceeded and ends the attempt, as `KIND: text`; None: no limit was exceeded."""
         self._pool, self._codec, self._journal = pool, codec, journal
         self._sampler = SessionSampler(seed, limits, pool, self.counts, num_aborted=num_aborted)
-        self._history = History()
+        self.answer_sampler = AnswerSampler(
+            name,
+            codec,
+            self._sampler,
+            journal,
+            counts=self.counts,
+            fork_texts=self.fork_texts,
+            on_continued=self._continue,
+        )
         self._by_body: dict[bytes, ModelCallUnderWay] = {}
         self._calls: dict[int, ModelCallUnderWay] = {}
         self._num_started = 0
@@ -93,9 +101,11 @@ class Session:
         request_digest = _identify(identity, caller)
 
         def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
-            return self._answer_chat(number, conversation, sampling, caller, request_digest)
+            return self.answer_sampler.answer_chat(number, conversation, sampling, caller, request_digest)
 
-        return self._begin(request_digest, is_retry, sample_answer, partial(self._remember_chat, conversation))
+        return self._begin(
+            request_digest, is_retry, sample_answer, partial(self.answer_sampler.remember_chat, conversation)
+        )
 
     def complete(
         self,
@@ -111,19 +121,9 @@ class Session:
         request_digest = _identify(identity, caller)
 
         def sample_answer(number: int) -> Coroutine[Any, Any, Answer]:
-            return self._answer_text(number, prompt, sampling, caller, request_digest)
+            return self.answer_sampler.answer_text(number, prompt, sampling, caller, request_digest)
 
-        return self._begin(request_digest, is_retry, sample_answer, partial(self._remember_text, prompt))
-
-    def _remember_chat(self, conversation: Conversation, answer: Answer) -> None:
-        answered_conversation = conversation.followed_by([answer.message])
-        token_ids = answer.call.token_ids.astype(np.int32)
-        self._history.add(Answered(answered_conversation, token_ids, answer.number))
-
-    def _remember_text(self, prompt: str | NDArray[np.int32], answer: Answer) -> None:
-        if isinstance(prompt, str):
-            token_ids = answer.call.token_ids.astype(np.int32)
-            self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
+        return self._begin(request_digest, is_retry, sample_answer, partial(self.answer_sampler.remember_text, prompt))
 
     async def restore(self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], *, num_started: int) -> None:
         """Restore the answers of a session whose driver was killed, in their order.
@@ -143,11 +143,13 @@ class Session:
                     conversation = conversations[continued_number].followed_by(facts["messages"])
             if facts["messages"]:
                 answer = await read_chat(self._codec, number, call, conversation, stops, caller, continued_number)
-                remember: Callable[[Answer], None] = partial(self._remember_chat, conversation)
+                remember: Callable[[Answer], None] = partial(self.answer_sampler.remember_chat, conversation)
                 conversations[number] = conversation.followed_by([answer.message])
             else:
                 answer = await read_text(self._codec, number, call, stops, caller)
-                remember = partial(self._remember_text, call.prompt_token_ids if prompt_text is None else prompt_text)
+                remember = partial(
+                    self.answer_sampler.remember_text, call.prompt_token_ids if prompt_text is None else prompt_text
+                )
             task = asyncio.create_task(_return_answer(answer))
             await task
             call_under_way = ModelCallUnderWay(number, task, remember, num_received=int(is_received))
@@ -290,94 +292,6 @@ class Session:
         self._by_body[identity] = call
         self._calls[number] = call
         return call
-
-    async def prompt(self, conversation: Conversation) -> NDArray[np.int32]:
-        """Return a conversation's prompt tokens [prompt]. They begin with those of an earlier answer that it continues.
-
-        Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
-        """
-        self._codec.check_tools(conversation.tools)
-        return await self._make_prompt_tokens(conversation, self._history.find(conversation))
-
-    async def _make_prompt_tokens(self, conversation: Conversation, answered: Answered | None) -> NDArray[np.int32]:
-        """Return a conversation's prompt tokens [prompt]. They begin with the tokens of `answered`, its earlier
-        part.
-        """
-        # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could change the tokens.
-        if answered is None:
-            return await self._codec.opening(conversation)
-        new_messages = conversation.messages[len(answered.conversation.messages) :]
-        return await self._codec.extend(answered.token_ids, new_messages, conversation.tools)
-
-    async def _answer_chat(
-        self,
-        number: int,
-        conversation: Conversation,
-        sampling: SamplingSettings,
-        caller: Caller,
-        request_digest: bytes,
-    ) -> Answer:
-        """Sample an answer to a conversation. If it continues an earlier answer, reuse that answer's tokens."""
-        self._codec.check_tools(conversation.tools)
-        earlier_answer = self._history.find(conversation)
-        if earlier_answer is not None:
-            self._continue(earlier_answer.number)
-        if fork := self._history.find_fork(conversation, earlier_answer):
-            self.counts["forks"] += 1
-            self.counts[f"forks/{fork.reason}"] += 1
-            self.fork_texts.append(fork.text)
-        token_ids = await self._make_prompt_tokens(conversation, earlier_answer)
-        continued_number = None if earlier_answer is None else earlier_answer.number
-        num_known_messages = 0 if earlier_answer is None else len(earlier_answer.conversation.messages)
-        self._note_request(
-            number,
-            digest=request_digest,
-            caller=caller,
-            continued=continued_number,
-            sampling=sampling,
-            messages=conversation.messages[num_known_messages:],
-            # A continuing conversation has the same tools.
-            tools=conversation.tools if earlier_answer is None else (),
-        )
-        call = await self._sampler.sample(self.name, number, token_ids, sampling)
-        return await read_chat(self._codec, number, call, conversation, sampling.stop, caller, continued_number)
-
-    async def _answer_text(
-        self,
-        number: int,
-        prompt: str | NDArray[np.int32],
-        sampling: SamplingSettings,
-        caller: Caller,
-        request_digest: bytes,
-    ) -> Answer:
-        """Sample a completion of a prompt for request `number`. It reuses the token ids of an earlier text.
-
-        `request_digest` identifies repeats. It is written to the journal, and so is `caller`.
-        """
-        continued_number = None
-        if not isinstance(prompt, str):
-            token_ids = prompt
-        elif (continued_text := self._history.find_text(prompt)) is not None:
-            continued_number = continued_text.number
-            self._continue(continued_number)
-            added_ids = await self._codec.encode_text(prompt[len(continued_text.text) :])
-            token_ids = np.concatenate([continued_text.token_ids, added_ids])
-        else:
-            token_ids = await self._codec.encode_text(prompt)
-        self._note_request(
-            number,
-            digest=request_digest,
-            caller=caller,
-            continued=continued_number,
-            sampling=sampling,
-            text=prompt if isinstance(prompt, str) else None,
-        )
-        call = await self._sampler.sample(self.name, number, token_ids, sampling)
-        return await read_text(self._codec, number, call, sampling.stop, caller)
-
-    def _note_request(self, number: int, **facts: Any) -> None:
-        if self._journal is not None:
-            self._journal.note_request(f"{self.name}.{number}", request_facts(number, **facts))
 
 
 def _identify(body: bytes, caller: Caller) -> bytes:

@@ -106,7 +106,7 @@ async def test_sixty_four_agents_with_tools_are_recorded_as_they_were_sampled(se
 
 
 async def test_a_stream_is_the_answer_in_chunks(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.serving.endpoint.KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr("megarl.serving.answer_sender.KEEP_ALIVE_SECONDS", 0.01)
     async with served() as s:
         for n in range(6):
             whole, streamed = s.open(seed=f"{n}"), s.open(seed=f"{n}")

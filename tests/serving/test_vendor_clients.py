@@ -144,7 +144,7 @@ async def test_keys_counts_and_errors_have_anthropics_form(served: Any) -> None:
 
 async def test_a_stream_that_waits_sends_events(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some clients limit the time between events, and do not count comments."""
-    monkeypatch.setattr("megarl.serving.endpoint.KEEP_ALIVE_SECONDS", 0.001)
+    monkeypatch.setattr("megarl.serving.answer_sender.KEEP_ALIVE_SECONDS", 0.001)
     async with served() as s:
         asked: Any = {"model": "policy", "max_output_tokens": 100, "input": QUESTION, "stream": True}
         async with s.client(s.open()) as client:
