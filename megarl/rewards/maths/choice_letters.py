@@ -48,9 +48,12 @@ class NamedChoice(NamedTuple):
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
     """Return whether two answers name the same choice's letter, and the same text if both have a text.
 
-    None: an answer names no letter, or both are plain letters without text or brackets.
+    The gold choice's text alone is right too. None: the prediction is neither a letter nor this text, or the gold
+    answer is no choice.
     """
     gold, choice = read_choice(plain_text(answer)), read_choice(plain_text(prediction))
+    if gold is not None and gold.text and choice is None and is_same_text(prediction, gold.text):
+        return True
     if gold is None or choice is None:
         return None
     is_same = gold.letter == choice.letter

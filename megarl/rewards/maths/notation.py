@@ -33,6 +33,7 @@ _MONTH = (
     "|Nov(?:ember)?|Dec(?:ember)?)"
 )
 _DAY = r"(?:[12][0-9]|3[01]|0?[1-9])"
+_NO_UNIT = r"(?:or|and|not|mod)\b"
 _BARE_SCRIPT = re.compile(r"[_^]\s*[0-9]+\Z")
 _WORD_BETWEEN = re.compile(rf"{TEXT}\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b")
 
@@ -124,11 +125,17 @@ def _write_domain(parameter: re.Match[str]) -> str:
 _RULES = (
     # A box around a part of the answer only frames it.
     _rule(_BOX, "{"),
+    # Formulas in a sentence: $x<2$ or $x>5$, but not $5 and $6.
+    _rule(r"(?<!\\)\$(?=\S)((?:[^$\\]|\\.)*?)(?<=\S)\$(?!\d)|\\\((.*?)\\\)", r" \1\2 "),
     # Signs, scripts and fonts.
     _rule(r"([√∛∜])\s*([0-9]+(?:\.[0-9]+)?)?", _write_root),
     _rule("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|([₀₁₂₃₄₅₆₇₈₉ₙ]+)", _write_script),
     _rule(r"\{\s*\\rm\s+([^{}\\]*)\}|\\rm\s*\{([^{}\\]*)\}|\\rm(?![A-Za-z])", _write_new_font),
-    # Units: {m^{2}} in one font, after an approximation, and in brackets.
+    # Units: {m^{2}} in one font, after an approximation, and in brackets inside and outside of the font.
+    _rule(
+        rf"(?<=[0-9}}]){_GAP}\\(?:text|mathrm)\s*\{{\s*\(\s*(?!{_NO_UNIT})([A-Za-z]{{2,}})\s*\)\s*\}}$",
+        r"\\,\\text{\1}",
+    ),
     _rule(
         r"\\(?:text|mathrm|textrm|mbox)\s*\{(?:[^{}]|\^\s*\{[^{}]*\})*\}",
         lambda unit: _BRACED_EXPONENT.sub(r"^\1", unit[0]),
@@ -137,7 +144,7 @@ _RULES = (
         r"\s*(\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?[23]\}?)?)\s*(\\approx(?![A-Za-z]).*)\1$", r"\2\1", re.DOTALL
     ),
     _rule(
-        rf"(?<=[0-9}}]){_GAP}[(\[]\s*(\\(?:text|mathrm)\s*\{{\s*(?!or\b|and\b|not\b|mod\b)[A-Za-z]+\s*\}}"
+        rf"(?<=[0-9}}]){_GAP}[(\[]\s*(\\(?:text|mathrm)\s*\{{\s*(?!{_NO_UNIT})[A-Za-z]+\s*\}}"
         r"(?:\s*\^\s*\{?[23]\}?)?)\s*[)\]]$",
         r"\\,\1",
     ),

@@ -232,7 +232,7 @@ _COUNTED = set(
     brick tile nail clip photo picture song movie show video message call email lap mile step trip visit night shift
     lesson meeting party present gift prize star planet side edge face vertex diagonal triangle square rectangle
     circle cube digit number integer factor divisor prime term root arrangement combination permutation outcome path
-    route function subset sequence soldier sailor
+    route function subset sequence soldier sailor molecule atom electron proton cell
     """.split()  # noqa: SIM905
 ) - {"prime", "mile", "square", "point", "pair", "can", "cup"} | {"pair", "point"}
 """Singular words for counted things, like apple. Every answer may use them as units."""
