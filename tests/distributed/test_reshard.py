@@ -408,7 +408,7 @@ def train_and_gather(recipe: Recipe, parallel: ParallelConfig, exported: str) ->
     assert worker.engine is not None and worker.rank_reshard is not None
     update(worker, parallel)
     ledger = worker.reshard(True, worker.weight_version + 1).ledger
-    assert ledger is not None
+    assert ledger is not None and 0 < worker.rank_reshard.first_report.seconds["verify"] < 600
     worker.export(Path(exported))
     tensors = load_file(f"{exported}/model.safetensors")
     attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
