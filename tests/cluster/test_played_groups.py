@@ -158,6 +158,31 @@ async def test_the_cause_is_raised_though_echoes_of_it_come_first() -> None:
         await together([echo(), fail()])
 
 
+async def test_asyncio_is_silent_about_errors_after_the_first() -> None:
+    """Each lost group would add lines to the screen, below the error of the run."""
+    noted: list[object] = []
+    may_fail = asyncio.Event()
+
+    async def fail(rank: int) -> None:
+        if rank:
+            await may_fail.wait()
+        raise RankFailedError(rank, "lost")
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: noted.append(context.get("exception")))
+    try:
+        with pytest.raises(RankFailedError, match="lost"):
+            await together([fail(0), fail(1), fail(2)])
+        may_fail.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        gc.collect()
+    finally:
+        loop.set_exception_handler(None)
+    # Other tests may have left tasks of their own.
+    assert [error for error in noted if isinstance(error, RankFailedError)] == []
+
+
 @pytest.mark.parametrize("can_lose", [True, False])
 async def test_stopped_ranks_are_searched_after_a_cancellation_only(
     monkeypatch: pytest.MonkeyPatch, can_lose: bool

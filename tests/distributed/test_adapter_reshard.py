@@ -6,6 +6,7 @@ The oracle of the slots is vLLM's own loader of PEFT folders, that of the log-pr
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -41,6 +42,8 @@ def test_base_weights_are_verified_with_the_adapter() -> None:
     reshard.verify()
     base.verify.assert_called_once_with()
     adapter.verify.assert_called_once_with()
+    for base.is_computed, adapter.is_computed in product([True, False], repeat=2):
+        assert reshard.is_computed == (base.is_computed and adapter.is_computed)
 
 
 def logprobs(recipe: Recipe, parallel: ParallelConfig) -> tuple[Any, Any]:

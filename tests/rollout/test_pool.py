@@ -114,6 +114,15 @@ async def test_the_driver_is_notified_at_once_only_where_a_request_may_follow(
     assert noted.leaves[0] == (None if least is None else max(least, min(16, max_running) // 8))
 
 
+async def test_nothing_follows_the_last_turn_of_a_trajectory(group: WorkerGroup) -> None:
+    noted = Noted(group)
+    pool = EnginePool(noted, ONE, max_running=16)
+    for turn, expected in enumerate([1, 1, None]):
+        noted.leaves.clear()
+        await pool.generate(request(f"turn{turn}", (5, 17, turn), 3), affinity="a", is_last=expected is None)
+        assert noted.leaves[0] == expected
+
+
 async def test_neighbours_meet_flatten_engine_which_holds_no_more_than_it_may(group: WorkerGroup) -> None:
     async def drive(max_running: int) -> list[list[int]]:
         await group.call("seen")
