@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode_rendered, num_tokens, render, special_tokens
+from megarl.data.templates.written_texts import check_message_written, check_tools_written
 from megarl.data.tools.calls import ParsedTurn, parse, parser_of_template
 from megarl.data.tools.formats import PARSERS
 from megarl.thoughts import ALL_MARKS, MARKS, ends_in_thoughts
@@ -51,9 +52,13 @@ class Dialogue:
     def render_opening(self, messages: Messages, tools: Tools = ()) -> str:
         """Return the text of messages and tools, up to the opening of the assistant's turn.
 
-        Raises ValueError if the template fails on them.
+        Raises ValueError if the template fails on them, or leaves out a tool or a text. An earlier turn of the
+        assistant may lose its reasoning.
         """
-        return render(self.tokenizer, messages, generation_prompt=True, tools=tools)
+        text = render(self.tokenizer, messages, generation_prompt=True, tools=tools)
+        check_tools_written(tools, text)
+        _check_written(messages, text)
+        return text
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
         return np.array(encode_rendered(self.tokenizer, text), np.int32)
@@ -78,17 +83,34 @@ class Dialogue:
 
         The result ends with the opening of the next turn. If the turn was cut at its length limit, the result begins
         with the turn's end token. All messages are rendered together, because a template may join the results of
-        several tool calls. Raises ValueError if the template cannot write messages after a turn.
+        several tool calls. Raises ValueError if the template cannot write messages after a turn, or leaves out a text.
         """
         # Templates render a turn with calls differently, so the turn before the answers must be rendered with calls.
         answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
         following = self._after_calls(answers, messages, tools) if answers else None
         if following is None:
             following = self._after_turn(messages, tools)
+        _check_written(messages, following)
         added = np.array(encode_rendered(self.tokenizer, following), np.int32)
-        # The template writes the end token of the turn; usually the policy has sampled it already.
-        has_ended = len(token_ids) > 0 and len(added) > 0 and token_ids[-1] == added[0]
-        return added[1:] if has_ended else added
+        return added[self._num_sampled(token_ids, added) :]
+
+    def _num_sampled(self, token_ids: NDArray[np.int32], added: NDArray[np.int32]) -> int:
+        """Return the number of tokens at the beginning of `added` [tokens] not to be added to `token_ids` [tokens].
+
+        They are the turn's end token that the template writes, if the policy has sampled it already, and white space
+        before it: Llama 2 writes a space there.
+        """
+        if not len(token_ids) or not len(added):
+            return 0
+        last_token = token_ids[-1]
+        if last_token == added[0]:
+            return 1
+        special = special_tokens(self.tokenizer)
+        if special is None or not special.fullmatch(self.text_with_special_tokens(token_ids[-1:])):
+            return 0
+        place = int((added == last_token).argmax())
+        is_space = not self.text_with_special_tokens(added[:place]).strip()
+        return place + 1 if added[place] == last_token and is_space else 0
 
     def text(self, token_ids: NDArray[np.int64]) -> str:
         """Return the text of tokens [tokens], without special tokens."""
@@ -196,6 +218,13 @@ class Dialogue:
             return following.index(end_of_turn.group())
         first_special = special.search(alone)
         return first_special.start() if first_special else len(alone)
+
+
+def _check_written(messages: Messages, rendered: str) -> None:
+    """Raise ValueError for a text of a message missing in the rendered text, except those of the assistant."""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            check_message_written(number, message, rendered)
 
 
 def _turns_with_calls(tool_results: Messages) -> Iterator[Mapping[str, Any]]:

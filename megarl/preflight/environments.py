@@ -61,7 +61,7 @@ def check_environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         return
     try:
         # Render a user message after an empty turn. A template that cannot do this raises here, not during the run.
-        dialogue.observation(np.zeros(0, np.int32), ({"role": "user", "content": "."},))
+        dialogue.observation(np.zeros(0, np.int32), ({"role": "user", "content": "reply"},))
     except ValueError as error:
         yield (
             f"rollout.environment = {name!r}: {error}; give the model folder a chat template that can continue after "
@@ -139,7 +139,7 @@ def _find_tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: D
         return
     question = ({"role": "user", "content": "."},)
     # Nine letters and digits: Mistral's chat templates reject call ids of another length.
-    reply = {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": "call00000", "content": "."}
+    reply = {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": "call00000", "content": "reply"}
     try:
         _ = dialogue.call_format
         # A template without tool support renders the same prompt with and without tools, without an error.

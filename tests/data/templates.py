@@ -14,6 +14,8 @@ _CALL = (
     "{{ '<tool_call>\n' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '\n</tool_call>' }}"
 )
 
+_TOOLS = "{% if tools %}{{ tools | tojson + '\n' }}{% endif %}"
+
 QWEN = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson + '\n' }}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}"
@@ -79,17 +81,21 @@ _MISTRAL_TOKENS = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RE
 _DEEPSEEK_TOKENS = ["<eos>", "<user>", "<assistant>", "<call>", "<call_end>", "<output>", "<output_end>"]
 
 _FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
-    "chatml": lambda: with_template(byte_level(), CHATML, _CHATML_TOKENS, _PLAIN, eos_token="<|im_end|>"),
+    "chatml": lambda: with_template(byte_level(), _TOOLS + CHATML, _CHATML_TOKENS, _PLAIN, eos_token="<|im_end|>"),
     "qwen": lambda: with_template(byte_level(), QWEN, _CHATML_TOKENS, _PLAIN, eos_token="<|im_end|>"),
-    "forgetful": lambda: with_template(byte_level(), FORGETFUL, _CHATML_TOKENS, _PLAIN, eos_token="<|im_end|>"),
+    "forgetful": lambda: with_template(
+        byte_level(), _TOOLS + FORGETFUL, _CHATML_TOKENS, _PLAIN, eos_token="<|im_end|>"
+    ),
     "llama": lambda: with_template(
-        byte_level(), LLAMA, _LLAMA_TOKENS, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
+        byte_level(), _TOOLS + LLAMA, _LLAMA_TOKENS, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
     ),
-    "mistral": lambda: with_template(byte_level(), MISTRAL, _MISTRAL_TOKENS, bos_token="<s>", eos_token="</s>"),
+    "mistral": lambda: with_template(
+        byte_level(), _TOOLS + MISTRAL, _MISTRAL_TOKENS, bos_token="<s>", eos_token="</s>"
+    ),
     "glm": lambda: with_template(
-        byte_level(), GLM, ["<|user|>", "<|assistant|>", "<|observation|>"], _PLAIN, eos_token="<|user|>"
+        byte_level(), _TOOLS + GLM, ["<|user|>", "<|assistant|>", "<|observation|>"], _PLAIN, eos_token="<|user|>"
     ),
-    "deepseek": lambda: with_template(byte_level(), DEEPSEEK, _DEEPSEEK_TOKENS, eos_token="<eos>"),
+    "deepseek": lambda: with_template(byte_level(), _TOOLS + DEEPSEEK, _DEEPSEEK_TOKENS, eos_token="<eos>"),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -5,6 +5,7 @@ import pytest
 
 from megarl.data.chat import encode_rendered, load_tokenizer, render
 from megarl.data.kinds.conversations import Conversations, train_on_assistant
+from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples
 from megarl.data.token_batch import TokenBatch
 from megarl.types import DataError, Problem, Trajectory
@@ -112,13 +113,73 @@ def test_a_conversation_in_parts_is_one_sample_of_a_batch(tokenizer):
     assert batch.samples.tolist() == [0, 0, 1] and batch.num_segments.tolist() == [2, 1]
 
 
-def test_a_template_without_an_end_token_keeps_its_white_space(tokenizer):
+ROLES = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+OPENED = "{{ '<|im_start|>assistant\n' }}"
+ASKED = "{% if add_generation_prompt %}" + OPENED + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(ROLES + "<|im_end|>\n{% endfor %}" + OPENED, id="always opens the next turn"),
+        pytest.param(
+            ROLES + "<|im_end|>\n{% endfor %}" + ASKED + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+            id="ends the text with a token of its own",
+        ),
+        pytest.param(
+            ROLES + "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}{% endfor %}" + ASKED,
+            id="ends a turn only before the next",
+        ),
+    ],
+)
+def test_a_turn_is_trained_to_its_end_token_and_no_further(tokenizer, template):
+    tokenizer.chat_template = template
+    chat = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "<|im_end|> d ")]
+    (sequence,) = train_on_assistant(tokenizer, chat)
+    assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b<|im_end|><|im_end|> d <|im_end|>"
+
+
+def test_white_space_after_an_end_token_not_named_by_the_tokenizer_is_not_trained(tokenizer):
+    """Gemma's turns end with <end_of_turn>, its texts with <eos>."""
+    tokenizer.eos_token = "<|endoftext|>"
+    (sequence,) = train_on_assistant(tokenizer, DIALOGUE)
+    assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "15<|im_end|>\n\n30 <|im_end|>"
+
+
+def test_the_next_role_that_ends_a_turn_is_trained():
+    """GLM's turns end where another role begins: a policy that never learnt it would never end."""
+    tokenizer = templates.tokenizer_of("glm")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+    chat = [
+        said("user", "a"),
+        {**said("assistant", ""), "tool_calls": [call]},
+        said("tool", "b"),
+        said("assistant", "c"),
+        said("user", "d"),
+        said("assistant", "e"),
+    ]
+    (sequence,) = train_on_assistant(tokenizer, chat)
+    trained = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
+    assert trained == "\n<tool_call>f\n<arg>x=1</arg>\n</tool_call><|observation|>c<|user|>e<|user|>"
+
+
+def test_a_template_without_an_end_token_is_refused(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    (sequence,) = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
-    assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b\n\n"
+    with pytest.raises(ValueError, match="no special token at the end of an answer"):
+        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+
+
+def test_a_template_that_leaves_the_header_of_its_turn_to_the_policy_is_refused(tokenizer, tmp_path):
+    tokenizer.chat_template = ROLES + "<|im_end|>\n{% endfor %}"
+    with pytest.raises(ValueError, match=r"begins an answer with '<\|im_start\|>assistant'"):
+        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+    problem = tmp_path / "rl.jsonl"
+    problem.write_text('{"prompt": "a", "answer": "b"}\n')
+    with pytest.raises(DataError, match="ignores add_generation_prompt"):
+        read_examples(problem, Problems(tokenizer=tokenizer, system_prompt=None, max_tokens=100))
 
 
 def read(tmp_path, tokenizer, *conversations, max_tokens=100):

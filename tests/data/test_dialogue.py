@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from megarl.data.chat import encode_rendered, render
 from megarl.data.dialogue import Dialogue
 from megarl.types import ConfigError, ToolCall
 from tests.data.templates import FAMILIES, tokenizer_of
+from tests.data.test_chat import byte_level, with_template
 from tools.make_tiny_model import make_tokenizer
 
 QUESTION = {"role": "user", "content": "What is twice 12 + 3?"}
@@ -116,6 +118,38 @@ def test_a_template_that_writes_no_results_is_refused() -> None:
     tokenizer = tokenizer_of("mistral")
     with pytest.raises(ValueError, match="ids have 9 characters"):
         Dialogue(tokenizer).observation(np.zeros(0, np.int32), [{"role": "tool", "content": "x", "tool_call_id": "1"}])
+
+
+def llama2() -> PreTrainedTokenizerFast:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+        "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+    )
+    return with_template(byte_level(), template, ["<s>", "</s>"], bos_token="<s>", eos_token="</s>")
+
+
+def test_an_end_token_after_white_space_is_not_written_twice() -> None:
+    dialogue = Dialogue(llama2())
+    opening = dialogue.opening([QUESTION])
+    answer = dialogue.tokenizer.encode(" 30", add_special_tokens=False)
+    for end in ("</s>", " </s>"):
+        sampled = [*answer, *dialogue.tokenizer.encode(end, add_special_tokens=False)]
+        added = dialogue.observation(np.concatenate([opening, sampled]).astype(np.int32), [ON])
+        assert dialogue.tokenizer.decode(added) == "<s>[INST] And now? [/INST]"
+    # A turn that its length cut has no end.
+    cut = dialogue.observation(np.concatenate([opening, answer]).astype(np.int32), [ON])
+    assert dialogue.tokenizer.decode(cut) == " </s><s>[INST] And now? [/INST]"
+
+
+def test_a_text_that_the_template_drops_is_refused() -> None:
+    dialogue = Dialogue(llama2())
+    opening = dialogue.opening([QUESTION])
+    with pytest.raises(ValueError, match=r"does not write the content of messages\[0\], '30'"):
+        dialogue.observation(opening, [result(1)])
+    with pytest.raises(ValueError, match=r"does not write the content of messages\[0\], 'Be brief.'"):
+        dialogue.opening([{"role": "system", "content": "Be brief."}, QUESTION])
+    with pytest.raises(ValueError, match="does not write the tool, 'f1'"):
+        dialogue.opening([QUESTION], [tool("f1")])
 
 
 CALCULATOR = {

@@ -13,7 +13,7 @@ from megarl.data.reader import read_examples, read_records
 from megarl.data.survey import survey
 from megarl.data.templates import written_texts
 from megarl.types import DataError
-from tests.data.templates import tokenizer_of
+from tests.data.templates import GLM, tokenizer_of
 
 ASKED = {"role": "user", "content": "What is 2 + 2?"}
 ANSWERED = {"role": "assistant", "content": "It is 4."}
@@ -236,9 +236,10 @@ def test_earlier_turns_come_before_the_prompt(tmp_path, history):
         assert turns in texts_of(tmp_path, record)[0]
 
 
-def test_tools_reach_the_prompt(tmp_path):
+def test_tools_reach_the_prompt(tmp_path, monkeypatch):
     assert '"name": "add"' in texts_of(tmp_path, problem([ASKED], tools=[TOOL]))[0]
-    with pytest.raises(DataError, match="the chat template does not write the record's tool, 'add'"):
+    monkeypatch.setattr(tokenizer_of("glm"), "chat_template", GLM)
+    with pytest.raises(DataError, match="the chat template does not write the tool, 'add'"):
         texts_of(tmp_path, problem([ASKED], tools=[TOOL]), family="glm")
 
 

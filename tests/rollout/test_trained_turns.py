@@ -52,6 +52,7 @@ WORDS = (
     "the answer",
 )
 FORGETFUL = (
+    "{% if tools %}{{ tools | tojson + '\\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     "{{ m.content[:2] if m.role == 'assistant' else m.content }}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -13,6 +13,7 @@ from megarl.data.formats import first_name_with_value
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import REASONING, WEIGHT, have_same_texts, is_blank, without_weights
 from megarl.data.records import Record, TooLongError
+from megarl.data.templates.turn_ends import check_opens_turns, end_turn
 from megarl.data.templates.written_texts import (
     check_answer_written,
     check_message_written,
@@ -172,10 +173,11 @@ def train_on_assistant(
     single sequence has the right prompt for every turn, and a new sequence begins. Sequences without a turn to train
     are left out.
 
-    Raises ValueError if no turn is to be trained, if the template leaves out a text of a trained turn, or if a rendered
-    turn does not begin with its prompt.
+    Raises ValueError if no turn is to be trained, if the template leaves out a text of a trained turn or its end, or if
+    a rendered turn does not begin with its prompt.
     """
     refuse_untrained(messages, first=first)
+    check_opens_turns(tokenizer)
     sequences = [_Sequence()]
     is_trained = [number >= first and _is_trained(message) for number, message in enumerate(messages)]
     messages = without_weights(messages)
@@ -183,16 +185,18 @@ def train_on_assistant(
         if message["role"] != "assistant":
             continue
         prompt = render(tokenizer, messages[:number], generation_prompt=True, tools=tools)
-        text_up_to_turn = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
-        turn = _without_trailing_space(tokenizer, text_up_to_turn)
-        if not turn.startswith(prompt):
+        up_to_turn = messages[: number + 1]
+        text = render(tokenizer, up_to_turn, generation_prompt=False, tools=tools)
+        if not text.startswith(prompt):
             raise ValueError(
                 f"the chat template writes messages[{number}] otherwise than it begins the turn in sampling, so what "
                 "is trained would never be sampled; use a template that only appends"
             )
+        following = messages[number + 1] if number + 1 < len(messages) else None
+        turn = end_turn(tokenizer, text, up_to_turn, len(prompt), following, tools)
         if not has_texts(turn[len(prompt) :], message):
             # The generation prompt may contain the message's beginning, so this check renders once more.
-            check_answer_written(tokenizer, messages[: number + 1], tools, turn)
+            check_answer_written(tokenizer, up_to_turn, tools, turn)
         if not prompt.startswith(sequences[-1].text):
             sequences.append(_Sequence())
         sequences[-1].extend(tokenizer, prompt, is_trained=False)
@@ -255,9 +259,3 @@ class _Sequence:
 
     def to_training(self) -> TrainingSequence:
         return TrainingSequence(np.array(self.tokens, dtype=np.int64), np.array(self.mask, dtype=np.bool_))
-
-
-def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:
-    """Return a text without white space after a special token at its end."""
-    stripped = text.rstrip()
-    return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else text

@@ -14,6 +14,7 @@ from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import says_nothing, without_weights
 from megarl.data.record_fields import describe_unread, unread_problem_field
 from megarl.data.records import Record, TooLongError
+from megarl.data.templates.turn_ends import check_opens_turns
 from megarl.data.templates.written_texts import check_prompt_written
 from megarl.data.tools.schemas import ToolSchema
 from megarl.files.strict_json import shown
@@ -123,6 +124,7 @@ class Problems(TokenisedKind):
     ) -> tuple[int, ...]:
         try:
             text = render(self.tokenizer, messages, generation_prompt=True, tools=tools)
+            check_opens_turns(self.tokenizer)
             check_prompt_written(self.tokenizer, messages, tools, text)
             # Encoding a text of megabytes takes minutes; `exceeds` refuses it after its beginning.
             is_long = exceeds(self.tokenizer, text, self.max_tokens)

@@ -7,12 +7,15 @@ engine that does not know the template's tokens samples up to the length limit.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat import render, special_tokens, tokenizer_of
+from megarl.data.chat import MARKS, render, special_tokens, tokenizer_of
 from megarl.files.model_folder import read_object
+from megarl.thoughts import ALL_MARKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -44,6 +47,90 @@ _TURNS: Sequence[Mapping[str, Any]] = (
     _calling(".", _TURN),
 )
 """Sample turns. A special token inside a sample turn does not end it."""
+
+
+def check_opens_turns(tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the chat template ignores `add_generation_prompt`, and begins answers with a header.
+
+    Such a policy would have to write the header of its own turn. Templates without headers need no generation prompt.
+    """
+    if header := _unopened_header(tokenizer, str(tokenizer.chat_template)):
+        raise ValueError(
+            f"the chat template begins an answer with {header!r:.60}, and ignores add_generation_prompt, so the policy "
+            "would have to write this itself; set model.chat_template to a template that ends prompts with it"
+        )
+
+
+@lru_cache(maxsize=8)
+def _unopened_header(tokenizer: Tokenizer, template: str) -> str:
+    """Return the text between a prompt and its answer if the template has no generation prompt. Empty: none.
+
+    The opening of thoughts is not a header. `template` is the tokenizer's: it is part of the cache's key.
+    """
+    try:
+        prompt = render(tokenizer, (_QUESTION,), generation_prompt=True)
+        if prompt != render(tokenizer, (_QUESTION,), generation_prompt=False):
+            return ""
+        answer = render(tokenizer, (_QUESTION, _ANSWERING), generation_prompt=False)
+    except ValueError:  # The caller's messages get the template's error.
+        return ""
+    before, is_written, _ = answer.partition(_TURN)
+    if not is_written or not before.startswith(prompt):
+        return ""
+    header = before.removeprefix(prompt)
+    for mark in ALL_MARKS:
+        header = header.replace(mark, "")
+    return header.strip()
+
+
+def end_turn(
+    tokenizer: Tokenizer,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    start: int,
+    following: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return `text` up to the end of its last turn, an answer of the assistant, as sampling ends it.
+
+    `text` are the rendered `messages`, of which the answer is the last: it begins at character `start`. `following` is
+    the next message of the conversation, if any.
+    What the template writes after the end token is cut: white space, the end of the text, the next turn's opening. If
+    the template writes no end token before the next message, as in GLM's templates, the end token is added.
+
+    Raises ValueError if the template ends no turn with a special token.
+    """
+    ends = _end_pattern(tokenizer, str(tokenizer.chat_template))
+    if ends is not None and (end := ends.search(text, start)):
+        return text[: end.end()]
+    special = special_tokens(tokenizer)
+    stripped = text.rstrip()
+    if special is not None and any(match.end() == len(stripped) for match in special.finditer(stripped, start)):
+        return stripped
+    if following is None or following["role"] == "assistant":
+        call_ids = [call.get("id", "") for call in messages[-1].get("tool_calls", ())]
+        following = {**_REPLY, "tool_call_id": call_ids[0]} if call_ids else _QUESTION
+    longer_text = render(tokenizer, (*messages, following), generation_prompt=True, tools=tools)
+    if special is not None and longer_text.startswith(stripped):
+        next_special = special.search(longer_text, len(stripped))
+        if next_special and ends is not None and ends.fullmatch(next_special.group()):
+            return longer_text[: next_special.end()]
+    raise ValueError(
+        "the chat template writes no special token at the end of an answer, so the policy would not learn to end its "
+        "turn; set model.chat_template to a template that writes {{ eos_token }} there"
+    )
+
+
+@lru_cache(maxsize=8)
+def _end_pattern(tokenizer: Tokenizer, template: str) -> re.Pattern[str] | None:
+    """Return a pattern for the tokens of `turn_ends` written by the template itself. None: there are none.
+
+    `template` is the tokenizer's: it is part of the cache's key.
+    """
+    names = map(str, tokenizer.convert_ids_to_tokens([*turn_ends(tokenizer)]))
+    pattern = "|".join(map(re.escape, names))
+    # Special tokens of messages are between marks.
+    return re.compile(f"(?<!{MARKS[0]})(?:{pattern})") if pattern else None
 
 
 def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:

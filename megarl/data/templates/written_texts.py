@@ -82,7 +82,7 @@ def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> No
     written = _WrittenText(rendered)
     for tool in tools:
         if not written.contains(name := tool["function"]["name"]):
-            raise ValueError(_missing_text_message("the record's tool", name))
+            raise ValueError(_missing_text_message("the tool", name))
 
 
 def _missing_text_message(subject: str, text: str) -> str:
