@@ -43,9 +43,15 @@ def verl_without_source(solution_str, ground_truth, data_source, method="strict"
     return {"score": -1.0, "acc": ground_truth in solution_str, "pred": "4", "length": len(method), "source": 0}
 
 
+def verl_of_any_values(solution_str, ground_truth, **kwargs):
+    assert kwargs == {"data_source": "gsm8k", "extra_info": {"index": 7}}
+    return 0.25
+
+
 @pytest.mark.parametrize(
     ("function", "record", "kwargs", "score"),
     [
+        pytest.param(verl_of_any_values, OF_VERL, {}, FunctionScore(0.25), id="**kwargs"),
         pytest.param(verl, OF_VERL, {}, FunctionScore(0.5), id="number"),
         pytest.param(verl_with_kwargs, {}, {"data_source": "other", "scale": 2}, FunctionScore(2.0), id="kwargs"),
         pytest.param(

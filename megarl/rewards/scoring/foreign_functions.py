@@ -76,6 +76,8 @@ class VerlFunction:
 
     function: Callable[..., Any]
     parameters: Parameters
+    takes_any: bool
+    """Whether the function has `**rest`. verl gives all its values by name, so `rest` may have some of them."""
     needs: ClassVar[frozenset[str]] = frozenset({"completion_text", "answer", "record"})
     reserved: ClassVar[frozenset[str]] = frozenset({"solution_str", "ground_truth"})
 
@@ -98,7 +100,7 @@ class VerlFunction:
             # Like verl: an empty dict for records without this field.
             "extra_info": dict(record.get("extra_info") or {}),
         }
-        arguments = {name: value for name, value in values.items() if name in self.parameters}
+        arguments = {name: value for name, value in values.items() if self.takes_any or name in self.parameters}
         return _convert_verl_score(result_of(self.function(**{**arguments, **kwargs})))
 
 
@@ -162,7 +164,7 @@ def foreign_function(
 ) -> ForeignFunction | None:
     """Return a callable of samples for a function with verl's or TRL's signature, else None."""
     if "solution_str" in parameters:
-        return VerlFunction(function, parameters)
+        return VerlFunction(function, parameters, takes_any)
     if "completions" in parameters:
         return TrlFunction(function, parameters, takes_any)
     return None
