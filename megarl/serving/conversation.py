@@ -22,6 +22,8 @@ MAX_DEPTH = 64
 
 Chat templates and json.dumps recurse into them. Python raises RecursionError at about 1,000 stack frames.
 """
+_UNREAD_TEXTS = ("function_call", "refusal", "audio")
+"""Keys of OpenAI's messages that hold a part of the history, and that the endpoint never writes itself."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -114,6 +116,13 @@ def _read_message(message: Any, index: int) -> Message:
         "role": "system" if role == "developer" else role,
         "content": _read_text(message.get("content"), f"{field_path}.content"),
     }
+    for name in _UNREAD_TEXTS:
+        if message.get(name):
+            raise RequestError(
+                f"{field_path}.{name} = {message[name]!r:.80}: is not read; give calls in tool_calls and texts in "
+                "content, or remove it",
+                param=f"{field_path}.{name}",
+            )
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             fields[name] = message[name]
@@ -133,12 +142,16 @@ def _read_text(content: Any, field_path: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        return "".join(part["text"] for part in content)
     raise RequestError(
         f"{field_path}: must be text, or a list of parts of type text; this model reads no other types",
         param=field_path,
     )
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _read_calls(calls: Any, field_path: str) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from megarl.types import ConfigError, StorageError
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = Chat(), Completions(), Messages(), Responses()
 _CONVERSING: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES)
+_NO_EFFECT = "it has no effect here"
 _SHUTDOWN_SECONDS = 2.0
 """Seconds for open connections to end at shutdown."""
 _LINGERING_SECONDS = 1.0
@@ -189,7 +190,7 @@ class Endpoint:
         session, identity, body = await self._read_request(request)
         chat, without_effect = dialect.as_chat(body)
         parameters = self._read_sampling(chat, session)
-        self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
+        self._note_overridden(session, {name: body.get(name) for name in without_effect}, _NO_EFFECT)
         conversation, caller = read_conversation(chat), dialect.caller(request.headers)
         call = session.chat(conversation, parameters.sampling, identity, caller, is_retry=_is_retry(request))
         assert self._sender is not None, "requests come after the start"
@@ -197,7 +198,9 @@ class Endpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, identity, body = await self._read_request(request)
+        _, without_effect = COMPLETIONS.as_chat(body)
         parameters = self._read_sampling(body, session)
+        self._note_overridden(session, {name: body[name] for name in without_effect}, _NO_EFFECT)
         caller = COMPLETIONS.caller(request.headers)
         call = session.complete(read_prompt(body), parameters.sampling, identity, caller, is_retry=_is_retry(request))
         assert self._sender is not None, "requests come after the start"

@@ -292,6 +292,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "messages"),
     ({"tools": 5}, "tools"),
+    ({"function_call": {"name": "add"}}, "function_call"),
+    ({"stop_token_ids": [3]}, "stop_token_ids"),
+    ({"bad_words": ["yes"]}, "bad_words"),
+    ({"guided_choice": ["yes", "no"]}, "guided_choice"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"max_completion_tokens": 5, "max_tokens": "all"}, "max_tokens"),
+    (
+        {"messages": [QUESTION, {"role": "assistant", "content": None, "function_call": {"name": "f"}}, QUESTION]},
+        "messages.1.function_call",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages.0.content"),
 ]
 
 
@@ -322,6 +333,23 @@ async def test_the_recipe_s_sampling_holds_and_what_a_client_sets_is_counted(ser
         assert one.token_ids.tolist() == two.token_ids.tolist()
         assert session.counts["overridden_fields"] == 6 and plain.counts["overridden_fields"] == 0
         assert len(s.notices) == 6 and all("recipe's value holds" in text for text in s.notices)
+
+
+async def test_fields_without_effect_are_counted_and_others_are_silent(served: Any) -> None:
+    without_effect = {"reasoning_effort": "high", "parallel_tool_calls": False, "dry_multiplier": 0.8}
+    silent = {"user": "me", "store": False, "parallel_tool_calls": True, "stop_token_ids": [], "max_tokens": 3}
+    async with served() as s, aiohttp.ClientSession() as http:
+        for fields, num_counted in ((without_effect, 3), (silent, 0)):
+            session = s.open()
+            for page, prompt in (("chat/completions", {"messages": [QUESTION]}), ("completions", {"prompt": "The"})):
+                before = session.counts["overridden_fields"]
+                body = {"model": "policy", "max_tokens": 3, "logprobs": 0 if page == "completions" else None}
+                async with http.post(f"{s.endpoint.url_of(session)}/{page}", json=body | prompt | fields) as response:
+                    answer = await response.json()
+                assert response.status == 200, answer
+                assert session.counts["overridden_fields"] - before == num_counted
+                assert (answer["choices"][0]["logprobs"] is not None) == (page == "completions")
+        assert sorted(text.split(" = ")[0].split()[-1] for text in s.notices) == sorted(without_effect)
 
 
 async def test_a_prompt_longer_than_the_context_is_refused_and_its_neighbours_go_on(served: Any) -> None:

@@ -13,7 +13,7 @@ from megarl.serving.answers import Answer
 from megarl.serving.conversation import Conversation
 from megarl.serving.dialects.caller import read_caller
 from megarl.serving.dialects.events import COMMENT, event, split_text
-from megarl.serving.dialects.sampling import RequestParameters
+from megarl.serving.dialects.sampling import RequestParameters, ignored_fields
 from megarl.serving.refusal import RequestError
 from megarl.types import Caller
 
@@ -72,7 +72,7 @@ class Chat:
     page = "/chat/completions"
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
-        return body, ()
+        return body, ignored_fields(body)
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_caller(headers)

@@ -24,6 +24,7 @@ from megarl.serving.dialects.sampling import (
     CHANGES_SAMPLES,
     RequestParameters,
     copy_sampling_fields,
+    ignored_fields,
     read_objects,
     unsupported_field,
 )
@@ -32,6 +33,9 @@ from megarl.types import Caller
 
 _WITHOUT_EFFECT = ("thinking", "output_config")
 """Ignored fields: the model thinks as it was trained to, whatever effort a request asks for."""
+_REFUSED = ("mcp_servers", "container", "output_format", "context_management")
+"""Fields of `_refuse_unsupported`. Values that pass it ask for nothing."""
+_FIELDS = (*_WITHOUT_EFFECT, *_REFUSED, "system", "max_tokens", "stop_sequences", "cache_control")
 _INVALID_ARGUMENTS = "invalid_arguments"
 """Key of a tool call's input (an object) whose value is the text of invalid arguments."""
 _SIGNATURE = "unsigned"
@@ -71,7 +75,8 @@ class Messages:
         if (tool_choice := body.get("tool_choice")) is not None:
             # `_refuse_unsupported` lets only auto and none pass.
             chat["tool_choice"] = tool_choice["type"]
-        return chat, [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
+        hints = [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
+        return chat, [*hints, *ignored_fields(body, (*chat, *_FIELDS))]
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_claude_code_caller(headers)

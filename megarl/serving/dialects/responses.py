@@ -26,6 +26,7 @@ from megarl.serving.dialects.sampling import (
     RequestParameters,
     changed_fields,
     copy_sampling_fields,
+    ignored_fields,
     read_objects,
     unsupported_field,
 )
@@ -43,6 +44,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Refused fields, because they would change the prompt or the samples. The listed values change nothing and are
 accepted.
 """
+_FIELDS = (*_NEUTRAL, "input", "instructions", "max_output_tokens", "tools", "reasoning", "text", "stream_options")
 _JOINT = "__"
 """Separator of namespace and function in the name that the model sees."""
 _ANSWER_ITEMS = ("reasoning", "function_call")
@@ -67,15 +69,13 @@ class Responses:
             "messages": _fold_systems(instructions, _convert_items(items)),
             "max_completion_tokens": body.get("max_output_tokens"),
         }
-        functions, ignored_fields = _convert_tools([] if body.get("tools") is None else body["tools"])
+        functions, hints = _convert_tools([] if body.get("tools") is None else body["tools"])
         if functions:
             chat["tools"] = functions
         # These fields are hints: this model thinks and calls tools as it was trained to.
         if body.get("reasoning") is not None and body["reasoning"].get("effort") is not None:
-            ignored_fields.append("reasoning")
-        if body.get("parallel_tool_calls") is False:
-            ignored_fields.append("parallel_tool_calls")
-        return chat, sorted(set(ignored_fields))
+            hints.append("reasoning")
+        return chat, sorted({*hints, *ignored_fields(body, (*chat, *_FIELDS))})
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         return read_codex_caller(headers)

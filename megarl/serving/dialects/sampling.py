@@ -23,10 +23,34 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "top_logprobs": (0,),
     "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    # Fields of vLLM and SGLang.
+    "chat_template": (),
     "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
     "structured_outputs": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "stop_token_ids": ([],),
+    "stop_regex": ([], ""),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
 }
 """Refused fields, because they would change the sampled distribution or the number of answers. The listed values change
 nothing and are accepted.
@@ -40,6 +64,20 @@ _RANGES = {
     "repetition_penalty": (0.01, 2.0),
 }
 """Accepted ranges of sampling parameters. Accepted values are then replaced by the recipe's."""
+_LENGTH_LIMITS = ("max_completion_tokens", "max_tokens")
+"""Names of the length limit, the newer one first. max_tokens is deprecated, but many clients still send it."""
+_CHAT_FIELDS = frozenset(
+    ("model", "messages", "prompt", "tools", "stream", "stream_options", "seed", "stop", "logprobs", *_LENGTH_LIMITS,
+     *_RANGES, *NEUTRAL)
+)  # fmt: skip
+"""Fields of chat completions and completions that are read, overridden or refused."""
+_SILENT_FIELDS = frozenset(
+    ("user", "metadata", "client_metadata", "store", "include", "service_tier", "safety_identifier",
+     "prompt_cache_key", "prompt_cache_retention", "prediction", "priority", "request_id", "cache_salt", "betas")
+)  # fmt: skip
+"""Fields that ask for neither another prompt nor other samples."""
+_DEFAULTS = {"parallel_tool_calls": True}
+"""Values that ask for nothing, by field."""
 CHANGES_SAMPLES = ", as it would change the samples; remove it"
 """Reason and remedy of an unsupported field."""
 
@@ -52,6 +90,15 @@ def changed_fields(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...
 def unsupported_field(name: str, value: Any, reason: str) -> RequestError:
     """Return the error for an unsupported field. `reason` includes the remedy."""
     return RequestError(f"{name} = {value!r:.80}: is not supported{reason}", param=name, code="unsupported_parameter")
+
+
+def ignored_fields(body: Mapping[str, Any], read_fields: Collection[str] = _CHAT_FIELDS) -> list[str]:
+    """Return the fields of a request that have no effect, but ask for one, such as `reasoning_effort`."""
+    return [
+        name
+        for name, value in body.items()
+        if value is not None and name not in read_fields and name not in _SILENT_FIELDS and value != _DEFAULTS.get(name)
+    ]
 
 
 def read_objects(value: Any, where: str, *, form: str = "a list of objects") -> list[Mapping[str, Any]]:
@@ -98,7 +145,8 @@ class RequestParameters:
             stops=tuple(stop for stop in sampling.stop if stop not in recipe.stop),
             is_streamed=bool(body.get("stream")),
             has_usage_chunk=isinstance(stream_options, Mapping) and bool(stream_options.get("include_usage")),
-            has_logprobs=body.get("logprobs") not in (None, False),
+            # 0 asks for the log-probs of the sampled tokens alone.
+            has_logprobs=body.get("logprobs") is not None and body["logprobs"] is not False,
         )
 
 
@@ -121,14 +169,13 @@ def _read_sampling(body: Mapping[str, Any], recipe: SamplingSettings) -> tuple[S
     if body.get("seed") is not None:
         # Sessions derive seeds from the attempt, so that a run can be repeated.
         overridden.append("seed")
-    # max_tokens is OpenAI's deprecated name; many clients still send it.
-    max_new_tokens = body.get("max_completion_tokens")
-    if max_new_tokens is None:
-        max_new_tokens = body.get("max_tokens")
-    if max_new_tokens is not None:
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise RequestError(f"max_tokens = {max_new_tokens!r:.40}: give a number above 0", param="max_tokens")
-        sampling = replace(sampling, max_new_tokens=min(max_new_tokens, recipe.max_new_tokens))
+    limits = {name: body[name] for name in _LENGTH_LIMITS if body.get(name) is not None}
+    for limit in limits.values():
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            # Requests of other dialects come here with their limit renamed.
+            raise RequestError(f"max_tokens = {limit!r:.40}: give a number above 0", param="max_tokens")
+    if limits:
+        sampling = replace(sampling, max_new_tokens=min(next(iter(limits.values())), recipe.max_new_tokens))
     if stop := body.get("stop"):
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
