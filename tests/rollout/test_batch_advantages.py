@@ -173,6 +173,20 @@ def test_rewards_of_turns_that_cancel_have_returns() -> None:
     assert of_sequences(batch, "advantages") == [[0, 0, 0, 0, -1, -1]]
 
 
+def test_a_reward_of_a_later_turn_that_is_not_trained_goes_to_the_turns_before_it() -> None:
+    """An agent's program may reward a call of `rollout.agent.untrained_kinds`, such as a summary at its end."""
+    groups = [[turns(0, [1.0]), turns(0, [0.0])]]
+    groups[0][1] = replace(groups[0][1], turn_rewards=((0, 0.0), (2, 4.0)), reward=Reward(4.0, True, True))
+    batch = batch_of(groups[0])
+    batch.per_token["values"] = np.zeros(6, np.float32)
+    compute_advantages(batch, recipe(algorithm={"advantage": "gae", "gae_lambda": 1.0}, critic={"path": "c"}), 0.0)
+    assert of_sequences(batch, "returns") == [[0, 1, 1], [0, 4, 4]]
+    discounted = recipe(algorithm={"turn_discount": 0.5, "normalize_by_std": False}, **SEVERAL_TURNS)
+    compute_advantages(batch, discounted, 0.0)
+    # Returns 1 and 0.5 * 0.5 * 4: equal.
+    assert of_sequences(batch, "advantages") == [[0, 0, 0]] * 2
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 def test_a_reward_model_leaves_the_environment_its_weight_in_each_turn(weight: float) -> None:
     """The model's score and `reward.function_weight` times the turns' rewards, wherever turns count singly."""

@@ -30,7 +30,7 @@ class RLBatch(TokenBatch):
     turns: NDArray[np.int16]
     """[tokens]: number of the completion containing the token, from 0; -1 if not sampled."""
     turn_rewards: NDArray[np.float64]
-    """[samples, turns]: rewards of the environment for single turns. `rewards` includes them."""
+    """[samples, turns]: rewards of the environment or agent for single turns. `rewards` includes them."""
     state_groups: NDArray[np.int64]
     """[samples, turns]: number of the turn's step group; -1 without a group. The turns of a step group act in the same
     state of the same prompt.
@@ -218,19 +218,24 @@ def split_evenly(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int6
 
 
 def _collect_turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
-    rewards = np.zeros((len(trajectories), max(trajectory.num_turns for trajectory in trajectories)))
+    rewards = np.zeros((len(trajectories), _count_turns(trajectories)))
     for sample, trajectory in enumerate(trajectories):
         for turn, reward in trajectory.turn_rewards:
             rewards[sample, turn] = reward
     return rewards
 
 
+def _count_turns(trajectories: Sequence[Trajectory]) -> int:
+    """Return the largest number of turns, with later ones that are rewarded but not trained (agents)."""
+    num_rewarded = [turn + 1 for trajectory in trajectories for turn, _ in trajectory.turn_rewards]
+    return max(*(trajectory.num_turns for trajectory in trajectories), *num_rewarded, 0)
+
+
 def _number_state_groups(groups: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
     """Return the array `RLBatch.state_groups`: equal states of one group's turns get one number."""
     grouped_trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group]
-    state_numbers = np.full(
-        (len(grouped_trajectories), max(trajectory.num_turns for _, trajectory in grouped_trajectories)), -1, np.int64
-    )
+    num_turns = _count_turns([trajectory for _, trajectory in grouped_trajectories])
+    state_numbers = np.full((len(grouped_trajectories), num_turns), -1, np.int64)
     number_of_state: dict[tuple[int, str], int] = {}
     for sample, (group, trajectory) in enumerate(grouped_trajectories):
         for turn, state in enumerate(trajectory.turn_states[: trajectory.num_turns]):
