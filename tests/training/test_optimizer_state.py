@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +19,7 @@ from megarl.planner.memory.devices import PINNED_BLOCK_BYTES
 from megarl.reshard.boxes import flat_boxes
 from megarl.training.model import FrozenModel
 from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks
-from megarl.training.state.checkpoint import without_pickles
+from megarl.training.state.checkpoint import restore_optimizer, without_pickles
 from tests.rank_pool import RankPool
 from tests.training.test_checkpoint import build, parallel_of, recipe_of, update
 
@@ -31,6 +33,18 @@ def test_boxes_of_every_range_are_its_elements_in_order(shape: tuple[int, ...]) 
             assert len(boxes) <= 2 * len(shape) - 1
             cut = [values[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] for offset, size in boxes]
             assert torch.cat([part.flatten() for part in cut]).tolist() == list(range(start, stop))
+
+
+def test_a_rollback_takes_the_step_count_of_the_checkpoint_and_the_rate_of_the_recipe() -> None:
+    """Of an optimizer that counts its steps in its groups, like Transformer Engine's Adam."""
+    inner = torch.optim.SGD([torch.zeros(2)], lr=0.1)
+    [group] = inner.param_groups
+    group["step"] = 10
+    saved = deepcopy(inner.state_dict())
+    group.update(step=17, lr=0.5)
+    restore_optimizer(SimpleNamespace(optimizer=inner, load_state_dict=inner.load_state_dict), saved, {})
+    [group] = inner.param_groups
+    assert group["step"] == 10 and group["lr"] == 0.5
 
 
 def test_blocks_are_as_large_as_the_planner_says() -> None:

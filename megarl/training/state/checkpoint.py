@@ -337,7 +337,7 @@ def _restore_training(engine: TrainingEngine, state: dict[str, Any]) -> None:
     saved_optimizers = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
     chunks = _shard_chunks(engine)
     for optimizer, optimizer_state in zip(leaves, saved_optimizers, strict=True):
-        _restore_optimizer(optimizer, optimizer_state, chunks)
+        restore_optimizer(optimizer, optimizer_state, chunks)
     engine.schedule.num_steps = 0
     engine.schedule.step(increment=state["schedule"]["num_steps"])
 
@@ -403,7 +403,7 @@ def _allocate_moments(optimizer: Any) -> None:
             state.setdefault("step", torch.zeros(()))
 
 
-def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[str, Any]) -> None:
+def restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[str, Any]) -> None:
     """Restore moments, master weights and step count. Learning rates and weight decay stay the recipe's."""
     inner_optimizer = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
@@ -415,9 +415,11 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         copy_to_optimizer(optimizer, saved["param_state"], chunks)
         set_optimizer_step(optimizer, int(step))
         return
-    # `load_state_dict` replaces the groups' settings by the saved ones. Put the recipe's settings back.
+    # `load_state_dict` replaces the groups' settings by the saved ones. Put the recipe's settings back. Transformer
+    # Engine's and apex's Adam count steps there too. A rollback must take the checkpoint's count.
     recipe_settings = [
-        {key: value for key, value in group.items() if key != "params"} for group in inner_optimizer.param_groups
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in inner_optimizer.param_groups
     ]
     if _is_torch(optimizer):
         inner_state = saved.get("optimizer", saved)["state"]
