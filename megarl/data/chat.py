@@ -100,7 +100,7 @@ def load_tokenizer(
     refuse_endless_encoding(tokenizer, definition, tokenizer_file if definition else Path(folder), digest=digest)
     if template is not None:
         start_tokens = _write_start_tokens(tokenizer) if template == PLAIN else ""
-        tokenizer.chat_template = start_tokens + _template_of(template)
+        tokenizer.chat_template = start_tokens + _read_template(template)
     if not tokenizer.chat_template:
         raise DataError(
             f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder, or set "
@@ -119,26 +119,26 @@ def template_text(model: ModelConfig) -> str | None:
     broken tokenizer_config.json.
     """
     if model.chat_template is not None:
-        return _template_of(model.chat_template)
+        return _read_template(model.chat_template)
     folder = Path(model.folder)
     if (file := folder / "chat_template.jinja").is_file():
-        return _template_of(str(file))
+        return _read_template(str(file))
     settings = read_object(config) if (config := folder / "tokenizer_config.json").is_file() else {}
     template = settings.get("chat_template")
     return template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
 
 
-def _template_of(name: str) -> str:
-    if name == PLAIN:
+def _read_template(path_or_plain: str) -> str:
+    if path_or_plain == PLAIN:
         return _PLAIN_TEMPLATE
     try:
-        return check_regular(Path(name)).read_text(encoding="utf-8")
+        return check_regular(Path(path_or_plain)).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"model.chat_template = {name}: no such file; give the path of a Jinja file, or plain"
+            f"model.chat_template = {path_or_plain}: no such file; give the path of a Jinja file, or plain"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template = {name}: cannot be read ({error})") from None
+        raise ConfigError(f"model.chat_template = {path_or_plain}: cannot be read ({error})") from None
 
 
 def _write_start_tokens(tokenizer: Tokenizer) -> str:
@@ -355,6 +355,7 @@ def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 @lru_cache(maxsize=8)
 def _make_literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
+    """Rebuild the tokenizer, so that it recognises special tokens only between `MARKS`."""
     from tokenizers import Tokenizer as Backend
 
     special = special_tokens(tokenizer)

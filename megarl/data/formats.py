@@ -175,7 +175,6 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 
 def _has_field(fields: Mapping[str, Any], name: str) -> bool:
-    """Return whether a record has a field, perhaps empty. A field of an inner object must have a value."""
     return name in fields or value_at(fields, name) is not None
 
 

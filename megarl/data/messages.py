@@ -176,6 +176,7 @@ def _is_plain(value: Any, is_first: bool) -> bool:
 
 
 def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping[str, Any]:
+    """Return the message with the keys, roles and calls of the OpenAI format; refuse what cannot be converted."""
     if _is_plain(value, is_first):
         return value
     if not isinstance(value, Mapping):
@@ -299,11 +300,11 @@ def _check_texts(message: Mapping[str, Any], field_path: str) -> None:
 
 def _refuse_unread_call_keys(message: Mapping[str, Any], field_path: str) -> None:
     for number, call in enumerate(message.get("tool_calls", ())):
-        call_place = f"{field_path}.tool_calls[{number}]"
-        _refuse_unread_keys(call, _CALL_KEYS, call_place, "a tool call")
+        call_path = f"{field_path}.tool_calls[{number}]"
+        _refuse_unread_keys(call, _CALL_KEYS, call_path, "a tool call")
         if (kind := call.get("type") or "function") != "function":
-            raise ValueError(f"{call_place} has type {shown(kind)}; only calls of type function are read")
-        _refuse_unread_keys(call["function"], _FUNCTION_KEYS, f"{call_place}.function", "a call's function")
+            raise ValueError(f"{call_path} has type {shown(kind)}; only calls of type function are read")
+        _refuse_unread_keys(call["function"], _FUNCTION_KEYS, f"{call_path}.function", "a call's function")
 
 
 def _unify_reasoning(message: dict[str, Any], field_path: str) -> None:

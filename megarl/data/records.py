@@ -179,7 +179,7 @@ class Record:
 
         `system_prompt` replaces a missing system message. Raises DataError for two different system messages.
         """
-        history = self._history()
+        history = self._read_history()
         systems = [turn for turn in (*self._system(), *history, *messages) if turn["role"] == "system"]
         # A blank system message does not contradict a filled one.
         systems = [system for system in systems if system["content"].strip()] or systems
@@ -208,7 +208,7 @@ class Record:
                 )
         return systems[0] if systems else ()
 
-    def _history(self) -> tuple[Mapping[str, Any], ...]:
+    def _read_history(self) -> tuple[Mapping[str, Any], ...]:
         if is_blank(turns := self.value(self.format.history)):
             return ()
         try:

@@ -208,10 +208,11 @@ class _RecordReader:
         )
 
     def __call__(self, index: int, record: Record) -> _Surveyed:
+        """Check one record, and return what the survey compares and counts."""
         tools = record.tools()
         trained_parts = self._kind.parts(record)
         parts = [*trained_parts, *tools]
-        sequences = self._sequences(index, record) if self._has_tokenizer else ()
+        sequences = self._make_sequences(index, record) if self._has_tokenizer else ()
         # The prompt is read before the record is counted: a faulty record has no length and no duplicates.
         prompt = _digest(_before_answer(self._kind.prompt(record)))
         length = sum(map(len, sequences)) if self._has_tokenizer else len(json.dumps(parts, ensure_ascii=False))
@@ -226,7 +227,7 @@ class _RecordReader:
         # Of a pair, the chosen conversation: the rejected one may be rejected for its call.
         return find_undescribed_tool(trained_parts[0] if isinstance(self._kind, Pairs) else trained_parts)
 
-    def _sequences(self, index: int, record: Record) -> Sequence[TrainingSequence]:
+    def _make_sequences(self, index: int, record: Record) -> Sequence[TrainingSequence]:
         kind: Any = self._kind
         try:
             return kind.sequences(kind.make(index, record))

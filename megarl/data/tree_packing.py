@@ -127,10 +127,12 @@ class _Cluster:
     """Positions of the sequences in the lexicographic order, ascending."""
 
     def with_set(self, members: NDArray[np.int64], prefixes: _Prefixes) -> _Cluster:
+        """Return this cluster plus `members`. Each adds only the tokens after its longest shared prefix."""
         places, tokens, cost = list(self.places), self.tokens, self.cost
         for sequence in members.tolist():
             place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])
             index = bisect_left(places, place)
+            # In lexicographic order, a neighbour shares the longest prefix.
             num_shared = prefixes.common(places[index - 1], place) if index else 0
             if index < len(places):
                 num_shared = max(num_shared, prefixes.common(place, places[index]))

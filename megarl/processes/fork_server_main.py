@@ -196,7 +196,6 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _redirect_output(descriptor: int) -> None:
-    """Send stdout and stderr of this process to a file descriptor, and close the descriptor."""
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -201,7 +201,7 @@ class _Browser:
 
     def run(self, ask: Callable[[str], str]) -> None:
         self._console.print(HELP, style="dim")
-        self._show()
+        self._show_sample()
         while True:
             try:
                 command = ask("> ").strip()
@@ -248,7 +248,7 @@ class _Browser:
             self._console.print("the first" if offset < 0 else "the last", style="dim")
             return
         self._position = position
-        self._show()
+        self._show_sample()
 
     def _show_selection(self, selection: Selection) -> None:
         """Show the first sample of a new selection. If nothing matches, say so and keep the old selection."""
@@ -257,9 +257,9 @@ class _Browser:
             self._console.print("no sample matches; the previous selection stays", style="dim")
             return
         self._selection, self._records, self._position = selection, records, 0
-        self._show()
+        self._show_sample()
 
-    def _show(self) -> None:
+    def _show_sample(self) -> None:
         if not self._records:
             self._console.print("no sample matches the selection", style="dim")
             return

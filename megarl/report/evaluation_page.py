@@ -48,7 +48,7 @@ def _evaluation_json(evaluation: RecordedEvaluation, label: str) -> dict[str, An
             {
                 "set": shortened_text(name, 120),
                 "problems": len(evaluation.sets.get(name, ())),
-                "measures": {shortened_text(key, 80): _measure(measure) for key, measure in measures.items()},
+                "measures": {shortened_text(key, 80): _measure_json(measure) for key, measure in measures.items()},
             }
             for name, measures in evaluation.measures.items()
         ],
@@ -63,15 +63,16 @@ def _difference_json(difference: SetDifference) -> dict[str, Any]:
         "left_out": difference.left_out,
         "gained": difference.gained,
         "lost": difference.lost,
-        "difference": None if difference.difference is None else _measure(difference.difference),
+        "difference": None if difference.difference is None else _measure_json(difference.difference),
     }
 
 
-def _measure(measure: Measure) -> dict[str, Any]:
+def _measure_json(measure: Measure) -> dict[str, Any]:
     return {"value": measure.value, "low": measure.low, "high": measure.high}
 
 
 def _select_answers(path: Path) -> dict[str, Any]:
+    """Return the first `_NUM_ANSWERS` wrong and right answers of a file."""
     answers: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
     for record in read_records(path, 0):
         verdict = record.get("answer_correct")

@@ -93,7 +93,7 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
         notes.append(f"{path.name}: metrics.json is missing, so the evaluation ended early; sets may be missing.")
     try:
         for name, set_summary in summary.get("sets", {}).items():
-            measures[name] = {key: _measure(measure) for key, measure in set_summary["measures"].items()}
+            measures[name] = {key: _read_measure(measure) for key, measure in set_summary["measures"].items()}
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         notes.append(f"{path.name}: metrics.json is damaged; measures are computed from the answers.")
     return RecordedEvaluation(
@@ -154,6 +154,7 @@ def refuse_mixed(paths: Sequence[Path]) -> None:
 
 
 def _compare_set(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
+    """Compare two models on one set: in accuracy if both were judged, otherwise in mean reward."""
     # Pairs exclude the variance between problems, so the interval is narrower.
     shared_keys = [key for key in before if key in after and before[key].identity == after[key].identity]
     if is_judged(before) and is_judged(after):
@@ -175,7 +176,6 @@ def _compare_set(name: str, before: Mapping[Key, Answered], after: Mapping[Key, 
     )
 
 
-def _measure(fields: Mapping[str, Any]) -> Measure:
-    """Return a measure from JSON. Raises TypeError or ValueError for other fields."""
+def _read_measure(fields: Mapping[str, Any]) -> Measure:
     measure = Measure(**fields)
     return Measure(float(measure.value), float(measure.low), float(measure.high), measure.interval)

@@ -82,6 +82,7 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
+    """Yield each measure of a validation set at this step, next to its value before training."""
     rows = dict(run.rows)
     row, row_before_training = rows.get(step, {}), rows.get(0, {}) if step else {}
     for name, value in row.items():
@@ -122,6 +123,7 @@ def _result_of(set_name: str, name: str, measure: Measure, config: Mapping[str, 
 
 
 def _make_metadata(run: RunRecord, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
+    """Return the card's YAML header for the Hugging Face Hub."""
     from huggingface_hub import ModelCardData
 
     base_model, inherited = _base_model(run)

@@ -119,16 +119,19 @@ def _fill_page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
 
 
 def page_content(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, Any]:
+    """Return everything that the page shows of the runs, as JSON values."""
     all_rows = [curves.with_derived(run.rows) for run in runs]
-    points = curves.points_for(all_rows)
+    max_points = curves.points_for(all_rows)
     return {
         "made": now_text(),
         "groups": list(curves.GROUPS),
         "charts": curves.choose_charts(all_rows),
-        "points": points,
+        "points": max_points,
         "config": config_differences(runs),
-        "seeds": _seed_groups(runs, labels, all_rows, points),
-        "runs": [_run_json(run, label, rows, points) for run, label, rows in zip(runs, labels, all_rows, strict=True)],
+        "seeds": _seed_groups(runs, labels, all_rows, max_points),
+        "runs": [
+            _run_json(run, label, rows, max_points) for run, label, rows in zip(runs, labels, all_rows, strict=True)
+        ],
     }
 
 
@@ -220,8 +223,9 @@ def _run_json(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dic
     }
 
 
-def _start_json(run: RunRecord, position: int) -> dict[str, Any]:
-    start = run.starts[position]
+def _start_json(run: RunRecord, start_index: int) -> dict[str, Any]:
+    """Return a start of the run: its facts, notices and changes since the start before."""
+    start = run.starts[start_index]
     start_facts = start.facts
     environment = {
         shortened_text(str(name), 80): shortened_text(value if isinstance(value, str) else json.dumps(value), _VALUE)
@@ -234,7 +238,7 @@ def _start_json(run: RunRecord, position: int) -> dict[str, Any]:
         for name in ("started", "ended", "state", "cause", "exit_code", "rank", "step", "resumed_step", "command")
         if start_facts.get(name) is not None
     }
-    changes = _changes(run.starts[position - 1], start) if position else []
+    changes = _changes(run.starts[start_index - 1], start) if start_index else []
     return {
         "number": start.number, **facts, "environment": environment, "changes": changes,
         "stacks": [shortened_text(name, 120) for name in start.stacks],
@@ -242,7 +246,7 @@ def _start_json(run: RunRecord, position: int) -> dict[str, Any]:
             {"step": notice.get("step"), "text": shortened_text(str(notice.get("text", "")), _VALUE)}
             for notice in start.notices
         ],
-        "is_last": position == len(run.starts) - 1,
+        "is_last": start_index == len(run.starts) - 1,
     }  # fmt: skip
 
 

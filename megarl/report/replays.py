@@ -41,8 +41,8 @@ def write_replay(
     file = folder / (f"step_{step:06d}_{number:08x}.json" if changes else f"step_{step:06d}.json")
     content = {
         "step": step, "made": now_text(), "lines": list(lines), "changes": list(changes),
-        "metrics": {name: _finite(pair) for name, pair in (metrics or {}).items()},
-        "samples": [{name: _finite(value) for name, value in sample.items()} for sample in samples],
+        "metrics": {name: _finite_or_none(pair) for name, pair in (metrics or {}).items()},
+        "samples": [{name: _finite_or_none(value) for name, value in sample.items()} for sample in samples],
     }  # fmt: skip
     with storage_faults_named(folder):
         folder.mkdir(exist_ok=True)
@@ -90,8 +90,7 @@ def _format_value(value: Any) -> str:
     return "no number" if value is None else f"{float(value):.5g}"
 
 
-def _finite(value: Any) -> Any:
-    """Return a number unchanged, but None for infinity and NaN."""
+def _finite_or_none(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return [_finite(number) for number in value]
+        return [_finite_or_none(number) for number in value]
     return value if math.isfinite(value) else None

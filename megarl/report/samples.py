@@ -326,16 +326,16 @@ def _compact_with_count(record: Mapping[str, Any], evaluated: _EvaluatedProblem)
 
 
 def _read_records_at(
-    places: Iterable[tuple[int, int]], files: Mapping[int, Path]
+    step_and_line_numbers: Iterable[tuple[int, int]], files: Mapping[int, Path]
 ) -> dict[tuple[int, int], dict[str, Any]]:
     lines_of_step: dict[int, set[int]] = {}
-    for step, line in places:
+    for step, line in step_and_line_numbers:
         lines_of_step.setdefault(step, set()).add(line)
     return {
         (step, record["line"]): record
-        for step, numbers in lines_of_step.items()
+        for step, line_numbers in lines_of_step.items()
         for record in read_records(files[step], step)
-        if record["line"] in numbers
+        if record["line"] in line_numbers
     }
 
 
@@ -350,6 +350,7 @@ def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
 
 
 def _token_samples(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the newest steps' samples with a row per token."""
     samples: list[dict[str, Any]] = []
     for step, path in reversed(spread(run.token_files, _NUM_TOKEN_STEPS)):
         for record in read_records(path, step):

@@ -289,6 +289,7 @@ def _parse_line(line: bytes) -> _Line | None:
 
 
 def _parse_event(value: Sequence[Any]) -> Event:
+    """Return the event of a ledger's line: its kind, source and numbers."""
     kind, source, *numbers = value
     is_valid = kind == "skipped" or kind == "drawn" or kind in ENDINGS
     if not is_valid or not isinstance(source, str) or len(numbers) != (2 if kind == "drawn" else 1):

@@ -90,7 +90,7 @@ class Problems(TokenisedKind):
                 raise record.error(
                     f"has no field {name!r}, named by {source}; add it to every record, or name another field"
                 )
-        messages, answer = self._messages_and_answer(record)
+        messages, answer = self._read_messages_and_answer(record)
         tools = record.tools()
         prompt = self._encode_prompt(record, messages, tools)
         if tools and (offered := tuple(self.environment_tools())) and offered != tools:
@@ -101,14 +101,14 @@ class Problems(TokenisedKind):
         return Problem(index, messages, prompt, answer, record.fields, tools=tools, source=self.source_name)
 
     def parts(self, record: Record) -> list[Any]:
-        messages, answer = self._messages_and_answer(record)
+        messages, answer = self._read_messages_and_answer(record)
         return [*messages, *([answer] if self.has_answers else [])]
 
     def sequences(self, example: Problem) -> list[TrainingSequence]:
         tokens = np.array(example.prompt_token_ids, np.int64)
         return [TrainingSequence(tokens, np.zeros(len(tokens), np.bool_))]
 
-    def _messages_and_answer(self, record: Record) -> tuple[tuple[Mapping[str, Any], ...], Any]:
+    def _read_messages_and_answer(self, record: Record) -> tuple[tuple[Mapping[str, Any], ...], Any]:
         record.require("prompt", *(["answer"] if self.has_answers else []))
         answer = record.answer() if self.has_answers else ""
         weighted_messages = record.prompt(self.system_prompt)

@@ -43,14 +43,20 @@ def refuse_other_text(path: Path) -> None:
         raise DataError(f"{path}: its values are separated by {delimiter}; {_CONVERT}")
 
 
-def _refuse_compressed(path: Path, start: bytes) -> None:
-    inner = path.with_suffix("").suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
-    if inner in _NOT_LINES:
-        raise DataError(f"{path}: is a compressed {inner} file, of which only JSON lines are read; decompress it")
-    kind = next((kind for magic, kind in _COMPRESSED.items() if start.startswith(magic)), None)
-    if kind is not None:
-        as_lines = f", or if it holds JSON lines, end its name with {_READ_COMPRESSED.get(kind)}"
-        raise DataError(f"{path}: is compressed by {kind}; decompress it{as_lines if kind in _READ_COMPRESSED else ''}")
+def _refuse_compressed(path: Path, first_bytes: bytes) -> None:
+    inner_suffix = path.with_suffix("").suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
+    if inner_suffix in _NOT_LINES:
+        raise DataError(
+            f"{path}: is a compressed {inner_suffix} file, of which only JSON lines are read; decompress it"
+        )
+    compression = next(
+        (compression for magic, compression in _COMPRESSED.items() if first_bytes.startswith(magic)), None
+    )
+    if compression is not None:
+        as_lines = ""
+        if compression in _READ_COMPRESSED:
+            as_lines = f", or if it holds JSON lines, end its name with {_READ_COMPRESSED[compression]}"
+        raise DataError(f"{path}: is compressed by {compression}; decompress it{as_lines}")
 
 
 def _delimiter(path: Path, start: bytes) -> str | None:

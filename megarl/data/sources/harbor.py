@@ -75,9 +75,9 @@ def read_task(path: Path) -> dict[str, Any]:
         "workdir": _text(path, environment, "workdir"),
         "has_dockerfile": (folder / "environment/Dockerfile").is_file(),
         "needs_network": environment.get("network_mode", "no-network") == "public",
-        "agent_seconds": _positive(path, _section(path, settings, "agent"), "timeout_sec", None),
-        "verifier_seconds": _positive(path, verifier, "timeout_sec", _VERIFIER_SECONDS),
-        "cpus": _positive(path, environment, "cpus", None),
+        "agent_seconds": _read_positive(path, _section(path, settings, "agent"), "timeout_sec", None),
+        "verifier_seconds": _read_positive(path, verifier, "timeout_sec", _VERIFIER_SECONDS),
+        "cpus": _read_positive(path, environment, "cpus", None),
         "memory_bytes": _mebibytes(path, environment, "memory_mb"),
         "storage_bytes": _mebibytes(path, environment, "storage_mb"),
     }
@@ -109,7 +109,7 @@ def _text(path: Path, section: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _positive(path: Path, section: Mapping[str, Any], name: str, default: float | None) -> float | None:
+def _read_positive(path: Path, section: Mapping[str, Any], name: str, default: float | None) -> float | None:
     value = section.get(name, default)
     if value is None:
         return None
@@ -120,5 +120,5 @@ def _positive(path: Path, section: Mapping[str, Any], name: str, default: float 
 
 
 def _mebibytes(path: Path, section: Mapping[str, Any], name: str) -> int | None:
-    number = _positive(path, section, name, None)
+    number = _read_positive(path, section, name, None)
     return None if number is None else int(number * (1 << 20))

@@ -19,7 +19,7 @@ def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def _calling(*numbers: int, thought: str = "") -> dict[str, Any]:
+def _call_message(*numbers: int, thought: str = "") -> dict[str, Any]:
     calls = [
         # Nine letters and digits: Mistral's chat templates refuse any other id.
         {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
@@ -39,10 +39,10 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "plain": (_QUESTION, _ANSWER, _NEXT, _LAST),
     "reasoning, then user": (_QUESTION, _THOUGHT, _NEXT, _LAST),
     "tool chain with reasoning": (
-        _QUESTION, _calling(1, thought="hm"), _reply(1), _calling(2, thought="so"), _reply(2), _THOUGHT,
+        _QUESTION, _call_message(1, thought="hm"), _reply(1), _call_message(2, thought="so"), _reply(2), _THOUGHT,
     ),
-    "parallel tools": (_QUESTION, _calling(1, 2), _reply(1), _reply(2), _ANSWER),
-    "tools, then user": (_QUESTION, _calling(1, thought="hm"), _reply(1), _THOUGHT, _NEXT, _LAST),
+    "parallel tools": (_QUESTION, _call_message(1, 2), _reply(1), _reply(2), _ANSWER),
+    "tools, then user": (_QUESTION, _call_message(1, thought="hm"), _reply(1), _THOUGHT, _NEXT, _LAST),
 }  # fmt: skip
 """Sample conversations by kind, for example with tool calls."""
 

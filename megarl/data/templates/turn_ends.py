@@ -29,7 +29,7 @@ noncharacter."""
 _QUESTION = {"role": "user", "content": "."}
 
 
-def _calling(*arguments: str, **more: Any) -> Mapping[str, Any]:
+def _call_message(*arguments: str, **more: Any) -> Mapping[str, Any]:
     calls = [
         # Nine letters and digits: Mistral's chat templates refuse any other id.
         {"id": f"call{place:05}", "type": "function", "function": {"name": "f", "arguments": {"x": argument}}}
@@ -43,8 +43,8 @@ _REPLY = {"role": "tool", "content": ".", "tool_call_id": "call00000", "name": "
 _TURNS: Sequence[Mapping[str, Any]] = (
     _ANSWERING,
     {**_ANSWERING, "reasoning_content": "hm"},
-    _calling(_TURN, reasoning_content="hm"),
-    _calling(".", _TURN),
+    _call_message(_TURN, reasoning_content="hm"),
+    _call_message(".", _TURN),
 )
 """Sample turns. A special token inside a sample turn does not end it."""
 
@@ -204,10 +204,12 @@ def _end_of_answer(tokenizer: Tokenizer) -> str | None:
 
 
 def _end_of_calls(tokenizer: Tokenizer) -> str | None:
-    messages = (_QUESTION, _calling(_TURN))
+    """Return the special token that ends a turn of tool calls; None: the template writes none."""
+    messages = (_QUESTION, _call_message(_TURN))
     # Calls have closing tokens of their own before the end of the turn.
     if names := _special_after_turn(tokenizer, messages):
         return names[-1]
+    # Some templates end the turn only before the tool's reply.
     names = _special_after_turn(tokenizer, (*messages, _REPLY))
     return names[0] if names else None
 

@@ -66,12 +66,17 @@ def _longest_replacement(charsmap: Any) -> float:
     return max(1.0, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
 
 
-def _template_length(rule: Mapping[str, Any], name: str) -> float:
+def _template_length(rule: Mapping[str, Any], template_name: str) -> float:
+    """Return the number of tokens in a post-processing template. The text itself counts as one."""
     special = rule.get("special_tokens")
     length = 0.0
-    for piece in _items(rule.get(name)):
-        added = piece.get("SpecialToken") if isinstance(piece, Mapping) else None
-        token = special.get(added.get("id")) if isinstance(added, Mapping) and isinstance(special, Mapping) else None
+    for piece in _items(rule.get(template_name)):
+        reference = piece.get("SpecialToken") if isinstance(piece, Mapping) else None
+        token = (
+            special.get(reference.get("id"))
+            if isinstance(reference, Mapping) and isinstance(special, Mapping)
+            else None
+        )
         length += len(_items(token.get("ids"))) if isinstance(token, Mapping) else 1
     return length
 

@@ -73,7 +73,7 @@ def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any],
     `digest` identifies the content of the tokenizer's folder.
     """
     texts = make_probe_texts(definition)
-    _refuse_fault(path, ("encoding", digest, *texts), partial(_count_tokens, tokenizer, texts))
+    _refuse_fault(path, ("encoding", digest, *texts), partial(_check_token_counts, tokenizer, texts))
 
 
 def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
@@ -84,6 +84,7 @@ def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
 
 
 def _list_pattern_units(definition: Mapping[str, Any]) -> list[str]:
+    """Return the different characters and words in a tokenizer's patterns, at most `_MAX_UNITS`."""
     units: dict[str, None] = {}
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         for text in _walk_patterns(definition.get(part)):
@@ -93,6 +94,7 @@ def _list_pattern_units(definition: Mapping[str, Any]) -> list[str]:
 
 
 def _walk_patterns(rule: Any) -> Iterator[str]:
+    """Yield all patterns and replacements in a nested rule, each cut to a limited length."""
     for name, value in rule.items() if isinstance(rule, Mapping) else ():
         if name in ("pattern", "content", "prepend", "String", "Regex") and isinstance(value, str):
             yield value[: 10 * _MAX_UNITS]
@@ -115,7 +117,8 @@ def _encode_texts(backend: Backend, texts: Sequence[str]) -> None:
         backend.encode(text, add_special_tokens=False)
 
 
-def _count_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+def _check_token_counts(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+    """Raise FaultyInputError for too many tokens per character. Decode too: this may fail or hang."""
     for text in texts:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) > _MAX_TOKENS_PER_CHARACTER * len(text):

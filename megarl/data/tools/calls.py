@@ -119,6 +119,7 @@ def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool |
 
 
 def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
+    """Return the call with its parsed arguments, or with the error for the model."""
     if call.error is not None:
         return ToolCall(call_id, call.name, None, call.error)
     tool = tool_named(call.name, tools)

@@ -43,8 +43,8 @@ def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": [_standardize_call(call, place) for place, call in enumerate(calls)]}
 
 
-def _standardize_call(call: Any, number: int) -> Mapping[str, Any]:
-    location = f"has tool_calls[{number}]"
+def _standardize_call(call: Any, call_index: int) -> Mapping[str, Any]:
+    location = f"has tool_calls[{call_index}]"
     is_flat = isinstance(call, Mapping) and "function" not in call and "arguments" in call
     function = call if is_flat else call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:

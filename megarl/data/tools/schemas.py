@@ -55,8 +55,8 @@ def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | Non
     error = best_match(_validator(json.dumps(parameter_schema(tool), sort_keys=True)).iter_errors(arguments))
     if error is None:
         return None
-    place = ".".join(str(part) for part in error.absolute_path)
-    return f"argument {place}: {error.message:.200}" if place else f"arguments: {error.message:.200}"
+    path = ".".join(str(part) for part in error.absolute_path)
+    return f"argument {path}: {error.message:.200}" if path else f"arguments: {error.message:.200}"
 
 
 @lru_cache(maxsize=256)

@@ -273,7 +273,6 @@ def _fill_old_logprobs(segment: Segment) -> NDArray[np.float32]:
 
 
 def _concatenate_all(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
-    """Return the arrays joined, or None if any is missing."""
     known_arrays = [array for array in arrays if array is not None]
     return np.concatenate(known_arrays) if len(known_arrays) == len(arrays) else None
 

@@ -134,7 +134,6 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
 
 
 def _count_common_tokens(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
-    """Return how many of the first tokens of both arrays are equal."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(left[:size] != right[:size])
     return int(differs[0]) if len(differs) else size
