@@ -72,7 +72,7 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
 
 @lru_cache(maxsize=1 << 14)
 def _drawn_majority_at_k(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
-    """Estimate `_exact_majority_at_k` from random subsets of the attempts."""
+    """Estimate `_exact_majority_at_k` from random subsets. `num_silent` attempts have no answer."""
     generator = np.random.default_rng(seed)
     drawn_counts = generator.multivariate_hypergeometric([num_correct, *wrong_counts, num_silent], k, size=NUM_DRAWN)
     votes = drawn_counts[:, :-1]

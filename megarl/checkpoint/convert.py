@@ -119,7 +119,7 @@ def to_megatron(
     """
     started = time.perf_counter()
     model = read_model_shape(hf)
-    parallel = _parallel_config(tp, pp, ep, etp, model)
+    parallel = _make_parallel_config(tp, pp, ep, etp, model)
     source = FolderReader(hf, model)
     check_weights(hf, source)
     dtypes = _converted_dtypes(source, model, dtype)
@@ -465,13 +465,14 @@ def _files_checked(folder: Path) -> Iterator[None]:
         hash_check.result()
 
 
-def _parallel_config(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
+def _make_parallel_config(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
     """Return the fewest ranks that allow these sizes. Raises ConfigError naming a wrong option."""
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")
     if not model.num_experts and (ep, etp) != (1, 1):
         raise ConfigError(f"--ep {ep} --etp {etp}: the model has no experts; leave both out.")
+    # Without experts, etp = tp adds no ranks.
     if not model.num_experts:
         etp = tp
     ranks = lcm(tp, ep * etp)

@@ -72,7 +72,7 @@ def list_unchanged_tensors(folder: str | Path, model: ModelShape) -> dict[str, U
     if not prefixes:
         return {}
     tensors: dict[str, UnchangedTensor] = {}
-    for path, expected in _files(Path(folder)):
+    for path, expected in _list_weight_files(Path(folder)):
         header = read_safetensors_header(path, expected)
         if any(name.startswith(prefixes) for name in header):
             tensors |= {name: tensor for name, tensor in places_in(path) if name.startswith(prefixes)}
@@ -104,7 +104,8 @@ def file_content(tensors: Mapping[str, UnchangedTensor]) -> Iterator[bytes]:
         yield from tensor.content()
 
 
-def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
+def _list_weight_files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
+    """Return each safetensors file with the tensors that the folder's index expects in it."""
     if (folder / FILE).exists():
         return [(folder / FILE, set())]
     # A conversion's input may have only config.json and tokenizer.

@@ -372,13 +372,15 @@ class _Metadata:
                     "without compression, with one layer per chunk."
                 )
             path, end = self._path.with_name(info.relative_path), info.offset + info.length
-            if self._size(path) < end:
-                raise DataError(f"{path}: {self._size(path)} bytes, cut short: {key} ends at byte {end}. {_AGAIN}")
+            if self._file_bytes(path) < end:
+                raise DataError(
+                    f"{path}: {self._file_bytes(path)} bytes, cut short: {key} ends at byte {end}. {_AGAIN}"
+                )
             place = Stored(info.relative_path, info.offset, info.length)
             chunks[offset[:depth]].append((offset[depth:], shape[depth:], place))
         return _StoredTensor(tuple(record.size), record.properties.dtype, chunks)
 
-    def _size(self, path: Path) -> int:
+    def _file_bytes(self, path: Path) -> int:
         """Return a file's size in bytes, cached because a file has thousands of parts."""
         if path.name not in self._sizes:
             if not path.is_file():

@@ -32,9 +32,7 @@ class StoredTensors(Protocol):
 
     pieces: dict[str, Layout]
 
-    def read_storage(self, name: str) -> Tensor:
-        """Return a storage's elements: [elements]."""
-        ...
+    def read_storage(self, name: str) -> Tensor: ...
 
     def file_of(self, name: str) -> Path: ...
 

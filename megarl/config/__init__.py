@@ -270,6 +270,7 @@ class Recipe(Section):
         """Copy of the recipe with the teachers' parallel sizes in place of the trainer's."""
         if not (sizes := self.distillation.sizes):
             return self
+        # Fields of the trainer that are not sizes get their defaults.
         teacher_values = sizes | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
         if sizes["tp"] == 1:
             teacher_values["sequence_parallel"] = None

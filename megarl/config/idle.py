@@ -15,7 +15,7 @@ from megarl.config.annotations import Condition
 from megarl.config.effects import unmet, unmet_in
 from megarl.config.reading.explaining import plain_value, reference_around, shorten_value
 from megarl.config.reading.merging import Merged, merge
-from megarl.config.reading.validating import take_value, validate_values
+from megarl.config.reading.validating import remove_value, validate_values
 from megarl.config.schema import all_fields, description, removal, section_of, value_at
 from megarl.config.sections.data_sets import two_answers
 
@@ -54,7 +54,7 @@ def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Rec
     notices: list[str] = []
     faults: list[str] = []
     while superseded_fields := _find_superseded(recipe, merged.references, origin):
-        dropped_fields = {field for field in superseded_fields if take_value(merged.values, field.split("."))}
+        dropped_fields = {field for field in superseded_fields if remove_value(merged.values, field.split("."))}
         # The file has none of these fields: another pass would find the same ones.
         if not dropped_fields:
             break
@@ -90,7 +90,7 @@ def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
         replaced_place: Any = tuple(replaced_field.split("."))
         name = data_set["answer_field"] if replaced_field == field_place else data_set["fields"]["answer"]
         value = reference_around(replaced_place, merged.references) or name
-        take_value(merged.values, replaced_place)
+        remove_value(merged.values, replaced_place)
         merged.references.pop(replaced_place, None)
         reason = f"replaced by {replacing_field} of the command line"
         notices.append(f"{path}: {replaced_field} = {shorten_value(value)}: dropped, {reason}")

@@ -19,12 +19,14 @@ from megarl.families.shape import ModelShape
 
 def matrix_flops(shape: ModelShape) -> float:
     """Return the FLOPs of one token's matrix products, two per used weight, without attention scores."""
-    layer_weights = sum(count * _count_layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
+    layer_weights = sum(
+        count * _count_layer_multiply_adds(shape, kind) for kind, count in Counter(shape.layers).items()
+    )
     head_weights = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
     return 2.0 * (layer_weights + head_weights)
 
 
-def _count_layer_weights(shape: ModelShape, kind: LayerKind) -> int:
+def _count_layer_multiply_adds(shape: ModelShape, kind: LayerKind) -> int:
     """Return the multiply-adds of one token in a layer, without attention scores."""
     feed_forward, router = shape.intermediate_size, 0
     if kind.has_experts:
@@ -32,10 +34,10 @@ def _count_layer_weights(shape: ModelShape, kind: LayerKind) -> int:
         # The router has one row for each expert.
         router = shape.hidden_size * shape.num_experts
     # A gated layer has three matrices: gate, up and down.
-    return _count_mixer_weights(shape, kind) + 3 * shape.hidden_size * feed_forward + router
+    return _count_mixer_multiply_adds(shape, kind) + 3 * shape.hidden_size * feed_forward + router
 
 
-def _count_mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
+def _count_mixer_multiply_adds(shape: ModelShape, kind: LayerKind) -> int:
     """Return the multiply-adds of one token in a layer's attention projections (also linear attention), without
     scores.
     """
@@ -93,7 +95,7 @@ def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
         return 0.0
     num_tokens = np.asarray(lengths, np.float64)
     # The projection has the embedding and the hidden state as input.
-    layer_weights = _count_layer_weights(shape, shape.draft_layer_kind) + 2 * shape.hidden_size**2
+    layer_weights = _count_layer_multiply_adds(shape, shape.draft_layer_kind) + 2 * shape.hidden_size**2
     head_weights = shape.hidden_size * shape.vocab_size
     matrix_flops = (3 * 2.0 * layer_weights + 2 * 2.0 * head_weights) * num_tokens.sum()
     return float(matrix_flops + 3 * _pair_flops(shape) * np.square(num_tokens).sum() / 2)

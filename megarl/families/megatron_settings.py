@@ -51,7 +51,6 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def router_settings(router: Router, shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of a model's router and experts."""
     has_groups, is_sigmoid = router.num_groups > 1, router.score == "sigmoid"
     return {
         # Not a list for models with experts in all layers: with a list, Megatron-Core's checkpoints are
@@ -84,7 +83,6 @@ def _linear_attention_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _latent_settings(attention: Latent, shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of latent attention."""
     return {
         "multi_latent_attention": True,
         "q_lora_rank": attention.query_rank or None,

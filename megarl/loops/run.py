@@ -355,7 +355,7 @@ async def _load_state(run: Run, checkpoint: Path) -> None:
     if origin.copied_step is None:
         await trainers.call("load_checkpoint", checkpoint)
     else:
-        await processes.restore(trainers, origin.copied_step)
+        await processes.restore_from_copies(trainers, origin.copied_step)
         # At once: until the next copy is due, another loss would lose all steps since a checkpoint.
         await processes.copies.renew(trainers)
     await run.watch.observers.resume_run(origin)

@@ -195,7 +195,6 @@ def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings that follow from the model alone."""
     # Linear attention does not set the field `experimental_attention_variant`: with it Megatron-Core 0.16.1 refuses
     # context parallelism.
     return (

@@ -80,6 +80,7 @@ class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
         out, lse = kernel.forward(q, k, v)
+        # A sink adds its exponential to the softmax's sum: this scales the kernel's output down.
         lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out = (out * (lse - lse_with_sinks).exp().T.unsqueeze(-1)).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse_with_sinks)

@@ -274,6 +274,7 @@ class _Savings:
             )
             for source in self.recipe.sources
         ]
+        # A request in decoding has sampled `mean_age` tokens on average.
         return max(length.prompt_tokens + length.mean_age for length in lengths)
 
 

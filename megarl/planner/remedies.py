@@ -191,6 +191,7 @@ def find_wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | No
     )
 
     def accept(wider_recipe: Recipe, choice: Choice) -> dict[str, Any] | None:
+        """Return one more change that the wider recipe needs, empty if it fits without; None: it cannot fit."""
         # The data-parallel size follows from the other sizes.
         wider_recipe = (
             wider_recipe if wider_recipe.trainer.dp is None else with_field_values(wider_recipe, {"trainer.dp": None})

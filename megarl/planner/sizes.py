@@ -134,7 +134,7 @@ def find_placement_faults(recipe: Recipe) -> Iterator[str]:
         f"use {either(fitting_counts)}" if fitting_counts else f"have more than {tp} ranks (cluster.ranks_per_node)"
     )
     if engines is not None:
-        yield from _engines_of_a_kind(recipe, engines)
+        yield from _find_engine_group_faults(recipe, engines)
     elif rollout.ranks is None:
         yield (
             f"rollout.placement = separate: needs rollout.ranks, how many of the {num_ranks} ranks ({product_text}) "
@@ -154,7 +154,7 @@ def find_placement_faults(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
+def _find_engine_group_faults(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
     """Yield an error if engines do not use all ranks of cluster.groups.engines."""
     rollout = recipe.rollout
     setting = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"

@@ -9,7 +9,7 @@ from megarl.config.judges import find_recipe_judging
 from megarl.config.sections.distillation import SELF_TEACHERS
 from megarl.config.sections.learning import OptimizerConfig
 from megarl.planner.recovery import describe_loss
-from megarl.preflight.algorithm.learning import num_updates
+from megarl.preflight.algorithm.learning import list_update_counts
 
 
 def overview(recipe: Recipe) -> dict[str, str]:
@@ -20,7 +20,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
         rows["rewards"] = _describe_sources(recipe, _describe_rewards) + _describe_reward_model(recipe)
         rows["KV cache"] = _describe_cache(recipe)
     rows["algorithm"] = ", ".join(_describe_algorithm(recipe))
-    for field, optimizer, updates in num_updates(recipe):
+    for field, optimizer, updates in list_update_counts(recipe):
         name = "learning rate" if field == "optimizer" else "learning rate of the critic"
         rows[name] = _describe_learning_rate(optimizer, updates)
     rows["trackers"] = ", ".join(recipe.trackers) or "none: metrics.jsonl in the run folder"

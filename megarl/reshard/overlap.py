@@ -132,7 +132,7 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
     if len(copy_templates) < 2:
         return copy_templates
 
-    def kind(template: CopyTemplate) -> tuple[Any, ...]:
+    def merge_key(template: CopyTemplate) -> tuple[Any, ...]:
         """Return all but the offsets. Only copies of the same kind can be merged."""
         return (
             template.source,
@@ -145,9 +145,10 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
     merged: list[CopyTemplate] = []
     for _, group in groupby(
         sorted(
-            copy_templates, key=lambda template: (kind(template), template.destination_offset, template.source_offset)
+            copy_templates,
+            key=lambda template: (merge_key(template), template.destination_offset, template.source_offset),
         ),
-        key=kind,
+        key=merge_key,
     ):
         run: list[CopyTemplate] = []
         for copy_template in group:

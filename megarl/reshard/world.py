@@ -79,11 +79,13 @@ class Layouts(Sequence[Layout]):
 
 
 class PlacedLayouts(Layouts):
-    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All other ranks store nothing."""
+    """Layouts of consecutive ranks, starting at rank `first_rank` of `num_ranks`. All other ranks store nothing."""
 
-    def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
-        assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from rank {first} on exceed {num_ranks} ranks"
-        self._layouts, self._first, self._num_ranks = layouts, first, num_ranks
+    def __init__(self, layouts: Layouts, first_rank: int, num_ranks: int) -> None:
+        assert first_rank + len(layouts) <= num_ranks, (
+            f"{len(layouts)} ranks from rank {first_rank} on exceed {num_ranks} ranks"
+        )
+        self._layouts, self._first_rank, self._num_ranks = layouts, first_rank, num_ranks
         self._shifted_holdings: dict[int, tuple[tuple[Holding, ...], tuple[Holding, ...]]] = {}
         """(original, shifted) by the id of the original: the tensors of a kind share one object, also after the shift.
         The entry keeps the original alive, so that its id is not reused.
@@ -101,13 +103,15 @@ class PlacedLayouts(Layouts):
         return self._num_ranks
 
     def __repr__(self) -> str:
-        return f"{self._layouts!r} from rank {self._first} of {self._num_ranks}"
+        return f"{self._layouts!r} from rank {self._first_rank} of {self._num_ranks}"
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        # The layouts count ranks from their own first one. Here their first rank is `first`.
+        # The layouts count ranks from their own first one. Here their first rank is `_first_rank`.
         holdings = self._layouts.holdings(tensor)
         if id(holdings) not in self._shifted_holdings:
-            shifted = tuple(holding._replace(ranks=_shift_ranks(holding.ranks, self._first)) for holding in holdings)
+            shifted = tuple(
+                holding._replace(ranks=_shift_ranks(holding.ranks, self._first_rank)) for holding in holdings
+            )
             self._shifted_holdings[id(holdings)] = holdings, shifted
         return self._shifted_holdings[id(holdings)][1]
 

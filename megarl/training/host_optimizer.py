@@ -74,7 +74,7 @@ def set_step(optimizer: Any, step: int) -> None:
     optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def without_settings(state: dict[str, Any]) -> dict[str, Any]:
+def without_hybrid_settings(state: dict[str, Any]) -> dict[str, Any]:
     """Return a distributed optimizer's state without the settings of `HybridDeviceOptimizer`."""
     inner = state["optimizer"]
     # A checkpoint must not depend on the fraction in host memory: a later run may use another.

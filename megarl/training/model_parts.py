@@ -70,16 +70,16 @@ class ModelParts:
 
     def build_policy(
         self,
-        kind: Callable[..., Policy],
+        model_class: Callable[..., Policy],
         config: TransformerConfig,
         shape: ModelShape,
         *,
         vp_stage: int | None,
         **settings: Any,
     ) -> Policy:
-        """Build a chunk of class `kind` with the layers that these parts need."""
+        """Build a chunk of this class with the layers that these parts need."""
         return parts.build_policy(
-            kind,
+            model_class,
             config,
             shape,
             exact_blocks=self.exact_blocks,

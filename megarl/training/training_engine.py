@@ -83,7 +83,7 @@ class TrainingEngine(ModelShard):
             for chunk in self.chunks:
                 accumulate_in_main_gradients(chunk)
         self.overlaps_reduction = overlaps_backward(recipe, shape)
-        self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
+        self._wrapped = [self._wrap_chunk(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self.role.optimizer,
             self.models,
@@ -121,7 +121,7 @@ class TrainingEngine(ModelShard):
     def models(self) -> list[DistributedDataParallel]:
         return self._wrapped
 
-    def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
+    def _wrap_chunk(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self.overlaps_reduction,

@@ -31,19 +31,19 @@ def transformers_logprobs(
     Returns a reason instead if transformers cannot compute them. `sequences` are token ids [tokens]. `override` changes
     fields of config.json (`config.override`).
     """
-    if (problem := _size_problem(folder, override, dtype)) is not None:
+    if (problem := _memory_problem(folder, override, dtype)) is not None:
         return problem
     # transformers refuses some models that megarl reads, for example a quantised format or a model_type of vLLM's own.
     # Their training must not depend on it.
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            model = _load(folder, override, dtype)
+            model = _load_model(folder, override, dtype)
             return [_logprobs(model, torch.from_numpy(tokens)) for tokens in sequences]
     except Exception as error:
         return f"transformers cannot compute this model ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-def _size_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+def _memory_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> str | None:
     """Return why the model does not fit into host memory; None: it fits."""
     num_bytes = dtype.itemsize * sum(map(prod, hf_tensors(read_model_shape(folder, override)).values()))
     limit = min(_LARGEST_BYTES, int(_SHARE * available_bytes()))
@@ -54,7 +54,7 @@ def _size_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) 
     )
 
 
-def _load(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _load_model(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = completed_config(read_object(Path(folder) / "config.json"), Path(folder))

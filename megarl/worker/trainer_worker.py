@@ -80,7 +80,6 @@ class TrainerWorker:
         self._save: checkpoint.Save | None = None
 
     def _build_models(self) -> None:
-        """Build the policy, the critic and the models of all parts."""
         recipe, parts = self.recipe, self.state.parts.values()
         # Only now, when a colocated engine is complete with its CUDA graphs and its all-reduce buffers.
         use_expandable_segments()

@@ -289,11 +289,11 @@ def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str,
     uses = {phase.name: phase for phase in RankPhases(memory).list_phases()}
     offload = recipe.trainer.offload
     return plan | {
-        **memory.frozen,
+        **memory.frozen_bytes,
         "activations": uses["train"].use("activations").host_bytes,
         "offloaded copies": memory.policy.offloaded_bytes(offload),
         "page-locked": memory.host_copies,
-        "engine weights": memory.engine_weights,
+        "engine weights": memory.engine_weight_bytes,
         "KV cache": memory.cache_bytes,
         "staging": memory.staging,
     }

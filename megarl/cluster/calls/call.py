@@ -27,15 +27,15 @@ class Call:
     def is_answered(self) -> bool:
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
 
-    def on_answers(self, use: Callable[[Any], object]) -> None:
-        """Call `use` with each rank's answer as it arrives, except failed and cancelled ones."""
+    def on_answers(self, callback: Callable[[Any], object]) -> None:
+        """Call `callback` with each rank's answer as it arrives, except failed and cancelled ones."""
 
-        def use_result(answer: asyncio.Future[Any]) -> None:
+        def pass_result(answer: asyncio.Future[Any]) -> None:
             if not answer.cancelled() and answer.exception() is None:
-                use(answer.result())
+                callback(answer.result())
 
         for answer in self.answers.values():
-            answer.add_done_callback(use_result)
+            answer.add_done_callback(pass_result)
 
     def silent(self) -> list[RankHandle]:
         return [handle for handle, answer in self.answers.items() if not answer.done()]
@@ -49,7 +49,7 @@ def pack_commands(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> 
     """Encode each rank's command. Ranks with the same first argument share one message."""
     # Keyed by identity: arguments such as lists of batches are not hashable.
     messages: dict[int, bytes] = {}
-    for first in per_rank:
-        if id(first) not in messages:
-            messages[id(first)] = pack((method, (first, *args), {}))
-    return [messages[id(first)] for first in per_rank]
+    for first_argument in per_rank:
+        if id(first_argument) not in messages:
+            messages[id(first_argument)] = pack((method, (first_argument, *args), {}))
+    return [messages[id(first_argument)] for first_argument in per_rank]

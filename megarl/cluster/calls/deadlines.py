@@ -51,6 +51,7 @@ class Deadlines:
     def limit_for(self, method: str) -> Limit:
         if method in self._limit_by_method:
             return self._limit_by_method[method]
+        # The first calls are slow, because they compile and connect.
         if self._num_calls.get(method, 0) < _NUM_FIRST:
             return self._longest
         measured_limit = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)

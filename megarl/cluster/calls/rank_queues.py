@@ -15,8 +15,8 @@ class _QueuedCall:
         self.num_behind = len(ranks)
         self.may_run: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def note_first(self) -> None:
-        """Note that the call is now first in one more queue."""
+    def mark_first_in_queue(self) -> None:
+        """The call is now first in one more queue. Once it is first in all, it may run."""
         self.num_behind -= 1
         # `may_run` is done already if the waiting call was cancelled.
         if not self.num_behind and not self.may_run.done():
@@ -47,7 +47,7 @@ class RankQueues:
         for rank in ranks:
             self._queues[rank].append(call)
             if self._queues[rank][0] is call:
-                call.note_first()
+                call.mark_first_in_queue()
         try:
             await call.may_run
             yield
@@ -62,4 +62,4 @@ class RankQueues:
             return
         queue.popleft()
         if queue:
-            queue[0].note_first()
+            queue[0].mark_first_in_queue()

@@ -201,7 +201,7 @@ def choose_version_set(kind: str, installed: Mapping[str, str], requires: Mappin
     The other arguments are as in `check_versions`. If both have as many, the result is `kind`.
     """
 
-    def num_met(extra: str) -> int:
+    def count_met_requirements(extra: str) -> int:
         requirements = [
             (name, specifier)
             for name in STACK
@@ -210,7 +210,7 @@ def choose_version_set(kind: str, installed: Mapping[str, str], requires: Mappin
         ]
         return sum(name in installed and specifier.contains(installed[name]) for name, specifier in requirements)
 
-    return max((kind, f"{kind}-next"), key=num_met)
+    return max((kind, f"{kind}-next"), key=count_met_requirements)
 
 
 def check_apex(version: str | None) -> Finding:

@@ -134,6 +134,7 @@ class RayNodes(ConnectedNodes):
         self._address, self._avoided = address, avoided_nodes
         self._actors: list[Any] = []
         self._served: list[asyncio.Future[Any]] = []
+        """Completes, for each actor, when its agent ends."""
         self._placement_groups: list[Any] = []
         self._device = "CPU"
         """Ray resource of which each rank needs one: GPU or CPU."""
@@ -193,7 +194,6 @@ class RayNodes(ConnectedNodes):
         return group
 
     def _start_actor(self, bundle: PlacementGroupSchedulingStrategy, address: tuple[str, int], key: bytes) -> None:
-        """Start the agent of one node, in its bundle of a placement group."""
         # Actors claim only what their bundle holds: GPUs, or CPUs.
         claimed_resources = {"num_gpus": 0, "num_cpus": 0} | {f"num_{self._device.lower()}s": self.kind.ranks_per_node}
         make_actor: Any = ray.remote(_Process)

@@ -125,7 +125,7 @@ def _list_excluded_nodes(recipe: Recipe) -> list[str]:
     if recipe.cluster.launcher == "ray":
         return []
     folder = run_path(recipe)
-    return [host_name(node, f"{folder / 'status.json'}: bad_nodes") for node in RunRecord.read(folder).bad_nodes]
+    return [check_host_name(node, f"{folder / 'status.json'}: bad_nodes") for node in RunRecord.read(folder).bad_nodes]
 
 
 def _make_size_options(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
@@ -183,7 +183,7 @@ def is_host_name(value: object) -> bool:
     return isinstance(value, str) and _HOST_NAME.fullmatch(value) is not None
 
 
-def host_name(value: object, place: str) -> str:
+def check_host_name(value: object, place: str) -> str:
     """Return the value if it names one host. Raises DataError with its `place` otherwise."""
     if not isinstance(value, str) or not is_host_name(value):
         raise DataError(

@@ -46,7 +46,7 @@ def _remove_wrong_value(values: dict[str, Any], loc: tuple[int | str, ...], *, i
     while not is_unknown and recipe_field(".".join(parts)) not in recipe_fields:
         parts.pop()  # skips an item of a list, a key of a mapping, a member of a union
     name = ".".join(parts)
-    if take_value(values, parts) and is_unknown:
+    if remove_value(values, parts) and is_unknown:
         return set()
     while recipe_field(".".join(parts)) not in recipe_fields:
         parts.pop()  # an earlier error has removed the list or mapping around it
@@ -80,7 +80,7 @@ def section_around(values: Any, parts: Sequence[str]) -> dict[str, Any] | None:
     return values if isinstance(values, dict) and parts[-1] in values else None
 
 
-def take_value(values: Any, parts: Sequence[str]) -> bool:
+def remove_value(values: Any, parts: Sequence[str]) -> bool:
     """Remove the value at `parts` (keys and indices). Returns False if it is absent."""
     section = section_around(values, parts)
     if section is None:

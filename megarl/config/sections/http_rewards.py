@@ -90,7 +90,7 @@ class JudgeConfig(ServedConfig):
         return 1.0 if self.correct_from is None and not has_own_scores else self.correct_from
 
     @model_validator(mode="after")
-    def _has_verdicts(self) -> Self:
+    def _check_verdicts(self) -> Self:
         """Check that `choices` or `scale` says which verdicts the judge may give."""
         if self.scale is None and len(self.choices) < 2:
             raise PydanticCustomError("choices", "choices needs at least two verdicts, each with its score")

@@ -26,7 +26,7 @@ class MonitorConfig(Section):
     a loopback address, with at least 16 characters."""
 
     @model_validator(mode="after")
-    def _is_guarded(self) -> Self:
+    def _require_token(self) -> Self:
         """Require a token on an address that other machines can reach."""
         if self.port is not None and self.host not in LOOPBACK and len(self.token or "") < MIN_TOKEN_CHARACTERS:
             raise PydanticCustomError(

@@ -62,7 +62,7 @@ class EndpointConfig(Section):
     """
 
     @model_validator(mode="after")
-    def _is_guarded(self) -> Self:
+    def _require_token(self) -> Self:
         """Require a token on an address that other machines can reach."""
         if self.host not in LOOPBACK and len(self.token or "") < MIN_TOKEN_CHARACTERS:
             raise PydanticCustomError(

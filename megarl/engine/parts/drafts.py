@@ -33,11 +33,11 @@ METRICS = (
 class Drafts(EnginePart):
     """Part that counts drafts, and loads the weights of a draft model, if there is one.
 
-    `is_drafters(name)` returns whether the draft model loads this tensor of the checkpoint.
+    `is_drafter_tensor(name)` returns whether the draft model loads this tensor of the checkpoint.
     """
 
-    def __init__(self, is_drafters: Callable[[str], bool]) -> None:
-        self._is_drafters = is_drafters
+    def __init__(self, is_drafter_tensor: Callable[[str], bool]) -> None:
+        self._is_drafter_tensor = is_drafter_tensor
         self._counts = DraftCounts()
         self._model: ModelWithDrafter | None = None
 
@@ -49,7 +49,7 @@ class Drafts(EnginePart):
         drafter = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
         if drafter is None:
             return model
-        self._model = ModelWithDrafter(model, drafter, self._is_drafters)
+        self._model = ModelWithDrafter(model, drafter, self._is_drafter_tensor)
         return self._model
 
     def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -134,14 +134,14 @@ class OwnParameters(nn.Module):
 class ModelWithDrafter(nn.Module):
     """A vLLM model with its draft model: the model's parts under their own names, the draft model as `DRAFTER`.
 
-    vLLM 0.30 shares embedding and head between both, so each is one parameter. `is_drafters(name)` returns whether the
-    draft model loads this tensor of the checkpoint.
+    vLLM 0.30 shares embedding and head between both, so each is one parameter. `is_drafter_tensor(name)` returns
+    whether the draft model loads this tensor of the checkpoint.
     """
 
-    def __init__(self, model: nn.Module, drafter: nn.Module, is_drafters: Callable[[str], bool]) -> None:
+    def __init__(self, model: nn.Module, drafter: nn.Module, is_drafter_tensor: Callable[[str], bool]) -> None:
         super().__init__()
         self._loaders: tuple[Any, Any] = (model, drafter)
-        self._is_drafters = is_drafters
+        self._is_drafter_tensor = is_drafter_tensor
         for name, child in model.named_children():
             self.add_module(name, child)
         self.add_module(DRAFTER.rstrip("."), drafter)
@@ -150,7 +150,7 @@ class ModelWithDrafter(nn.Module):
         """Load checkpoint tensors [any shape] of both models by vLLM's loaders. Returns the loaded names."""
         tensors = list(weights)
         model, drafter = self._loaders
-        draft_tensors = [(name, tensor) for name, tensor in tensors if self._is_drafters(name)]
+        draft_tensors = [(name, tensor) for name, tensor in tensors if self._is_drafter_tensor(name)]
         return model.load_weights(tensors) | {DRAFTER + name for name in drafter.load_weights(draft_tensors)}
 
     def yield_then_load_drafts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -159,7 +159,7 @@ class ModelWithDrafter(nn.Module):
         """
         draft_tensors = []
         for name, tensor in weights:
-            if self._is_drafters(name):
+            if self._is_drafter_tensor(name):
                 draft_tensors.append((name, tensor))
             yield name, tensor
         with torch.no_grad():

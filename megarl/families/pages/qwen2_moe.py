@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return Qwen2's rules, with experts."""
     return with_shared_expert(with_experts(qwen2.rules(model), model), model, "shared_expert")
 
 

@@ -115,7 +115,7 @@ def prepare(
     # Critics, reward models and teachers do not start here.
     download_missing(evaluated_recipe, notify, with_models=False)
     evaluated_recipe = with_memory_defaults(evaluated_recipe, is_start=True, is_trained=False)
-    parallel = _check_parallel(evaluated_recipe)
+    parallel = _find_engine_parallel(evaluated_recipe)
     run_folder = model if (model / "config.yaml").is_file() else Path()
     output_folder = _make_output_folder(
         out, run_folder / "evaluations" / f"{folder.absolute().name}_{evaluated_recipe.name}"
@@ -167,7 +167,7 @@ def _without_training_data(data: DataConfig) -> DataConfig:
     return data.model_copy(update={"train": first_set.path, **field_names})
 
 
-def _check_parallel(recipe: Recipe) -> ParallelConfig:
+def _find_engine_parallel(recipe: Recipe) -> ParallelConfig:
     """Return the engines' parallel sizes. Raises ConfigError for a recipe that cannot be evaluated."""
     parallel = check(recipe, is_trained=False)
     check_rewards(recipe)
@@ -229,7 +229,9 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
     if never_called_tools := tool_use.never_called:
         _Screen().notice(uncalled_text(never_called_tools, "in this evaluation", f"megarl samples {folder}"))
     with storage_faults_named(folder):
-        replace_text(folder / "metrics.json", json.dumps(_summarise(evaluation, evaluated_sets), indent=2) + "\n")
+        replace_text(
+            folder / "metrics.json", json.dumps(_make_metrics_file(evaluation, evaluated_sets), indent=2) + "\n"
+        )
     return evaluated_sets
 
 
@@ -276,8 +278,7 @@ class _Screen:
         self.notice_once = FirstOfEachKind(display.warn).tell
 
 
-def _summarise(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
-    """Return the contents of metrics.json."""
+def _make_metrics_file(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
 
     def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}

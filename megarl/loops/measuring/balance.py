@@ -41,8 +41,9 @@ class Balance:
     ) -> None:
         self._num_trainers, self._num_engines = num_trainers, num_engines
         self._notify, self._takes_turns = notify, takes_turns
-        self._idle: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self._is_first = True
+        self._idle_shares: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        """Idle fractions of the newest steps: (trainer, engines)."""
+        self._is_first_step = True
         self._verdict = ""
 
     def observe_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
@@ -51,14 +52,14 @@ class Balance:
         trainer_idle_share = min(1.0, rollout_wait_seconds / max(step_seconds, 1e-9))
         step_metrics = {"time/rollout_waited_seconds": rollout_wait_seconds}
         # The first step includes one-time work, so its shares would mislead.
-        if self._is_first:
-            self._is_first = False
+        if self._is_first_step:
+            self._is_first_step = False
             return step_metrics
-        self._idle.append((trainer_idle_share, metrics["time/engines_idle"]))
-        if len(self._idle) < FEWEST:
+        self._idle_shares.append((trainer_idle_share, metrics["time/engines_idle"]))
+        if len(self._idle_shares) < FEWEST:
             return step_metrics
         mean_trainer_idle, mean_engines_idle = (
-            sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True)
+            sum(shares) / len(self._idle_shares) for shares in zip(*self._idle_shares, strict=True)
         )
         balanced_ranks = self._compute_balanced_ranks(mean_trainer_idle, mean_engines_idle)
         self._report_bottleneck(mean_trainer_idle, mean_engines_idle, balanced_ranks)
@@ -86,8 +87,7 @@ class Balance:
         )
         turns_text = "; under rollout.max_staleness = 0 one waits while the other works" if self._takes_turns else ""
         self._notify(
-            f"{verdict_text}: over {len(self._idle)} steps the trainer waited for samples {trainer_idle:.0%} of the "
-            "time, "
-            f"the engines were idle {engines_idle:.0%}{turns_text}. Of {num_ranks} ranks about {balanced_ranks:.1f} "
-            f"for the engines would balance them (rollout.ranks, now {self._num_engines})"
+            f"{verdict_text}: over {len(self._idle_shares)} steps the trainer waited for samples {trainer_idle:.0%} of "
+            f"the time, the engines were idle {engines_idle:.0%}{turns_text}. Of {num_ranks} ranks about "
+            f"{balanced_ranks:.1f} for the engines would balance them (rollout.ranks, now {self._num_engines})"
         )

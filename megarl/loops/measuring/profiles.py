@@ -50,7 +50,7 @@ class Profiles:
         """Create the recorder. `means` are the values of train.profile_with."""
         self._ranks, self._folder, self._tracker = ranks, folder, tracker
         self._has_spans = "spans" in means
-        self._by_torch = [kind for kind in means if kind != "spans"]
+        self._torch_kinds = [kind for kind in means if kind != "spans"]
         self._writing: asyncio.Task[None] | None = None
         """Task that writes the newest step's trace."""
 
@@ -59,7 +59,7 @@ class Profiles:
         """Context that profiles one step. A failed step has no profile."""
         async with AsyncExitStack() as stack:
             # Spans last, so that they do not include the start and the files of torch's profiles.
-            if self._by_torch:
+            if self._torch_kinds:
                 await stack.enter_async_context(self._profiled_by_torch(number))
             if self._has_spans:
                 await stack.enter_async_context(self._spans_recorded(number))
@@ -68,18 +68,18 @@ class Profiles:
     @asynccontextmanager
     async def _profiled_by_torch(self, number: int) -> AsyncIterator[None]:
         """Context of one step: torch profiles all ranks, and writes files to profiles/step_NNNNNN/."""
-        await self._ranks.call("__profile__", self._by_torch)
+        await self._ranks.call("__profile__", self._torch_kinds)
         yield
         folder = self._folder.profiles_folder.absolute() / f"step_{number:06d}"
         names = await self._ranks.call_with_first_rank("__profile_end__", folder)
         files = sum(map(len, names))
-        self._tracker.info(f"profile of step {number}: {files} files of {' and '.join(self._by_torch)} in {folder}")
+        self._tracker.info(f"profile of step {number}: {files} files of {' and '.join(self._torch_kinds)} in {folder}")
 
     @asynccontextmanager
     async def _spans_recorded(self, number: int) -> AsyncIterator[None]:
         """Context of one step: driver and ranks record spans, and their trace is written."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
-        offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
+        offsets_of_engines = asyncio.create_task(self._begin_engine_spans(self._writing))
         try:
             offsets = await _start_spans(self._ranks.trainers.call)
             record(True)
@@ -112,7 +112,7 @@ class Profiles:
             # Wait for the end of the task: it uses the ranks, closed next.
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
+    async def _begin_engine_spans(self, earlier: asyncio.Task[None] | None) -> list[float]:
         """Start recording spans on separate engines, after the `earlier` trace. Return offsets like `_start_spans`."""
         if not self._ranks.is_separate:
             return []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObserver
 from megarl.loops.step import Step
-from megarl.preflight.algorithm.learning import find_unusual_learning_rate, thresholds
+from megarl.preflight.algorithm.learning import find_unusual_learning_rate, select_health_rules
 from megarl.rollout.step.updates import mismatch_exceeded_message
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.tracking.health import LEARNING_RATE, Health
@@ -24,7 +24,7 @@ class StepChecks(StepObserver):
         """Restore the state of the health rules from the steps logged before this start."""
         self._recipe, self._train, self._folder, self._tracker = recipe, recipe.train, folder, tracker
         self._tool_use = ToolUse()
-        self._health = Health(thresholds(recipe))
+        self._health = Health(select_health_rules(recipe))
         self._health.replay(folder.logged_steps())
         # A step after the checkpoint may have caused a warning. The step is trained again, but the warning is not
         # repeated.

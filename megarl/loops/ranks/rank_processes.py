@@ -242,7 +242,7 @@ class RankProcesses:
             self._node_search.cancel()
             self._node_search = None
 
-    async def restore(self, trainers: WorkerGroup, step: int) -> None:
+    async def restore_from_copies(self, trainers: WorkerGroup, step: int) -> None:
         """Load the state after a step from the agents' copies into all trainer ranks."""
         assert self.nodes is not None
         files_of_ranks = await files_for_ranks(self.nodes.agents, step, trainers.places)

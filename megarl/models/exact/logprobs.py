@@ -37,7 +37,7 @@ class ExactLogprobs(VocabParallelLogprobs):
         ctx.set_materialize_grads(False)
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         logprobs, log_totals, entropies = hidden.new_empty(3, len(targets), dtype=torch.float32)
-        vocabulary_widths = _gather_widths(weight, group)
+        vocabulary_widths = _gather_vocabulary_widths(weight, group)
         # Each rank gets the logits of the whole vocabulary, so compute fewer tokens at once.
         tokens_at_once = max(1, chunk // len(vocabulary_widths))
         for start in range(0, len(targets), tokens_at_once):
@@ -69,7 +69,7 @@ def _compute_logits(
     return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
-def _gather_widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+def _gather_vocabulary_widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     """Return the tokens in each rank's vocabulary part. `weight` is [local_vocabulary, hidden_size]."""
     if group is None or group.size() == 1:
         return [weight.size(0)]

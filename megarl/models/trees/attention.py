@@ -140,7 +140,7 @@ class TokenTree:
         return {}
 
     def _count_ancestors(self) -> NDArray[np.int64]:
-        """Return the number of ancestors of each segment: [segments]."""
+        """Return the number of ancestors of each segment: [segments]. A subtree spans from `start` to `reach`."""
         levels = np.zeros(len(self.starts), np.int64)
         open_ends: list[int] = []
         for segment, (start, reach) in enumerate(zip(self.starts.tolist(), self.reaches.tolist(), strict=True)):

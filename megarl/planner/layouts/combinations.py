@@ -144,7 +144,7 @@ class LayoutChoice:
 
 
 def iterate_by_bound(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
-    """Yield the combinations of all placements by ascending bound, without infinite bounds."""
+    """Yield the combinations of all placements by ascending lower bound of their seconds, finite ones only."""
     bounds_of_groups = [group.least_seconds.ravel() for group in groups]
     if not bounds_of_groups:
         return

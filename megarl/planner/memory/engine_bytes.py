@@ -33,7 +33,7 @@ _QUANTISING_BYTES = 8
 
 # A search of layouts repeats the same engine with many trainers.
 @lru_cache(maxsize=512)
-def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantization: str = "none") -> int:
+def engine_weight_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, quantization: str = "none") -> int:
     """Return the bytes of the engine's parameters on a rank, with FP8 scales and rotary embeddings."""
     model = layouts.model
     # vLLM stores cosines and sines for all positions, half of the head's channels each.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class MemoryUse:
     """Bytes that one rank needs for one purpose (weights, gradients, ...), on its GPU and on its host."""
 
     kind: str
@@ -26,7 +26,7 @@ class Phase:
 
     name: str
     rank: int
-    uses: tuple[Use, ...]
+    uses: tuple[MemoryUse, ...]
     part: Literal["", "trainer", "engine"] = ""
     """Kind of rank with separate engines. Empty: each rank is trainer and engine."""
 
@@ -49,8 +49,8 @@ class Phase:
         first_word = self.name.partition(" ")[0]
         return "checkpoint" if first_word == "save" else first_word
 
-    def use(self, kind: str) -> Use:
-        return next((use for use in self.uses if use.kind == kind), Use(kind))
+    def use(self, kind: str) -> MemoryUse:
+        return next((use for use in self.uses if use.kind == kind), MemoryUse(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

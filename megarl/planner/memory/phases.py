@@ -15,7 +15,7 @@ from megarl.planner.memory.devices import (
     PINNED_BLOCK_BYTES,
     Platform,
 )
-from megarl.planner.memory.memory_table import MemoryTable, Phase, Use
+from megarl.planner.memory.memory_table import MemoryTable, MemoryUse, Phase
 from megarl.planner.memory.models import Built, Models
 from megarl.planner.memory.rank_memory import RankMemory
 from megarl.planner.memory.trainer_bytes import TrainerStates
@@ -72,14 +72,14 @@ class RankPhases:
             all_uses = tuple(self._add_libraries([*uses, *self._list_overlap_uses(name)]))
             yield Phase(name=name, rank=self.memory.rank, uses=all_uses, part=part)
 
-    def _list_engine_phases(self) -> dict[str, list[Use]]:
+    def _list_engine_phases(self) -> dict[str, list[MemoryUse]]:
         return {
             "start engine": self._list_start_uses(),
             "rollout": self._list_rollout_uses(),
             "reshard engine": self._list_reshard_uses(),
         }
 
-    def _list_trainer_phases(self) -> dict[str, list[Use]]:
+    def _list_trainer_phases(self) -> dict[str, list[MemoryUse]]:
         """Return what uses a trainer rank's memory, by phase. Keys as in `logprobs reference` or `train critic`."""
         uses_by_phase = {"start": self._list_start_uses()}
         if self.memory.has_engine:
@@ -88,7 +88,7 @@ class RankPhases:
             uses_by_phase["reshard"] = self._list_reshard_uses()
         if self.memory.recipe.is_on_policy:
             uses_by_phase["logprobs"] = self._list_scoring_uses("policy")
-        uses_by_phase |= {f"logprobs {name}": self._list_scoring_uses(name) for name in self.memory.frozen}
+        uses_by_phase |= {f"logprobs {name}": self._list_scoring_uses(name) for name in self.memory.frozen_bytes}
         if self.memory.models.critic is not None:
             uses_by_phase["logprobs critic"] = self._list_scoring_uses("critic")
         uses_by_phase["train"] = self._list_training_uses("policy")
@@ -97,7 +97,7 @@ class RankPhases:
         uses_by_phase["save"] = self._list_save_uses()
         return uses_by_phase
 
-    def _list_start_uses(self) -> list[Use]:
+    def _list_start_uses(self) -> list[MemoryUse]:
         """Return the uses at the fullest moment of a start: engine built, all models loaded, or first reshard."""
         # Before the first update, the optimizer has no moments.
         states_at_start = replace(self.memory.policy, moments=0)
@@ -110,7 +110,7 @@ class RankPhases:
         if built_bytes := max(self.memory.policy.built, self.memory.critic.built):
             built_host_bytes = max(self.memory.policy.built_on_host, self.memory.critic.built_on_host)
             uses_while_building.append(
-                Use("optimizer being built", device_bytes=built_bytes, host_bytes=built_host_bytes)
+                MemoryUse("optimizer being built", device_bytes=built_bytes, host_bytes=built_host_bytes)
             )
         uses_by_moment = [uses_while_building]
         if self.memory.recipe.has_engine:
@@ -121,7 +121,7 @@ class RankPhases:
             ]
         return max(uses_by_moment, key=lambda uses: sum(use.device_bytes for use in uses))
 
-    def _list_rollout_uses(self, policy: TrainerStates | None = None) -> list[Use]:
+    def _list_rollout_uses(self, policy: TrainerStates | None = None) -> list[MemoryUse]:
         return [
             *self._list_state_uses(policy or self.memory.policy, ()),
             *self._list_critic_uses(()),
@@ -129,7 +129,7 @@ class RankPhases:
             *self._list_idle_models(),
         ]
 
-    def _list_reshard_uses(self, policy: TrainerStates | None = None) -> list[Use]:
+    def _list_reshard_uses(self, policy: TrainerStates | None = None) -> list[MemoryUse]:
         """Return the uses of a reshard. `policy`: the policy's states if they are not the usual ones (at a start)."""
         states = policy or self.memory.policy
         # A separate rank has either a trainer or an engine, so nothing is offloaded and no engine sleeps.
@@ -140,19 +140,19 @@ class RankPhases:
             *self._list_idle_models(),
         ]
         if states.merged and not self.memory.recipe.sends_adapter:
-            uses.append(Use("merged adapters", device_bytes=states.merged))
-        if self.memory.unquantised_weights:
-            uses.append(Use("unquantised weights", device_bytes=self.memory.unquantised_weights))
+            uses.append(MemoryUse("merged adapters", device_bytes=states.merged))
+        if self.memory.unquantised_weight_bytes:
+            uses.append(MemoryUse("unquantised weights", device_bytes=self.memory.unquantised_weight_bytes))
         # On a colocated GPU the cache is released during a reshard.
         cache = 0 if self.memory.platform.is_gpu and not is_alone else self.memory.cache_bytes
         return [
             *uses,
-            Use("engine weights", device_bytes=self.memory.engine_weights),
-            Use("KV cache", device_bytes=cache),
-            Use("staging", device_bytes=self.memory.staging),
+            MemoryUse("engine weights", device_bytes=self.memory.engine_weight_bytes),
+            MemoryUse("KV cache", device_bytes=cache),
+            MemoryUse("staging", device_bytes=self.memory.staging),
         ]
 
-    def _list_scoring_uses(self, name: str) -> list[Use]:
+    def _list_scoring_uses(self, name: str) -> list[MemoryUse]:
         """Return the uses while the model `name` computes log-probs or scores, without gradients."""
         built = self._find_model(name)
         settings = self.memory.pass_settings(built)
@@ -164,11 +164,11 @@ class RankPhases:
         return [
             *uses,
             *self._list_fp8_uses(built),
-            Use("activations", device_bytes=int(forward_bytes)),
-            Use("logits", device_bytes=int(logit_bytes)),
+            MemoryUse("activations", device_bytes=int(forward_bytes)),
+            MemoryUse("logits", device_bytes=int(logit_bytes)),
         ]
 
-    def _list_training_uses(self, name: str) -> list[Use]:
+    def _list_training_uses(self, name: str) -> list[MemoryUse]:
         """Return the uses at the peak of an update of the model `name`: a row's passes, or the optimizer's step."""
         built = self._find_model(name)
         settings = self.memory.pass_settings(built)
@@ -187,11 +187,17 @@ class RankPhases:
             activations.logits_bytes(built.shape, built.parallel, head_settings) if self._is_last(built) else 0
         )
         pass_uses = [
-            Use("activations", device_bytes=int(saved_bytes)),
-            Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))),
-            Use("backward", device_bytes=int(backward_bytes)),
-            Use("logits", device_bytes=int(logit_bytes)),
-            *([Use("drafts", device_bytes=self.memory.drafting_bytes())] if built is self.memory.models.policy else []),
+            MemoryUse("activations", device_bytes=int(saved_bytes)),
+            MemoryUse(
+                "pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))
+            ),
+            MemoryUse("backward", device_bytes=int(backward_bytes)),
+            MemoryUse("logits", device_bytes=int(logit_bytes)),
+            *(
+                [MemoryUse("drafts", device_bytes=self.memory.drafting_bytes())]
+                if built is self.memory.models.policy
+                else []
+            ),
         ]
         # The optimizer steps after the activations are freed.
         temporary_uses = max(
@@ -199,7 +205,7 @@ class RankPhases:
         )
         return [*self._list_uses_of_pass(name), *self._list_idle_engine(), *self._list_fp8_uses(built), *temporary_uses]
 
-    def _list_optimizer_uses(self, name: str) -> list[Use]:
+    def _list_optimizer_uses(self, name: str) -> list[MemoryUse]:
         """Return the temporary uses of an optimizer step. Only Muon has some."""
         recipe = self.memory.recipe
         optimizer = recipe.critic.optimizer if name == "critic" else recipe.optimizer
@@ -207,9 +213,9 @@ class RankPhases:
             return []
         product_bytes = 2 if optimizer.muon.products == "bfloat16" else 4
         matrix_bytes = trainer_bytes.whole_matrix_bytes(self._find_model(name).layouts, product_bytes=product_bytes)
-        return [Use("whole matrices", device_bytes=matrix_bytes)]
+        return [MemoryUse("whole matrices", device_bytes=matrix_bytes)]
 
-    def _list_fp8_uses(self, built: Built) -> Iterator[Use]:
+    def _list_fp8_uses(self, built: Built) -> Iterator[MemoryUse]:
         """Yield the FP8 copies of weights; the policy keeps them until the engine samples.
 
         That FP8 also makes saved activations smaller is not counted.
@@ -217,9 +223,9 @@ class RankPhases:
         if self.memory.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.memory.models.policy)}
             copies = sum(trainer_bytes.fp8_bytes(layouts, self.memory.rank) for layouts in models.values())
-            yield Use("weights in FP8", device_bytes=copies)
+            yield MemoryUse("weights in FP8", device_bytes=copies)
 
-    def _list_save_uses(self) -> list[Use]:
+    def _list_save_uses(self) -> list[MemoryUse]:
         """Return the uses while a checkpoint is staged in host memory."""
         staged_bytes = (self.memory.policy + self.memory.critic).saved
         # Checkpoints are staged in whole blocks of page-locked memory.
@@ -230,10 +236,10 @@ class RankPhases:
             *self._list_critic_uses(_ALL),
             *self._list_idle_engine(),
             *self._list_idle_models(),
-            Use("checkpoint", host_bytes=staged_bytes),
+            MemoryUse("checkpoint", host_bytes=staged_bytes),
         ]
 
-    def _list_uses_of_pass(self, name: str) -> list[Use]:
+    def _list_uses_of_pass(self, name: str) -> list[MemoryUse]:
         """Return the memory of all models while the model `name` computes.
 
         The policy is offloaded while the critic computes. A scoring model is loaded in addition to the policy.
@@ -250,58 +256,58 @@ class RankPhases:
             *self._list_idle_models(at_work=name),
         ]
 
-    def _list_state_uses(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
+    def _list_state_uses(self, states: TrainerStates, awake: Collection[str]) -> Iterator[MemoryUse]:
         """Yield the memory of a trained model's states.
 
         States in `awake`, and states that are never offloaded, are on the device. All others are on the host.
         """
         offload = self.memory.recipe.trainer.offload
         is_here = {name: name in awake or name not in offload for name in _ALL}
-        yield Use("parameters", device_bytes=states.parameters * is_here["parameters"])
-        yield Use("gradients", device_bytes=states.gradients * is_here["gradients"])
-        yield Use("main weights", device_bytes=states.main_weights * is_here["optimizer"])
-        yield Use("moments", device_bytes=states.moments * is_here["optimizer"])
-        yield Use("offloaded copies", host_bytes=states.offloaded_bytes(offload) * self.memory.offloads_states)
+        yield MemoryUse("parameters", device_bytes=states.parameters * is_here["parameters"])
+        yield MemoryUse("gradients", device_bytes=states.gradients * is_here["gradients"])
+        yield MemoryUse("main weights", device_bytes=states.main_weights * is_here["optimizer"])
+        yield MemoryUse("moments", device_bytes=states.moments * is_here["optimizer"])
+        yield MemoryUse("offloaded copies", host_bytes=states.offloaded_bytes(offload) * self.memory.offloads_states)
         if states.on_host:
-            yield Use("optimizer on the host", host_bytes=states.on_host)
+            yield MemoryUse("optimizer on the host", host_bytes=states.on_host)
 
-    def _list_critic_uses(self, awake: Collection[str]) -> Iterator[Use]:
+    def _list_critic_uses(self, awake: Collection[str]) -> Iterator[MemoryUse]:
         uses = [*self._list_state_uses(self.memory.critic, awake)]
-        yield Use(
+        yield MemoryUse(
             "critic",
             device_bytes=sum(use.device_bytes for use in uses),
             host_bytes=sum(use.host_bytes for use in uses),
         )
 
-    def _list_overlap_uses(self, phase: str) -> Iterator[Use]:
+    def _list_overlap_uses(self, phase: str) -> Iterator[MemoryUse]:
         """Yield the memory of a reshard that overlaps training: a copy of the weights, and its buffers."""
         if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
             return
         policy = self.memory.models.policy
         policy_bytes = trainer_bytes.parameter_bytes(policy.layouts, self.memory.rank, itemsize=self.memory.itemsize)
-        yield Use("weights being sent", device_bytes=policy_bytes + self.memory.drafter_weights)
+        yield MemoryUse("weights being sent", device_bytes=policy_bytes + self.memory.drafter_weights)
         # The uses of a start and of a reshard include its buffers.
         if phase not in ("start", "reshard"):
-            yield Use("staging", device_bytes=self.memory.staging)
+            yield MemoryUse("staging", device_bytes=self.memory.staging)
 
-    def _list_idle_models(self, at_work: str = "") -> Iterator[Use]:
+    def _list_idle_models(self, at_work: str = "") -> Iterator[MemoryUse]:
         """Yield the memory of the scoring models. On GPUs all wait in host memory, except the model `at_work`."""
-        for name, size in self.memory.frozen.items():
+        for name, size in self.memory.frozen_bytes.items():
             is_on_device = name == at_work or not self.memory.platform.is_gpu
-            yield Use(
+            yield MemoryUse(
                 name,
                 device_bytes=size if is_on_device else 0,
                 host_bytes=size if self.memory.platform.is_gpu else 0,
             )
 
-    def _list_awake_engine(self) -> list[Use]:
+    def _list_awake_engine(self) -> list[MemoryUse]:
         return [
-            Use("engine weights", device_bytes=self.memory.engine_weights),
-            Use("KV cache", device_bytes=self.memory.cache_bytes),
-            Use("engine step", device_bytes=self.memory.engine_step),
+            MemoryUse("engine weights", device_bytes=self.memory.engine_weight_bytes),
+            MemoryUse("KV cache", device_bytes=self.memory.cache_bytes),
+            MemoryUse("engine step", device_bytes=self.memory.engine_step_bytes),
         ]
 
-    def _list_idle_engine(self) -> list[Use]:
+    def _list_idle_engine(self) -> list[MemoryUse]:
         """Return the memory of an engine that does not sample.
 
         On a GPU it sleeps without GPU memory; a LoRA adapter or an EAGLE-3 drafter needs its weights in host memory. On
@@ -310,30 +316,34 @@ class RankPhases:
         if not self.memory.platform.is_gpu:
             return self._list_awake_engine()[:2]
         has_drafter = self.memory.has_engine and self.memory.recipe.drafter is not None
-        is_copied = has_drafter or self.memory.adapter_slots > 0
-        return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if is_copied else []
+        is_copied = has_drafter or self.memory.adapter_slot_bytes > 0
+        return [MemoryUse("sleeping engine", host_bytes=self.memory.engine_weight_bytes)] if is_copied else []
 
-    def _add_libraries(self, uses: list[Use]) -> Iterator[Use]:
+    def _add_libraries(self, uses: list[MemoryUse]) -> Iterator[MemoryUse]:
         """Yield the uses, then libraries and checkpoint copies. On CPUs everything counts as host memory."""
         if self.memory.platform.is_gpu:
             yield from uses
-            yield Use("CUDA", device_bytes=CONTEXT_BYTES)
-            yield Use("NCCL", device_bytes=sum(communicator.num_bytes for communicator in self.memory.communicators))
-            yield Use("CUDA graphs", device_bytes=self.memory.cuda_graphs)
+            yield MemoryUse("CUDA", device_bytes=CONTEXT_BYTES)
+            yield MemoryUse(
+                "NCCL", device_bytes=sum(communicator.num_bytes for communicator in self.memory.communicators)
+            )
+            yield MemoryUse("CUDA graphs", device_bytes=self.memory.cuda_graphs)
             # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
             # wastes more, by an unknown amount.
             temporary_bytes = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
-            yield Use("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary_bytes))
+            yield MemoryUse("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary_bytes))
             if self.memory.has_trainer and self.memory.recipe.trainer.moe_dispatcher == "flex":
-                yield Use("DeepEP", device_bytes=self.memory.deep_ep_buffers)
+                yield MemoryUse("DeepEP", device_bytes=self.memory.deep_ep_buffers)
         else:
-            yield from (Use(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
+            yield from (MemoryUse(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
         if self.memory.has_trainer and self.memory.recipe.checkpoint.replicate:
             # There are copies of the newest copied step and of the next one: of this rank's state, and of a partner's
             # if there is another node.
             num_copies = 4 if self.memory.recipe.cluster.nodes > 1 else 2
-            yield Use("copies of the state", host_bytes=num_copies * (self.memory.policy + self.memory.critic).saved)
-        yield Use("libraries", host_bytes=LIBRARY_BYTES)
+            yield MemoryUse(
+                "copies of the state", host_bytes=num_copies * (self.memory.policy + self.memory.critic).saved
+            )
+        yield MemoryUse("libraries", host_bytes=LIBRARY_BYTES)
 
     def _find_model(self, name: str) -> Built:
         if name == "critic":

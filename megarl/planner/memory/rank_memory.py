@@ -76,7 +76,7 @@ class RankMemory:
         return self._trainer_states(self.models.critic, self.recipe.critic.optimizer, 0)
 
     @cached_property
-    def frozen(self) -> dict[str, int]:
+    def frozen_bytes(self) -> dict[str, int]:
         if not self.has_trainer:
             return {}
         return {
@@ -85,11 +85,11 @@ class RankMemory:
         }
 
     @cached_property
-    def engine_weights(self) -> int:
+    def engine_weight_bytes(self) -> int:
         """The bytes of the engine's weights, adapter slots and drafter on this rank."""
         if not self.has_engine:
             return 0
-        weights = engine_bytes.engine_weights(
+        weights = engine_bytes.engine_weight_bytes(
             self._engine_layouts,
             self._engine_rank,
             itemsize=self.itemsize,
@@ -97,10 +97,10 @@ class RankMemory:
         )
         # A drafter's embedding, head and projection dominate. This upper bound assumes that no rank shares them.
         drafter = self.recipe.drafter
-        return weights + self.adapter_slots + (0 if drafter is None else read_stored_bytes(find_folder(drafter)))
+        return weights + self.adapter_slot_bytes + (0 if drafter is None else read_stored_bytes(find_folder(drafter)))
 
     @cached_property
-    def adapter_slots(self) -> int:
+    def adapter_slot_bytes(self) -> int:
         """The bytes of the engine's slots for a LoRA adapter, counted as engine weights."""
         if not self.has_engine or not self.recipe.sends_adapter:
             return 0
@@ -109,7 +109,7 @@ class RankMemory:
         return slots.bytes_on(self._engine_rank, self.itemsize)
 
     @cached_property
-    def unquantised_weights(self) -> int:
+    def unquantised_weight_bytes(self) -> int:
         """The bytes that an engine needs to quantise its FP8 weights during a reshard."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
@@ -143,7 +143,7 @@ class RankMemory:
         return engine_bytes.cache_bytes(self._requested_cache_bytes, block_bytes=self._block_bytes)
 
     @cached_property
-    def engine_step(self) -> int:
+    def engine_step_bytes(self) -> int:
         """The temporary bytes of an engine step on this rank."""
         if not self.has_engine:
             return 0
@@ -166,7 +166,7 @@ class RankMemory:
         if not self.recipe.has_engine or self.parallel.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
-        return min(2 * bucket, self.engine_weights + self.policy.parameters)
+        return min(2 * bucket, self.engine_weight_bytes + self.policy.parameters)
 
     def cache_capacity(self) -> CacheCapacity:
         """Return the tokens and requests for which the engine's KV cache has room."""
@@ -197,7 +197,7 @@ class RankMemory:
     def host_copies(self) -> int:
         """Bytes of host memory for offloaded states and, with GPUs, copies of the scoring models."""
         offload = self.recipe.trainer.offload if self.offloads_states else ()
-        scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
+        scoring = sum(self.frozen_bytes.values()) if self.platform.is_gpu else 0
         return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring
 
     @property
@@ -365,7 +365,9 @@ class RankMemory:
             return 0
         # vLLM subtracts the memory of its own communicator. The trainer creates its communicators later.
         library_bytes = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graphs
-        return max(0, int(gpu_share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - library_bytes)
+        return max(
+            0, int(gpu_share * self.gpu_gib * 2**30) - self.engine_weight_bytes - self.engine_step_bytes - library_bytes
+        )
 
     @property
     def cuda_graphs(self) -> int:

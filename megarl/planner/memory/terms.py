@@ -144,7 +144,7 @@ TERMS = {
         "measured on a CPU",
     ),
 }
-"""Terms by the kinds of `memory_table.Use`. Scoring models have their own names: see `term_of`."""
+"""Terms by the kinds of `memory_table.MemoryUse`. Scoring models have their own names: see `term_of`."""
 _FROZEN = Term("weights of a model that only scores; on GPUs they wait in host memory", _COUNTED)
 
 

@@ -97,13 +97,13 @@ class CauseSeconds:
     def seconds(self) -> Any:
         return sum(getattr(self, cause) for cause in self._causes())
 
-    def at(self, index: int) -> dict[str, float]:
+    def at(self, layout_index: int) -> dict[str, float]:
         """Return the seconds of one layout by cause, without zeros."""
         seconds_by_cause = {}
         for cause in self._causes():
             seconds = getattr(self, cause)
             # A plain number is the same for all layouts.
-            seconds_by_cause[cause] = float(seconds if np.ndim(seconds) == 0 else seconds[index])
+            seconds_by_cause[cause] = float(seconds if np.ndim(seconds) == 0 else seconds[layout_index])
         return {cause: seconds for cause, seconds in seconds_by_cause.items() if seconds}
 
     @classmethod
@@ -193,6 +193,7 @@ class TrainerCost:
     ) -> tuple[Numbers, Numbers]:
         """Return a data-parallel rank's number of rows, and the tokens per row: both [layouts]."""
         rank_tokens = tokens / layouts.dp
+        # Packing leaves rows a little short of full (_FILL).
         num_rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
         if has_groups:
             # The interleaved schedule takes pp rows at a time.

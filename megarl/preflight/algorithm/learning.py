@@ -174,7 +174,7 @@ def check_profiles(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
+def list_update_counts(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
     """Yield each optimizer's recipe section, settings, and total number of updates."""
     train = recipe.train
     # The policy is not updated while the critic warms up (frozen steps).
@@ -186,7 +186,7 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
 
 def warn_of_shortened_warmups(recipe: Recipe) -> Iterator[str]:
     """Yield a notice for each warm-up longer than the run, which ends it at the peak rate."""
-    for field, optimizer, updates in num_updates(recipe):
+    for field, optimizer, updates in list_update_counts(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
             yield (
                 f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates, so the "
@@ -197,7 +197,7 @@ def warn_of_shortened_warmups(recipe: Recipe) -> Iterator[str]:
 @checks("optimizer", per_run=True)
 def check_decays(recipe: Recipe) -> Iterator[str]:
     """Yield an error for each final decay (schedule wsd) longer than the updates after the warm-up."""
-    for field, optimizer, updates in num_updates(recipe):
+    for field, optimizer, updates in list_update_counts(recipe):
         updates_after_warmup = updates - optimizer.warmup_updates(updates)
         if recipe.train.steps and optimizer.schedule == "wsd" and (optimizer.decay_steps or 0) > updates_after_warmup:
             yield (
@@ -461,7 +461,7 @@ _OF_SAMPLES = ("entropy_collapsed",)
 """Health rules disabled for supervised loops, where a falling entropy is desired."""
 
 
-def thresholds(recipe: Recipe) -> HealthConfig:
+def select_health_rules(recipe: Recipe) -> HealthConfig:
     """Return the recipe's section `health` with inapplicable rules disabled, by loop and algorithm."""
     disabled_rules = set(recipe.health.off)
     if recipe.loop != "rl":

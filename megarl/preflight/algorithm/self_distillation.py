@@ -81,10 +81,10 @@ def check_teacher_prompts_of_agents(recipe: Recipe) -> Iterator[str]:
 def check_teacher_positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the longest sequence of the policy as its own teacher exceeds its positions."""
     if recipe.distillation.teacher in SELF_TEACHERS:
-        yield from longest_teacher_sequence(recipe, shape)
+        yield from check_teacher_length(recipe, shape)
 
 
-def longest_teacher_sequence(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
+def check_teacher_length(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
     """Yield an error if the teacher's longest sequence exceeds its positions."""
     if recipe.teacher_tokens > teacher.max_position_embeddings:
         yield (

@@ -12,7 +12,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.planner import model_sizes as model_rules
 from megarl.planner import sizes
-from megarl.preflight.algorithm.self_distillation import longest_teacher_sequence
+from megarl.preflight.algorithm.self_distillation import check_teacher_length
 from megarl.preflight.model import model_sizes
 from megarl.preflight.registry import Fault, checks
 from megarl.types import DataError
@@ -130,7 +130,7 @@ def _find_further_size_faults(recipe: Recipe, shape: ModelShape, *, is_teacher: 
         yield from layout_fit(recipe, shape)
         # A teacher scores samples of training only, so lengths of evaluations do not matter.
         yield from model_sizes.check_positions(recipe, shape, is_evaluated=False)
-        yield from longest_teacher_sequence(recipe, shape)
+        yield from check_teacher_length(recipe, shape)
     else:
         yield from model_rules.find_size_faults(recipe, shape, is_sampled=False)
         yield from model_sizes.check_positions(recipe, shape)

@@ -50,12 +50,12 @@ class VllmLayouts(Layouts):
         return list_model_tensors(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        of_drafter = is_draft_tensor(self.model, tensor)
-        stack = self._stack_of[of_drafter, tensor.template]
+        is_of_drafter = is_draft_tensor(self.model, tensor)
+        stack = self._stack_of[is_of_drafter, tensor.template]
         # With expert parallelism, experts on different ranks are different kinds of tensors. Otherwise each rank has a
         # part of every expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
-        kind = (of_drafter, tensor.template, owner)
+        kind = (is_of_drafter, tensor.template, owner)
         if kind not in self._holdings_by_kind:
             self._holdings_by_kind[kind] = tuple(self._holdings(stack, tensor.template, owner))
         return self._holdings_by_kind[kind]
@@ -73,12 +73,12 @@ class VllmLayouts(Layouts):
         `shape` describes one parameter. If the parameter stacks experts, it describes one expert.
         """
         part = rank % self.tp
-        for stack, of_drafter in self._stacks:
+        for stack, is_of_drafter in self._stacks:
             template = stack.parts[0].tensor
             shape = list(self._shapes[template])
             shape[stack.dim] = sum(self.range_on(stack, piece, part)[2] for piece in stack.parts)
             layers = self._layers[template]
-            count = sum(is_draft_tensor(self.model, TensorName(template, layer)) == of_drafter for layer in layers)
+            count = sum(is_draft_tensor(self.model, TensorName(template, layer)) == is_of_drafter for layer in layers)
             if stack.stacks_experts:
                 experts_per_rank, remainder = divmod(self.model.num_experts, self.tp)
                 count *= experts_per_rank + (part < remainder) if self.ep else self.model.num_experts
@@ -165,7 +165,7 @@ class VllmLayouts(Layouts):
     @cached_property
     def _stack_of(self) -> dict[tuple[bool, str], Stack]:
         """The stacked vLLM parameter of each tensor. The key is (is a draft layer's tensor, name without numbers)."""
-        return {(of_drafter, part.tensor): stack for stack, of_drafter in self._stacks for part in stack.parts}
+        return {(is_of_drafter, part.tensor): stack for stack, is_of_drafter in self._stacks for part in stack.parts}
 
     @cached_property
     def _holdings_by_kind(self) -> dict[tuple[bool, str, int], tuple[Holding, ...]]:

@@ -57,14 +57,14 @@ class TargetPositions:
     """Number of earlier trained tokens in the sequence."""
 
     @classmethod
-    def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TargetPositions:
-        """Return the positions of a whole row. `padded` [sequences]: padded lengths."""
+    def of_row(cls, row: TokenBatch, padded_lengths: NDArray[np.int64]) -> TargetPositions:
+        """Return the positions of a whole row. `padded_lengths`: [sequences]."""
         is_trained = row.loss_mask & is_predicted(row.cu_seqlens)
         # Position t predicts token t + 1, hence the - 1 below.
         sequence = np.repeat(np.arange(row.num_sequences), row.lengths)[is_trained]
         counts = np.bincount(sequence, minlength=row.num_sequences)
         ordinal = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
-        return cls(indices_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
+        return cls(indices_in_row(row.lengths, padded_lengths)[is_trained] - 1, sequence, ordinal)
 
     def select_local(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
         """Select the positions stored on this rank; `local` [tokens] are this rank's places in the row.

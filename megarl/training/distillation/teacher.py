@@ -112,10 +112,10 @@ def _store_by_sequence(
     assert row.target_keys is not None
     targets_per_sequence = np.bincount(positions.sequence, minlength=row.num_sequences)
     host_targets = trained_targets.cpu().numpy()
-    for number, sequence_targets in zip(
+    for sequence_number, sequence_targets in zip(
         row.target_keys[:, 1].tolist(), np.split(host_targets, np.cumsum(targets_per_sequence)[:-1]), strict=True
     ):
-        stored.store(number, sequence_targets)
+        stored.store(sequence_number, sequence_targets)
 
 
 class ModelInOwnGroups:

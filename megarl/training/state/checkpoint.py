@@ -315,6 +315,7 @@ def _restore_model(model: Model, state: dict[str, Any]) -> None:
     if isinstance(model, TrainingEngine):
         _restore_training(model, state)
     else:
+        # Only changed frozen models are saved, and later checkpoints must contain this one too.
         model.has_moved = True
 
 

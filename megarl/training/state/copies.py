@@ -115,7 +115,6 @@ class StateCopier:
         """Files of the step before, by origin. The next copies overwrite them."""
         self._exchange: Future[dict[str, FileFields]] | None = None
         self._copies_in_exchange: list[StateCopy] = []
-        """Copies in exchange."""
         self._complete_files: dict[str, FileFields] | None = None
         """Files of the newest complete copies; None while an exchange runs."""
         self._descriptions: list[MemoryFile] = []
@@ -193,7 +192,7 @@ class StateCopier:
         for copy, copy_checksums in zip((own_copy, *partner_copies), (checksums, *partner_checksums), strict=True):
             for dtype, checksum in zip(sorted(copy.files), copy_checksums.tolist(), strict=True):
                 if copy is not own_copy:
-                    _refuse_changed(copy, dtype, checksum)
+                    _refuse_changed_bytes(copy, dtype, checksum)
                 fields[copy.name_of(dtype)] = _file_fields(copy.files[dtype], checksum)
             description = _make_file(copy.describe())
             self._descriptions.append(description)
@@ -333,12 +332,12 @@ def _checksum(file: MemoryFile) -> int:
     return zlib.crc32(file.tensor.numpy().data)
 
 
-def _refuse_changed(copy: StateCopy, dtype: str, expected: int) -> None:
+def _refuse_changed_bytes(copy: StateCopy, dtype: str, expected_checksum: int) -> None:
     """Raise DataError if a block's bytes changed on the way from another rank."""
-    if (checksum := _checksum(copy.files[dtype])) != expected:
+    if (checksum := _checksum(copy.files[dtype])) != expected_checksum:
         raise DataError(
             f"the copy of rank {copy.origin}'s state after step {copy.step} has the checksum {checksum:08x}, expected "
-            f"{expected:08x}: memory or transport is faulty"
+            f"{expected_checksum:08x}: memory or transport is faulty"
         )
 
 

@@ -20,7 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megarl.reshard.boxes import flat_boxes
-from megarl.training.host_optimizer import is_hybrid, without_settings
+from megarl.training.host_optimizer import is_hybrid, without_hybrid_settings
 from megarl.training.muon.optimizer import MOMENTUM
 
 _TENSORS = ("param", "exp_avg", "exp_avg_sq", MOMENTUM)
@@ -44,7 +44,7 @@ def sharded_optimizer_state(
                 # Megatron's `load_state_dict` allocates missing moments, so that a checkpoint can be read into them.
                 # Megatron-Core 0.16.1 does the same in its own `sharded_state_dict`.
                 leaf.load_state_dict(leaf.state_dict())
-            state = without_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
+            state = without_hybrid_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
             states[index] = {**state, "param_state": _make_optimizer_boxes(leaf, chunks)}
         else:
             states[index] = leaf.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)

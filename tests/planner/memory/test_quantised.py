@@ -10,7 +10,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 from megarl.planner.memory.devices import GPU
-from megarl.planner.memory.engine_bytes import engine_weights, unquantised_bytes
+from megarl.planner.memory.engine_bytes import engine_weight_bytes, unquantised_bytes
 from megarl.planner.memory.phases import memory_table
 from megarl.planner.predictions import models_of
 from megarl.planner.sizes import parallel_of
@@ -28,12 +28,12 @@ def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> Non
     norms, embeddings = 40 * (2 * 5120 + 2 * 128) + 5120, 2 * 151936 // 2 * 5120
     shape = models_of(recipe, parallel_of(recipe)).policy.shape
     layouts = VllmLayouts(shape, 2, 8)
-    assert engine_weights(layouts, 0, itemsize=2, quantization="fp8") == projections + 4 * scales + 2 * (
+    assert engine_weight_bytes(layouts, 0, itemsize=2, quantization="fp8") == projections + 4 * scales + 2 * (
         norms + embeddings + 40960 * 128
     )
     by_channel = 40 * ((40 + 16) * 128 // 2 + 5120 + 17408 + 5120)
     wanted = projections + 4 * by_channel + 2 * (norms + embeddings + 40960 * 128)
-    assert engine_weights(layouts, 0, itemsize=2, quantization="fp8_per_channel") == wanted
+    assert engine_weight_bytes(layouts, 0, itemsize=2, quantization="fp8_per_channel") == wanted
     tables = [memory_table(r, models_of(r, parallel_of(r)), GPU) for r in (recipe, large("qwen3_14b_four_way"))]
     (quantised, plain), (room, usual) = (
         [next(p for p in table.phases if p.name == "reshard") for table in tables],
@@ -53,7 +53,7 @@ def test_experts_are_counted_in_whole_blocks(large: Callable[..., Recipe]) -> No
     plain = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048 + 2 * 151936 // 4 * 2048
     wanted = experts + dense + 4 * (experts + dense) // 128**2 + 2 * (plain + 40960 * 128)
     # Scales of a last block that is not whole count as whole: 10 heads of 128 channels, 8 rows of blocks.
-    assert engine_weights(layouts, 0, itemsize=2, quantization="fp8") == pytest.approx(wanted, rel=1e-6)
+    assert engine_weight_bytes(layouts, 0, itemsize=2, quantization="fp8") == pytest.approx(wanted, rel=1e-6)
 
 
 def modules_of(layouts: VllmLayouts, rank: int) -> dict[str, dict[str, int]]:
