@@ -107,6 +107,7 @@ def _argument_texts(ctx: Any, argument: Any) -> list[str]:
 
 
 def _list_options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield each option with its value; None: it has none."""
     for argument, following in zip_longest(arguments, arguments[1:]):
         if argument.startswith("-"):
             option, equals, value = argument.partition("=")

@@ -384,7 +384,6 @@ def _without_space(text: str) -> str:
 
 
 def _ends_with_answer(solution: str, answer: str) -> bool:
-    """Return whether a worked solution has the answer as a word or number of its own."""
     return re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|[.,]\d)", solution) is not None
 
 

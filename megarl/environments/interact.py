@@ -46,8 +46,9 @@ class Interact:
     def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
         parameters = inspect.signature(function).parameters
         self._function, self._settings = function, settings
-        self._filled = [name for name in KNOWN if name in parameters]
-        inspect.signature(function).bind(**dict.fromkeys(self._filled), **settings)  # Raises TypeError.
+        self._problem_parameters = [name for name in KNOWN if name in parameters]
+        # Raises TypeError for settings that the function does not take.
+        inspect.signature(function).bind(**dict.fromkeys(self._problem_parameters), **settings)
         tools = getattr(sys.modules.get(function.__module__), "TOOL", None) or ()
         self.tools = tuple(map(_schema, [tools] if isinstance(tools, Mapping) else tools))
 
@@ -64,7 +65,7 @@ class Interact:
         problem = self._problem
         values = {"messages": self._messages, "answer": problem.answer, "record": dict(problem.record)}
         # Copied, because the function may change its arguments.
-        arguments = copy.deepcopy({name: values[name] for name in self._filled})
+        arguments = copy.deepcopy({name: values[name] for name in self._problem_parameters})
         new_messages = await start_call(self._function, arguments | self._settings)
         if not isinstance(new_messages, Sequence) or isinstance(new_messages, str):
             raise TypeError(f"{self._function.__name__} gave {new_messages!r:.80}, not a list of messages")

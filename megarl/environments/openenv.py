@@ -80,13 +80,13 @@ class OpenEnv:
         self._observation, self._has_tools = observation, tools
         self._reset, self._seconds = dict(reset or {}), seconds
         self._connection: aiohttp.ClientWebSocketResponse | None = None
-        self._has_place = False
+        self._has_session_slot = False
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         """Wait for a free session of the server, reset it, and return its first observation as the question."""
         self._server = get_shared(self._key, lambda: _Server(*self._key))
         await self._server.places.acquire()
-        self._has_place = True
+        self._has_session_slot = True
         async with asyncio.timeout(_START_SECONDS):
             await self._server.start()
         self._field = self._action or (None if self._has_tools else await self._server.find_text_field())
@@ -112,8 +112,8 @@ class OpenEnv:
         if self._connection is not None:
             with suppress(Exception):
                 await asyncio.wait_for(self._connection.close(), 1.0)
-        if self._has_place:
-            self._has_place = False
+        if self._has_session_slot:
+            self._has_session_slot = False
             self._server.places.release()
 
     def check(self) -> None:

@@ -115,7 +115,7 @@ class FolderLock:
         self._home.mkdir(exist_ok=True)
         self.taken_from: str | None = None
         self._content = json.dumps(asdict(Owner.this_process(run))).encode()
-        self._file = self._take(self._content, on_wait)
+        self._file = self._claim_folder(self._content, on_wait)
         self._restoring = threading.Lock()
         self._is_released = threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, name="folder lock", daemon=True)
@@ -173,7 +173,7 @@ class FolderLock:
             file.write(_ENDED)
             file.truncate()
 
-    def _take(self, content: bytes, on_wait: Callable[[str], None]) -> Path:
+    def _claim_folder(self, content: bytes, on_wait: Callable[[str], None]) -> Path:
         """Create this process's file as the highest number, and return it."""
         while True:
             newest_file = _newest_owner_file(self._home)

@@ -111,6 +111,7 @@ class ProcessPool:
             raise
 
     def _release_place(self, place: Place) -> None:
+        """Give the place to the first user who still waits for one, otherwise free it."""
         while self._waiting:
             next_place = self._waiting.popleft()
             if next_place.set_running_or_notify_cancel():

@@ -133,7 +133,7 @@ class ServerProcess:
         except (EOFError, OSError):
             # The process ended. Its last output usually has the cause.
             ended = self.end()
-            output = self._log_tail() or ended.stderr_tail()
+            output = self._read_log_end() or ended.stderr_tail()
             printed = f"; it printed:\n{output}" if output else ""
             raise PeerLostError(f"the process of {settings.name} {ended} while it started{printed}") from None
         # The process answered, but its `start` function refused the settings.
@@ -185,7 +185,7 @@ class ServerProcess:
             self._ended = self._ended or self._process.end()
             return self._ended
 
-    def _log_tail(self) -> str:
+    def _read_log_end(self) -> str:
         if self._log_file is None:
             return ""
         try:

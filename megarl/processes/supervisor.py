@@ -186,6 +186,7 @@ class _CappedLog:
         try:
             if self._file is None:
                 self._open()
+            # Opening subtracts what an earlier process wrote: nothing may be left.
             if self._free_bytes <= 0:
                 return
             assert self._file is not None

@@ -55,7 +55,7 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     os.umask(0o077)
     if "namespaces" in layers:
         os.chdir("/tmp")
-    _limit(confinement, limits)
+    _set_resource_limits(confinement, limits)
     # Landlock and seccomp require no_new_privs of an unprivileged process.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
@@ -72,8 +72,7 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
         seccomp.apply(is_alone="namespaces" in layers)
 
 
-def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    """Set this process's resource limits: address space, CPU time, files, tasks."""
+def _set_resource_limits(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     # rlimits have whole seconds, and the kernel samples CPU time. So `sandbox` checks the exact time.
     soft_cpu_seconds = math.floor(limits["cpu_seconds"]) + 1
     limits_by_resource = {
@@ -141,7 +140,7 @@ def _run(source: bytes) -> int:
         linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
         exec(compile(text, _FILE, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as system_exit:
-        exit_code = _exit_code(system_exit.code)
+        exit_code = _exit_code_for(system_exit.code)
     except BaseException as error:
         _print_error(error)
         exit_code = 1
@@ -157,12 +156,13 @@ def _run(source: bytes) -> int:
     return exit_code
 
 
-def _exit_code(code: object) -> int:
-    if code is None:
+def _exit_code_for(system_exit_code: object) -> int:
+    """Return the process's exit code for the argument of `sys.exit`, as Python does; print a text."""
+    if system_exit_code is None:
         return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    sys.stderr.write(f"{code}\n")
+    if isinstance(system_exit_code, int):
+        return system_exit_code & 0xFF
+    sys.stderr.write(f"{system_exit_code}\n")
     return 1
 
 

@@ -275,7 +275,6 @@ def _names_in_path(path: Path) -> tuple[str, ...]:
 
 
 def _unnumbered_name(path: Path) -> str:
-    """Return a file's name without extension, and without the number of its shard or part."""
     return _PART.sub("", _SHARD.sub("", stem_of(path)))
 
 

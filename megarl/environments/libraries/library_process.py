@@ -183,7 +183,7 @@ class LibraryProcess:
         number = self._num_requests
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._write({"id": number, **message})
+            self._send_message({"id": number, **message})
             async with asyncio.timeout(seconds):
                 return _read_value(await answer)
         except TimeoutError:
@@ -212,7 +212,7 @@ class LibraryProcess:
         await asyncio.to_thread(self._server.close)
         await self._reading_task
 
-    def _write(self, message: Mapping[str, Any]) -> None:
+    def _send_message(self, message: Mapping[str, Any]) -> None:
         if self._reading_task.done() or self._is_closing:
             raise ChildError("the child process of the environment ended")
         try:

@@ -101,17 +101,19 @@ def _read_columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
     return tuple(_make_case(value_in, expected, function) for value_in, expected in zip(inputs, outputs, strict=True))
 
 
-def _read_row(row: Any, name: str | None) -> Case:
+def _read_row(row: Any, function_name: str | None) -> Case:
+    """Return the test of one row: a call of a function, or a program's input and output."""
     if not isinstance(row, Mapping) or "input" not in row or "output" not in row:
         raise ValueError(f"a test in the record is not an object with input and output: {row!r:.80}; {_FORMS}")
-    name = _function_name(row.get("metadata")) or name
-    is_call = row.get("testtype") == "functional" or ("testtype" not in row and name is not None)
-    if is_call and name is None:
+    function_name = _function_name(row.get("metadata")) or function_name
+    is_function_call = row.get("testtype") == "functional" or ("testtype" not in row and function_name is not None)
+    if is_function_call and function_name is None:
         raise ValueError("a test of type functional has no function name; set func_name in the record's metadata")
-    return _make_case(row["input"], row["output"], name if is_call else None)
+    return _make_case(row["input"], row["output"], function_name if is_function_call else None)
 
 
 def _make_case(test_input: Any, expected: Any, function: Any) -> Case:
+    """Return a test of a function if `function` is set, otherwise of a whole program."""
     if not function:
         return Case(_join_lines(expected), _join_lines(test_input))
     if not isinstance(function, str):
@@ -126,6 +128,7 @@ def _make_case(test_input: Any, expected: Any, function: Any) -> Case:
             f"a test's input for {function} is {test_input!r:.80}; give a list of arguments, or JSON text with one "
             "a line"
         )
+    # The expected result may be JSON or plain text. `text` keeps one that may be either.
     text = None
     if isinstance(expected, str):
         try:
@@ -165,6 +168,7 @@ def _function_name(metadata: Any) -> str | None:
 
 
 def _parse_json(text: str) -> Any:
+    """Return the tests from JSON text, or from JSON that is packed as by LiveCodeBench."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RepeatedKeyError as error:

@@ -174,6 +174,7 @@ def _is_same_line(line: str, expected_line: str) -> bool:
 
 
 def _is_same_word(word: str, expected_word: str) -> bool:
+    """Return whether two printed words are equal, or close if both are decimal numbers."""
     if word == expected_word:
         return True
     # An expected integer must match exactly. Very long words are not parsed, to keep the comparison fast.

@@ -110,6 +110,7 @@ def _last_command_box(text: str) -> Marked | None:
 
 
 def _outermost_box(text: str, box: Marked) -> Marked:
+    """Return the outermost box that encloses `box`."""
     if text.find("\\boxed", 0, box.start) < 0 and text.find("\\fbox", 0, box.start) < 0:
         return box
     # For each open brace: the start of its box and of the contents, or None. One pass takes linear time.
@@ -131,6 +132,7 @@ def _outermost_box(text: str, box: Marked) -> Marked:
 
 
 def _match_commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
+    """Yield all box commands, the last first."""
     # One search for each command. A search for both commands would scan the text anew from each box.
     places = heapq.merge(_find_from_the_end(text, "\\boxed"), _find_from_the_end(text, "\\fbox"), reverse=True)
     for start in places:

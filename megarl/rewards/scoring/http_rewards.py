@@ -108,10 +108,10 @@ class ServedReward(Generic[Config]):
             raise self.fault(
                 f"kwargs.url = {config.url!r}: is not a valid address; give one such as http://127.0.0.1:8000/v1"
             )
-        self._url, self._shown_url = self._address(parts), f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self._url, self._shown_url = self._make_call_url(parts), f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._headers = {"Content-Type": "application/json", **config.headers}
         if config.api_key_env:
-            self._headers["Authorization"] = f"Bearer {self._key()}"
+            self._headers["Authorization"] = f"Bearer {self._read_api_key()}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_in_flight)
@@ -194,7 +194,7 @@ class ServedReward(Generic[Config]):
         try:
             for name, amount in self.amounts(answer).items():
                 self._count(name, amount)
-            return self._make_score(self.read(answer))
+            return self._make_function_score(self.read(answer))
         except (ValueError, OverflowError, RecursionError) as error:
             self._count("parse_errors")
             return _NoScore("parse_error", str(error))
@@ -208,7 +208,7 @@ class ServedReward(Generic[Config]):
             f"{self.name}: an answer has no score that can be read, and the completion gets parse_error_score = "
             f"{score:g} (more are only counted, reward/{metric_name(self.name)}/substituted): {text}",
         )
-        return self._make_score(score)
+        return self._make_function_score(score)
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
@@ -231,7 +231,7 @@ class ServedReward(Generic[Config]):
     def fault(self, text: str) -> ConfigError:
         return ConfigError(f"reward.functions: {self.name!r}: {text}")
 
-    def _make_score(self, score: float) -> FunctionScore:
+    def _make_function_score(self, score: float) -> FunctionScore:
         right_from = self.config.right_from
         function_score = check_result(
             FunctionScore(score, answer_correct=None if right_from is None else score >= right_from)
@@ -276,7 +276,7 @@ class ServedReward(Generic[Config]):
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=trusts_environment
         )
 
-    def _key(self) -> str:
+    def _read_api_key(self) -> str:
         name = self.config.api_key_env
         key = os.environ.get(name or "", "").strip()
         if not key:
@@ -287,10 +287,9 @@ class ServedReward(Generic[Config]):
             raise self.fault(f"kwargs.api_key_env = {name}: the variable is not printable ASCII; export the key alone")
         return key
 
-    def _address(self, parts: SplitResult) -> str:
-        """Return the URL of calls: the recipe's url with the service's path before its query."""
-        path = parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
-        return parts._replace(path=path, fragment="").geturl()
+    def _make_call_url(self, url_parts: SplitResult) -> str:
+        path = url_parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
+        return url_parts._replace(path=path, fragment="").geturl()
 
 
 def make_server_client(function: RewardFunctionConfig) -> ServedReward[Any]:

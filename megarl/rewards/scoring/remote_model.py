@@ -24,6 +24,7 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
         super().__init__(name, config)
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
+        """Return the request's fields in the configured server's protocol."""
         messages = [dict(message) for message in sample.prompt_messages]
         if self.config.protocol == "vllm":
             completion = {"role": "assistant", "content": sample.completion_text}
@@ -39,6 +40,7 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
         return {"prompt": prompt, "messages": messages, "response": sample.completion_text, "label": label}
 
     def read(self, answer: Any) -> float:
+        """Return the one score in a server's answer, clipped. Raises ValueError for none or several."""
         value = answer
         if isinstance(value, Mapping):
             names = ("data",) if self.config.protocol == "vllm" else ("score", "reward", "rewards", "scores")

@@ -116,6 +116,7 @@ def combine_scores(
 def _combine_verdicts(
     opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float
 ) -> bool | None:
+    """Return whether all judging functions find the answer correct; None: one cannot say."""
     if strongest(judges.values()) == "none":
         return None
     verdicts = [

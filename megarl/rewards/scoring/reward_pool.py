@@ -98,7 +98,7 @@ class RewardPool:
         and PeerLostError if the processes do not start or the pool is closed. A cancelled call's process is killed and
         replaced.
         """
-        outcome = self._combine(await self._collect_scores(sample))
+        outcome = self._combine_scores(await self._collect_scores(sample))
         if failure := outcome.failure:
             fate = "is left out" if outcome.is_left_out else "gets zero"
             self._notices.tell(
@@ -113,7 +113,8 @@ class RewardPool:
         async with self._processes.place() as place:
             return [str(name) for name in (await place.ready()).get("record_fields", ())]
 
-    def _combine(self, scores: FunctionScores) -> Scored:
+    def _combine_scores(self, scores: FunctionScores) -> Scored:
+        """Return the weighted reward. Without it, the score 0 with the reason of the failure."""
         settings = self._settings
         failure, detail = scores.failure, scores.detail
         if failure is None:

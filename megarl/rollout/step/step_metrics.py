@@ -202,7 +202,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _compute_size_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of tokens, turns, segments, restarts and waits of attempts."""
     count = len(trajectories)
-    prompt_lengths = [_first_prompt_tokens(t) for t in trajectories]
+    prompt_lengths = [_count_first_prompt_tokens(t) for t in trajectories]
     num_turns = [t.num_turns for t in trajectories]
     turn_lengths = [num_tokens for t in trajectories for num_tokens in t.turn_tokens]
     segment_counts = [len(t.segments) for t in trajectories]
@@ -269,8 +269,7 @@ def _average_environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str
     return metrics
 
 
-def _first_prompt_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens before the first sampled token."""
+def _count_first_prompt_tokens(trajectory: Trajectory) -> int:
     sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
     return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())
 

@@ -41,9 +41,9 @@ class Relay:
         """Copy bytes between a client and the endpoint until the endpoint closes."""
         try:
             with client, suppress(OSError), self._reach_endpoint() as server:
-                sending = threading.Thread(target=_copy, args=(client, server), daemon=True)
+                sending = threading.Thread(target=_copy_stream, args=(client, server), daemon=True)
                 sending.start()
-                _copy(server, client)
+                _copy_stream(server, client)
                 # The endpoint has answered and closed, but the client may keep its own side open.
                 with suppress(OSError):
                     client.shutdown(socket.SHUT_RD)
@@ -63,7 +63,7 @@ class Relay:
             time.sleep(_RETRY_SECONDS)
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
+def _copy_stream(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while part := source.recv(_PART_BYTES):
             target.sendall(part)

@@ -322,12 +322,12 @@ def _body_bytes(request: web.Request) -> int:
 
 
 def _promise_response(promise: Promise) -> web.StreamResponse:
-    values: dict[str, Any] = {"request_id": promise.request_id}
+    fields: dict[str, Any] = {"request_id": promise.request_id}
     if promise.model_id is not None:
-        values["model_id"] = promise.model_id
+        fields["model_id"] = promise.model_id
     if promise.sequence_ids:
-        values["sample_sequence_ids"] = list(promise.sequence_ids)
-    return web.json_response(values)
+        fields["sample_sequence_ids"] = list(promise.sequence_ids)
+    return web.json_response(fields)
 
 
 def _error_response(message: str, status: int) -> web.StreamResponse:

@@ -80,13 +80,13 @@ class PublishedWeights:
             if not weights.num_users:
                 self._used.discard(weights)
                 if weights.is_ended:
-                    await self._forget([weights])
+                    await self._forget_weights([weights])
 
     async def end(self, weights: Weights) -> None:
         """End weights: no later request may use them. Running requests continue."""
         weights.is_ended = True
         if not weights.num_users:
-            await self._forget([weights])
+            await self._forget_weights([weights])
 
     def end_session(self, session_id: str) -> list[str]:
         """End a session's weights, and return the versions that the trainer must forget."""
@@ -142,9 +142,9 @@ class PublishedWeights:
         surplus_weights = unused_weights[: max(0, len(owner_weights) - MAX_PUBLISHED)]
         for weights in surplus_weights:
             weights.is_ended = weights.folder is None
-        await self._forget(surplus_weights)
+        await self._forget_weights(surplus_weights)
 
-    async def _forget(self, ended_weights: list[Weights]) -> None:
+    async def _forget_weights(self, ended_weights: list[Weights]) -> None:
         versions = [weights.version for weights in ended_weights if weights.version is not None]
         self._published = [weights for weights in self._published if weights not in ended_weights]
         for weights in ended_weights:
