@@ -31,16 +31,18 @@ class PlayedRun:
         self.samples = SimpleNamespace(token_records=self._token_records)
         self.watch = SimpleNamespace(observers=SimpleNamespace(observe_batch=self._observe_batch))
         self.checkpoints = SimpleNamespace(begin=self._begin_save)
-        self.evaluate: Any = None
+        self.evaluate: Any = "evaluation"
 
     def abandon_if_asked(self) -> None:
         self.events.append("abandon if asked")
 
-    async def evaluate_at_start(self, evaluate: object, state: object) -> None:
+    async def evaluate_at_start(self, evaluate: object, state: Any) -> None:
+        assert evaluate is self.evaluate and state.waiting == ["waits"]
         self.events.append("evaluate at start")
 
     @asynccontextmanager
-    async def step(self, number: int, evaluate: object, state: object) -> AsyncIterator[Step]:
+    async def step(self, number: int, evaluate: object, state: Any) -> AsyncIterator[Step]:
+        assert evaluate is self.evaluate and state.waiting == ["waits"]
         self.steps.append(Step(number))
         yield self.steps[-1]
 
@@ -54,7 +56,8 @@ class PlayedRun:
         self.events.append(f"update {minibatch} at KL {kl_coefficient}")
         return f"updated {minibatch}"
 
-    async def _token_records(self, number: int, groups: object, batch: object) -> list[str]:
+    async def _token_records(self, number: int, groups: object, batch: Any) -> list[str]:
+        assert (number, groups) == (batch.version, ["scored"])
         self.events.append("records of tokens")
         return ["record"]
 
@@ -66,6 +69,7 @@ class PlayedRun:
         self.events.append("observe")
 
     async def _begin_save(self, number: int, save: object) -> None:
+        assert (number, save) == (self.steps[-1].number, "save")
         self.events.append("save")
 
 
@@ -76,7 +80,7 @@ class PlayedRollout:
             waiting=["waits"],
             role_baselines={"solver": 0.0},
             kl_coefficient=KL_BEFORE,
-            save=None,
+            save="save",
             adapt_kl=self._adapt_kl,
         )
         policy = SimpleNamespace(is_synchronous=True)
@@ -92,6 +96,7 @@ class PlayedRollout:
         return ["sampled"]
 
     async def _add_old_logprobs(self, groups: list[str], forward: object) -> list[str]:
+        assert (groups, forward) == (["sampled"], "forward")
         self.events.append("old log-probs")
         return groups
 
@@ -102,7 +107,7 @@ class PlayedRollout:
         return {"kl/coefficient": KL_AFTER}
 
     def log_samples(self, step: Step, groups: object, trained_tokens: object) -> None:
-        assert trained_tokens == ["updated a", "updated b"]
+        assert (groups, trained_tokens) == (["scored"], ["updated a", "updated b"])
         self.events.append("log samples")
 
     async def reshard(self, step: Step) -> None:
@@ -116,7 +121,8 @@ class PlayedRollout:
 class PlayedUpdates:
     """Updates with two minibatches."""
 
-    def __init__(self, batch: object, recipe: object, number: int, conversations: object) -> None:
+    def __init__(self, batch: Any, recipe: Any, number: int, conversations: object) -> None:
+        assert batch.version == number and recipe.data.ptx is None and conversations is None
         self.trained_tokens: list[str] = []
 
     def __iter__(self) -> Iterator[str]:
@@ -127,6 +133,7 @@ class PlayedUpdates:
 
     def add_to(self, outcome: Any) -> None:
         assert outcome.kl == 0.25
+        outcome.excess_mismatch = float(len(self.trained_tokens))
 
     def metrics(self) -> dict[str, float]:
         return {"updated": float(len(self.trained_tokens))}
@@ -146,33 +153,44 @@ async def test_a_step_samples_trains_saves_and_sends_its_weights(
         run.events.append("close")
 
     async def score(groups: object, models: object, recipe: object, *, weight_version: int) -> tuple[Any, Any, Any]:
+        assert (groups, models, recipe) == (["sampled"], run.models, run.recipe)
         run.events.append("score")
         return ["scored"], SimpleNamespace(version=weight_version, rewards=[0.0] * 3), {"scored": 1.0}
 
-    def weigh_batch(batch: object, recipe: object, number: int, kl: float, baselines: dict[str, float]) -> Any:
+    def forward_of(policy: object, recipe: object) -> str:
+        assert policy is run.models["policy"] and recipe is run.recipe
+        return "forward"
+
+    def penalty_kl(batch: Any, recipe: object) -> float:
+        assert batch.rewards == [0.0] * 3 and recipe is run.recipe
+        return 0.25
+
+    def weigh_batch(batch: Any, recipe: object, number: int, kl: float, baselines: dict[str, float]) -> Any:
+        assert batch.version == number and recipe is run.recipe
         run.events.append(f"weigh at KL {kl}")
         baselines["solver"] = 1.0
         return {"weighed": 1.0}
 
     async def update_critic(batch: Any, critic: object, recipe: object, outcome: object) -> dict[str, float]:
         assert critic is run.models["critic"] and batch.version == run.steps[-1].number
-        assert outcome is run.steps[-1].outcome
+        assert recipe is run.recipe and outcome is run.steps[-1].outcome
         run.events.append("update critic")
         return {"critic/loss": 1.0}
 
     async def move_reference(models: object, recipe: object, number: int) -> dict[str, float]:
+        assert (models, recipe, number) == (run.models, run.recipe, run.steps[-1].number)
         run.events.append("move reference")
         return {}
 
     async def retain_experts(models: object, recipe: object, state: object) -> dict[str, float]:
+        assert (models, recipe, state) == (run.models, run.recipe, rollout.state)
         run.events.append("retain experts")
         return {}
 
-    for function in (open_rollout, score, weigh_batch, update_critic, move_reference, retain_experts):
+    calls = (open_rollout, forward_of, score, penalty_kl, weigh_batch, update_critic, move_reference, retain_experts)
+    for function in calls:
         monkeypatch.setattr(rl, function.__name__, function)
     monkeypatch.setattr(rl, "PolicyUpdates", PlayedUpdates)
-    monkeypatch.setattr(rl, "penalty_kl", lambda batch, recipe: 0.25)
-    monkeypatch.setattr(rl, "forward_of", lambda policy, recipe: None)
     monkeypatch.setattr(rl, "list_off_policy_warnings", lambda recipe: ["warned"])
     played: Any = run
     await rl.train(played)
@@ -186,5 +204,6 @@ async def test_a_step_samples_trains_saves_and_sends_its_weights(
             *("adapt KL", "move reference", "retain experts", "save", f"reshard after {number}", "write samples"),
         ]
     assert run.events == [*expected, "close"]
+    assert [step.outcome.excess_mismatch for step in run.steps] == [2.0] * STEPS
     logged = {"scored": 1.0, "weighed": 1.0, "updated": 2.0, "kl/coefficient": KL_AFTER}
     assert [step.metrics for step in run.steps] == [logged | ({"critic/loss": 1.0} if has_critic else {})] * STEPS
