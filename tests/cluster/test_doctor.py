@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 import pytest
+import torch
 
 from megarl.cluster.checks import doctor
 from megarl.cluster.checks.doctor import (
@@ -143,6 +144,18 @@ def test_the_map_of_ranks_names_gpu_node_cores_and_adapters() -> None:
         Finding("good", "NUMA", "local rank 0: GPU 0000:0f:00.0, NUMA node 0, cores 0-2,8, adapters mlx5_0, mlx5_1"),
         Finding("absent", "NUMA", "local rank 1: GPU 0000:89:00.0, NUMA node unknown, not bound: /sys does not say"),
     ]
+
+
+def test_each_rank_describes_the_place_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [Place(address, node, (node,)) for node, address in enumerate("abc")]
+    monkeypatch.setattr(doctor.numa, "gpu_addresses", lambda: "abc")
+    monkeypatch.setattr(doctor.numa, "rank_places", lambda addresses: places[: len(addresses)])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    rank = doctor.Doctor(1, 3)
+    monkeypatch.setattr(doctor.device, "current", lambda: torch.device("cuda", 1))
+    assert [found.text for found in rank.place()] == ["local rank 1: GPU b, NUMA node 1, cores 1, adapters none"]
+    monkeypatch.setattr(doctor.device, "current", lambda: torch.device("cpu"))
+    assert rank.place() == []
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")

@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -77,6 +78,7 @@ ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 REWARD = """
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from megarl.types import Reward
 
@@ -672,6 +674,21 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "the job has components of 2, 4 nodes, not components of 2 and 3" in told
     monkeypatch.setenv("SLURM_JOB_NUM_NODES_HET_GROUP_1", "3")
     assert list(check_machines(recipe)) == []
+
+
+async def test_further_agents_start_on_nodes_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = srun.SrunNodes(NodeKind(0, 2, 1), {}, ())
+    agents: list[Any] = [SimpleNamespace(node="n1", is_lost=False), SimpleNamespace(node="n2", is_lost=True)]
+    nodes.agents = agents
+    started: list[Sequence[str]] = []
+    monkeypatch.setattr(nodes, "_list_job_nodes", AsyncMock(return_value=["n1", "n2", "n3", "n4", "n5"]))
+    monkeypatch.setattr(nodes, "_is_answering", AsyncMock(side_effect=lambda name: name != "n3"))
+    monkeypatch.setattr(nodes, "_start_step", lambda names, address, key: started.append(names))
+    assert await nodes.launch_further(2, ("host", 1), b"") == 2
+    assert started == [["n2"], ["n4"]]
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: 5 nodes are wanted, and 4 start agents"):
+        await nodes.launch_further(4, ("host", 1), b"")
+    assert len(started) == 2
 
 
 async def test_a_node_that_does_not_answer_keeps_no_job_step(monkeypatch: pytest.MonkeyPatch) -> None:
