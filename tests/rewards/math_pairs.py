@@ -10,6 +10,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "5 mPa": ("5 millipascals", "0.005 Pa", r"5\,\mathrm{mPa}"),
     "5 MB": ("5 megabytes", "5"),
     "2 kilometers": ("2 KM", "2000 m"),
+    r"\{1, 2\}\text{ cm}": (r"\{10, 20\}\text{ mm}", r"\{1, 2\}"),
     # functions by cases, and systems
     r"\begin{cases} 1 & x>0 \\ 2 & x\le 0\end{cases}": (
         r"\begin{cases} 2 & x\le 0\\ 1 & x>0 \end{cases}",

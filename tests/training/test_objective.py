@@ -15,7 +15,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.advantages import keep_highest_entropies
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.training.model import ModelShard
-from megarl.training.objective import StepNumbers, critic_objective, policy_objective
+from megarl.training.objective import StepNumbers, critic_objective, mismatch_metrics, policy_objective
 from megarl.training.rows.choice import make_microbatch
 from megarl.training.rows.metrics import name_metrics, read
 from megarl.types import ConfigError, TrainingSequence
@@ -377,3 +377,16 @@ def test_entropies_have_gradients_where_the_loss_has_them(coefficient: float, is
     shard.recipe = Recipe.model_validate(fields | {"algorithm": {"entropy_coefficient": coefficient}})
     shard.parallel, shard.shape, shard.device = ParallelConfig(1, 1, 1, 1), small_shape(), torch.device("cpu")
     assert shard._head_settings()["trains_entropy"] is is_trained
+
+
+def test_shares_of_measured_and_bit_equal_tokens_count_tokens_with_a_loss() -> None:
+    nan = float("nan")
+    trainer, engine = (
+        torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]),
+        torch.tensor([-1.0, -2.0, -3.25, nan, nan, -6.0]),
+    )
+    is_counted = torch.tensor([True, True, True, True, False, False])
+    found = {name: metric.number for name, metric in read([mismatch_metrics(trainer, engine, is_counted)])[0].items()}
+    assert found["logprob_gap/measured"] == 3 / 4
+    assert found["logprob_gap/bit_equal"] == pytest.approx(2 / 3)
+    assert found["logprob_gap/max"] == 0.25
