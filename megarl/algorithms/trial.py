@@ -45,7 +45,7 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
     `policy_logprobs` is float [tokens]. Raises ResultError for a result of another type or shape.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise ResultError(f"the function returned {_describe(result)}; {POLICY_LOSS_RESULT}")
+        raise ResultError(f"the function returned {_describe_value(result)}; {POLICY_LOSS_RESULT}")
     loss, metrics = result
     shape = tuple(policy_logprobs.shape)
     if fault := _find_shape_fault(loss, shape):
@@ -181,7 +181,7 @@ def _call_with_toy_tensors(
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         place = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
         names = [*signature(function).parameters][: len(arguments)]
-        shapes = ", ".join(f"{name} {_describe(tensor)}" for name, tensor in zip(names, arguments, strict=False))
+        shapes = ", ".join(f"{name} {_describe_value(tensor)}" for name, tensor in zip(names, arguments, strict=False))
         raise ResultError(
             f"the function raised {type(error).__name__}: {error}{place} when it was called with toy tensors: {shapes}"
         ) from error
@@ -189,12 +189,12 @@ def _call_with_toy_tensors(
 
 def _find_shape_fault(value: object, shape: tuple[int, ...]) -> str | None:
     is_fit = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape
-    return None if is_fit else _describe(value)
+    return None if is_fit else _describe_value(value)
 
 
-def _describe(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):
-        return f"a tuple of {len(value)} ({', '.join(map(_describe, value))})"
+        return f"a tuple of {len(value)} ({', '.join(map(_describe_value, value))})"
     return f"{value!r:.100}" if value is None else f"{type(value).__name__} {value!r:.100}"

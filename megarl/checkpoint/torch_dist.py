@@ -92,9 +92,9 @@ class Parameter:
         local_name = (
             parameter if self.is_latent else fused_name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         )
-        return tuple(dict.fromkeys(map(self._key, (fused_name, local_name))))
+        return tuple(dict.fromkeys(map(self._stored_key, (fused_name, local_name))))
 
-    def _key(self, name: str) -> str:
+    def _stored_key(self, name: str) -> str:
         layer = f"{self.layer}." if self.layer_in_key else ""
         key = name.replace("{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")
         return f"{key}.{self.block_key}" if self.block_key else key

@@ -85,7 +85,7 @@ class CheckpointReader:
             model = model.with_draft_layers(True)
         self.model = model
         for parameter in parameters(model):
-            self._add(parameter, stored)
+            self._add_parameter(parameter, stored)
         for name, shape in hf_tensors(model).items():
             if sum(piece.box.numel for piece in self.pieces[name]) != prod(shape):
                 raise DataError(f"{folder / METADATA}: the checkpoint does not hold all of {name}. {_AGAIN}")
@@ -127,18 +127,18 @@ class CheckpointReader:
             # A map cannot be closed while tensors use it, but its pages can be dropped.
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _add(self, parameter: Parameter, stored: _Metadata) -> None:
+    def _add_parameter(self, parameter: Parameter, stored: _Metadata) -> None:
         """Add the pieces of one Megatron parameter. Leading axes of the stored tensor number layers or experts."""
-        key, leading = stored.find(parameter)
-        tensor, num_leading = stored.tensor(key, len(leading)), len(leading)
+        key, leading_indices = stored.find(parameter)
+        tensor, num_leading = stored.tensor(key, len(leading_indices)), len(leading_indices)
         parameter_shape = parameter.shape(tensor.shape[num_leading] if parameter.rule.padded else 0)
         if tensor.shape[num_leading:] != parameter_shape or (
             parameter.rule.padded and parameter_shape[0] < parameter.rule.tensors[0][1][0]
         ):
             raise DataError(f"{self.folder / METADATA}: {key} is {tensor.shape}, which does not fit config.json.")
         # Missing chunks are found at the end, by the number of elements covered.
-        for offset, shape, place in tensor.chunks.get(leading, ()):
-            name = f"{key} {leading}{offset}"
+        for offset, shape, place in tensor.chunks.get(leading_indices, ()):
+            name = f"{key} {leading_indices}{offset}"
             box = Box("", offset, tuple(a + n for a, n in zip(offset, shape, strict=True)))
             self._chunks[name] = (place, (*(1,) * num_leading, *shape), tensor.dtype)
             for piece in parameter.pieces(box, name):
@@ -346,12 +346,12 @@ class _Metadata:
         """Return the tensor stored under a key. Its first `depth` dimensions are layer and expert."""
         if key not in self._tensors:
             try:
-                self._tensors[key] = self._read(key, depth)
+                self._tensors[key] = self._read_tensor(key, depth)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise DataError(f"{self._path}: the entry of {key} is not valid ({error}). {_AGAIN}") from None
         return self._tensors[key]
 
-    def _read(self, key: str, depth: int) -> _StoredTensor:
+    def _read_tensor(self, key: str, depth: int) -> _StoredTensor:
         """Return the tensor stored as `key`. Chunks are grouped by their first `depth` indices (layer, expert)."""
         record = self._records[key]
         if not isinstance(record, TensorStorageMetadata):

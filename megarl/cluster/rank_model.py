@@ -44,7 +44,7 @@ class Work:
 
     def take(self) -> Work:
         snapshot = replace(self)
-        self._set(Work())
+        self._set_counts(Work())
         return snapshot
 
     @contextmanager
@@ -54,9 +54,9 @@ class Work:
         try:
             yield
         finally:
-            self._set(counts_before)
+            self._set_counts(counts_before)
 
-    def _set(self, counts: Work) -> None:
+    def _set_counts(self, counts: Work) -> None:
         for counter in fields(self):
             setattr(self, counter.name, getattr(counts, counter.name))
 
@@ -102,7 +102,7 @@ class RankModel:
         KTO loss, in nats per answer. All ranks drop an update above the limits of `spikes`. Raises MegarlError if the
         sequences of a sample must share a row and do not fit.
         """
-        packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch, self.together)
+        packed = self._pack_samples(batch) if self.keeps_samples else self._assign_rows(batch, self.together)
         rows = self._make_rows(batch, packed, self.update_passes)
         if self.shape is not None:
             self.work.flops += update_only_flops(self.shape, batch.lengths)
@@ -165,7 +165,7 @@ class RankModel:
         filled_indices = self.filled(batch.num_sequences)
         filled = batch if len(filled_indices) == batch.num_sequences else batch.select(filled_indices)
         filled.loss_mask[batch.cu_seqlens[-1] :] = False
-        packed = self._pack(filled, self.together, max_tokens)
+        packed = self._assign_rows(filled, self.together, max_tokens)
         rows = self._make_rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=max_tokens)
         results = await self.group.scatter(method, self.by_rank(rows), *args)
         rows_and_values = [
@@ -182,7 +182,7 @@ class RankModel:
 
     def forward_rows(self, batch: TokenBatch, num_counted: int) -> list[list[TokenBatch]]:
         """Return the rows of a forward pass by replica. Only the first `num_counted` sequences count as work."""
-        packed = self._pack(batch, self.together, self.max_tokens_per_forward)
+        packed = self._assign_rows(batch, self.together, self.max_tokens_per_forward)
         return self._make_rows(batch, packed, 1.0, num_counted=num_counted, max_tokens=self.max_tokens_per_forward)
 
     def _make_rows(
@@ -240,7 +240,7 @@ class RankModel:
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
         """Assign sequences to rows, with all of a sample in one row. Raises MegarlError if one does not fit."""
         try:
-            return self._pack(batch, batch.num_segments)
+            return self._assign_rows(batch, batch.num_segments)
         except ValueError as error:
             raise MegarlError(
                 f"trainer.max_tokens_per_microbatch = {self.max_tokens_per_microbatch}: {error}. This "
@@ -249,7 +249,7 @@ class RankModel:
                 "algorithm.off_policy_limit."
             ) from error
 
-    def _pack(
+    def _assign_rows(
         self, batch: TokenBatch, together: int | NDArray[np.int64], max_tokens: int | None = None
     ) -> list[list[list[int]]]:
         """Assign a batch's sequences to rows: indices by replica and row.

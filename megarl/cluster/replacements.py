@@ -28,8 +28,8 @@ class Replacements:
     def replace(self, lost_group: WorkerGroup, error: Exception, num_left: int) -> None:
         """Restart a lost replica. `num_left` is the number of remaining ones."""
         self._notify(
-            f"{self._name(lost_group)} is lost: {error}. Its requests move to the remaining engines ({num_left}). The "
-            "lost engine is being restarted"
+            f"{self._name_replica(lost_group)} is lost: {error}. Its requests move to the remaining engines "
+            f"({num_left}). The lost engine is being restarted"
         )
         task = asyncio.create_task(self._replace(lost_group))
         self._starting.add(task)
@@ -61,16 +61,17 @@ class Replacements:
             except Exception as error:
                 reason = str(error) if isinstance(error, MegarlError) else repr(error)
                 self._notify(
-                    f"{self._name(lost_group)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {reason}"
+                    f"{self._name_replica(lost_group)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {reason}"
                 )
             else:
                 self._ready.append(group)
                 seconds = time.monotonic() - began
                 self._notify(
-                    f"{self._name(lost_group)} has started again in {seconds:.1f} s; it samples after the next reshard"
+                    f"{self._name_replica(lost_group)} has started again in {seconds:.1f} s; it samples after the next "
+                    "reshard"
                 )
                 return
-        self._notify(f"{self._name(lost_group)} stays lost: there are no more attempts to restart it")
+        self._notify(f"{self._name_replica(lost_group)} stays lost: there are no more attempts to restart it")
 
-    def _name(self, group: WorkerGroup) -> str:
+    def _name_replica(self, group: WorkerGroup) -> str:
         return name_engine(group.part.ranks(group.world_size))

@@ -106,7 +106,7 @@ class ReshardCalls:
 
         async def start_engine(group: WorkerGroup) -> list[Any]:
             await engines_paused
-            return await self._call(group, "reshard", [verify] * group.world_size, version, limit=limit)
+            return await self._make_call(group, "reshard", [verify] * group.world_size, version, limit=limit)
 
         calls: Calls = [start_trainers(), *map(start_engine, self._ranks.replicas)]
         with self._failure_noted():
@@ -143,7 +143,7 @@ class ReshardCalls:
             if command is Command.JOIN:
                 calls = self._join_calls(groups, version, limit)
             else:
-                calls = [self._call(g, "reshard", [verify] * g.world_size, version, limit=limit) for g in groups]
+                calls = [self._make_call(g, "reshard", [verify] * g.world_size, version, limit=limit) for g in groups]
             self._first_to_leave = None
             calls[0] = self._without_missing(groups, calls[0])
             answers = await self._await_calls(method, limit, groups, calls)
@@ -159,7 +159,7 @@ class ReshardCalls:
                 suspect = self._first_to_leave
                 assert suspect is not None
                 fault = f"left the reshard first, at attempt {self._states.attempt} of {MOST_ATTEMPTS}"
-                await self._end(range(suspect.world_size), suspect, fault)
+                await self._end_group(range(suspect.world_size), suspect, fault)
                 command = self._states.end_attempt()
 
     async def _await_calls(
@@ -167,7 +167,7 @@ class ReshardCalls:
     ) -> list[list[Any]]:
         """Await one attempt's calls and return each group's answers; empty for a lost replica."""
         engine_calls = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
-        async with self._watch(method, limit):
+        async with self._watch_call(method, limit):
             answers = await together([calls[0], *engine_calls])
         error, self._report_error = self._report_error, None
         if error is not None:
@@ -200,18 +200,18 @@ class ReshardCalls:
             absent_ranks = sorted(missing_ranks.intersection(range(first_rank, first_rank + group.world_size)))
             if absent_ranks and group in self._ranks.replicas:
                 local_ranks = [rank - first_rank for rank in absent_ranks]
-                end_calls.append(self._end(local_ranks, group, "did not join the process group of the others"))
+                end_calls.append(self._end_group(local_ranks, group, "did not join the process group of the others"))
             first_rank += group.world_size
         await asyncio.gather(*end_calls)
         return reports
 
-    async def _end(self, ranks: Sequence[int], group: WorkerGroup, fault: str) -> None:
+    async def _end_group(self, ranks: Sequence[int], group: WorkerGroup, fault: str) -> None:
         """End a group because of a `fault` of these ranks, and remove it from the run."""
         error = await group.diagnosis.end_faulty(ranks, fault)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
-    async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
+    async def _watch_call(self, method: str, limit: float) -> AsyncIterator[None]:
         """Context that ends the groups at fault for a call that takes too long.
 
         A running rank leaves a cancelled process group within 5 s. A rank still in it is stopped, so its group ends.
@@ -265,12 +265,14 @@ class ReshardCalls:
         for group in groups:
             meeting = Meeting(rendezvous, self._group_name, first_rank, len(topology), meet_seconds)
             calls.append(
-                self._call(group, "join_and_reshard", [meeting] * group.world_size, topology, version, limit=seconds)
+                self._make_call(
+                    group, "join_and_reshard", [meeting] * group.world_size, topology, version, limit=seconds
+                )
             )
             first_rank += group.world_size
         return calls
 
-    def _call(
+    def _make_call(
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
         """Return a call to a group, with extra time to find and end a group at fault."""

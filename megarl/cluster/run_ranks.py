@@ -96,9 +96,9 @@ class RunRanks:
         """
         self._hang_report = HangReport(folder, lambda: [group.diagnosis for group in self.groups])
         self._notify = notify
-        self._watch(self.groups)
+        self._watch_groups(self.groups)
 
-    def _watch(self, groups: Sequence[WorkerGroup]) -> None:
+    def _watch_groups(self, groups: Sequence[WorkerGroup]) -> None:
         if self._hang_report is not None:
             for group in groups:
                 group.report_hangs(self._hang_report, self._notify)
@@ -152,7 +152,7 @@ class RunRanks:
 
     def add(self, groups: Sequence[WorkerGroup]) -> None:
         """Include restarted replicas in later calls. They can sample after a reshard."""
-        self._watch(groups)
+        self._watch_groups(groups)
         self.is_separate = True
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 

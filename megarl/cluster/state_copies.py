@@ -109,14 +109,14 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
     nodes = list(dict.fromkeys(place.agent for place in places))
     # Send the copies that no node of these places holds.
     for origin, receiver in hand_overs(copies_by_origin, nodes).items():
-        copies.append(await _send(next(iter(copies_by_origin[origin].values())), receiver))
+        copies.append(await _send_copy(next(iter(copies_by_origin[origin].values())), receiver))
     files_by_agent: defaultdict[AgentLink, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for copy in copies:
         files_by_agent[copy.agent] |= copy.files
     return [files_by_agent[place.agent] for place in places]
 
 
-async def _send(copy: StateCopy, receiver: AgentLink) -> StateCopy:
+async def _send_copy(copy: StateCopy, receiver: AgentLink) -> StateCopy:
     """Send a copy to another agent, and return the copy there."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
     offered = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])

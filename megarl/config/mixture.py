@@ -110,7 +110,7 @@ def check_sources(recipe: Recipe) -> None:
                 field_name: value for field_name, value in values.items() if field_name in permitted_fields
             }
             try:
-                merged_section = _merge(getattr(recipe, section), permitted_values)
+                merged_section = _merge_section(getattr(recipe, section), permitted_values)
             except ValidationError as error:
                 faults += _place_errors(error, ("mixture", name, section))
                 continue
@@ -144,13 +144,13 @@ def _make_source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe
     for section in OWN:
         own_values: Mapping[str, Any] = getattr(entry, section)
         if own_values:
-            own_sections[section] = _merge(getattr(recipe, section), own_values)
+            own_sections[section] = _merge_section(getattr(recipe, section), own_values)
             overridden_fields += _list_overridden_fields(getattr(recipe, section), own_values, f"{section}.")
     source_recipe = recipe.model_copy(update=own_sections).with_overlong_buffer()
     return SourceRecipe(name, entry.weight, source_recipe, frozenset(overridden_fields))
 
 
-def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
+def _merge_section(section: Section, changes: Mapping[str, Any]) -> Section:
     """Raises ValidationError."""
     return type(section).model_validate(_merge_values(section, changes))
 

@@ -110,13 +110,13 @@ class RolloutEngine:
             with name_field_on(ValueError, TypeError, AssertionError, KeyError):
                 vllm_config = engine_config(arguments, config, self._parts)
             with name_field_on(ValueError, NotImplementedError):
-                self._start(vllm_config)
+                self._build_worker(vllm_config)
         self.model: torch.nn.Module = self._worker.get_model()
         for part in self._parts:
             self.model = part.wrap_model(self._worker, self.model)
         self._sleep = EngineSleep(self._worker, self.model, self._parts, can_sleep=arguments.enable_sleep_mode)
 
-    def _start(self, vllm_config: Any) -> None:
+    def _build_worker(self, vllm_config: Any) -> None:
         """Build this rank's worker and the optional parts.
 
         The leader builds vLLM's engine; followers serve its commands meanwhile.

@@ -113,7 +113,7 @@ def _run_unless_cancelled(name: str, work: Callable[[], Result]) -> Result:
     thread = threading.Thread(target=run_and_record, name=f"meeting at {name}", daemon=True)
     thread.start()
     while thread.is_alive():
-        _check(name)
+        _check_group_name(name)
         time.sleep(_CHECK_SECONDS)
     if errors:
         raise errors[0]
@@ -130,7 +130,7 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
     arrival_keys = [f"here {number}" for number in range(num_ranks)]
     deadline = time.monotonic() + meeting.seconds
     while not store.check(arrival_keys):
-        _check(meeting.name)
+        _check_group_name(meeting.name)
         if time.monotonic() > deadline:
             missing = [number for number, key in enumerate(arrival_keys) if not store.check([key])]
             raise PeerGoneError(
@@ -162,18 +162,18 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
         return
     if is_on_host:
         while not _has_ended(work):
-            _check(membership.name)
+            _check_group_name(membership.name)
     elif threading.current_thread() is not threading.main_thread():
         # With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. A wait queued here would block kernels of the
         # main thread, for which other ranks may wait. So the host waits. It polls, because torch aborts an NCCL
         # exchange that is waited for with a timeout.
         while not work.is_completed():
-            _check(membership.name)
+            _check_group_name(membership.name)
             time.sleep(_NAP_SECONDS)
     # The exchange has ended even if `work.wait()` raises.
     membership.exchanges.remove(work)
     work.wait()
-    _check(membership.name)
+    _check_group_name(membership.name)
 
 
 def _has_ended(work: dist.Work) -> bool:
@@ -192,10 +192,10 @@ def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bo
 def check(group: ProcessGroup | None) -> None:
     """Raise PeerGoneError if the driver has cancelled this cross-world group."""
     if group is not None and (membership := _memberships.get(group)) is not None:
-        _check(membership.name)
+        _check_group_name(membership.name)
 
 
-def _check(name: str) -> None:
+def _check_group_name(name: str) -> None:
     if (reason := cancelled.reason_for(name)) is not None:
         raise PeerGoneError(f"the driver cancelled the process group of trainers and engines: {reason}")
 

@@ -46,21 +46,21 @@ class RunMonitor:
         if self._recipe.monitor.port is None:
             return
         if self._metrics is None:
-            self._metrics = await self._start()
+            self._metrics = await self._start_monitor()
         tracker.attach("monitor.port", self._metrics)
         tracker.info(f"metrics at {self._address}/metrics, health at {self._address}/health")
 
-    async def _start(self) -> RunMetrics:
+    async def _start_monitor(self) -> RunMetrics:
         # Imported here: aiohttp takes a while to import, and few runs need it.
         from megarl.serving.monitor import EngineLoad, Monitor, registry_of
         from megarl.tracking.prometheus import RunMetrics
 
         metrics = RunMetrics(self._recipe.name, self._recipe.train.steps, lambda: self._folder.status)
-        monitor = Monitor(self._recipe.monitor, registry_of(metrics, EngineLoad(self._load)), metrics.health)
+        monitor = Monitor(self._recipe.monitor, registry_of(metrics, EngineLoad(self._engine_load)), metrics.health)
         await monitor.start()
         self._stack.push_async_callback(monitor.close)
         self._address = monitor.base_url
         return metrics
 
-    def _load(self) -> PoolLoad | None:
+    def _engine_load(self) -> PoolLoad | None:
         return None if self.pool is None else self.pool.load()

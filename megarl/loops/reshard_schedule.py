@@ -140,7 +140,7 @@ class ReshardSchedule:
         if not (self._recipe.overlaps_at(step) and can_overlap):
             return _add_earlier_metrics(earlier_metrics, await self.run(step))
         copies_made = asyncio.get_running_loop().create_future()
-        self._sending = asyncio.create_task(self._send(step, copies_made))
+        self._sending = asyncio.create_task(self._send_weights(step, copies_made))
         # The task may fail before `copies_made` is set. Then its error is raised here.
         await asyncio.wait([self._sending, copies_made], return_when=asyncio.FIRST_COMPLETED)
         if not copies_made.done():
@@ -188,7 +188,7 @@ class ReshardSchedule:
         reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
         return reports, self._resume_engines(began)
 
-    async def _send(self, step: int, copies_made: asyncio.Future[None]) -> dict[str, float]:
+    async def _send_weights(self, step: int, copies_made: asyncio.Future[None]) -> dict[str, float]:
         """Reshard from copies of the trainers' weights, and return the metrics.
 
         Sets `copies_made` when the trainers have the copies and the engines have paused.
@@ -202,7 +202,7 @@ class ReshardSchedule:
             pause_task.add_done_callback(report_copies_made)
 
         def report_copies_made(pause_task: asyncio.Task[None]) -> None:
-            # If the pause failed, `_send` fails too. `begin` waits for `_send` or for `copies_made`.
+            # If the pause failed, `_send_weights` fails too. `begin` waits for `_send_weights` or for `copies_made`.
             if not pause_task.cancelled() and pause_task.exception() is None and not copies_made.done():
                 copies_made.set_result(None)
 

@@ -142,12 +142,12 @@ async def _run_from_origin(
             yield run
             # Complete all background work before the export, which needs the engines' memory.
             await run.complete_background_work()
-            await _export(run, display)
+            await _export_model(run, display)
             run.watch.observers.end_run()
             run.tracker.summary(_next_commands(folder), has_model=run.recipe.train.steps > 0)
 
 
-async def _export(run: Run, display: Display) -> None:
+async def _export_model(run: Run, display: Display) -> None:
     """Export the trained model with its card, after the last check of the weights."""
     if not run.recipe.train.steps:
         return

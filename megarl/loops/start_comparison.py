@@ -57,7 +57,7 @@ async def compare_start(run: Run, examples: Iterable[Sequence[TrainingSequence]]
     if (text := gap_warning(gap, limit)) is not None:
         run.tracker.notice(text)
     else:
-        run.tracker.info(f"trainer against transformers: {_describe(gap)}")
+        run.tracker.info(f"trainer against transformers: {_describe_gap(gap)}")
 
 
 def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
@@ -91,11 +91,11 @@ def gap_warning(gap: Gap, limit: float) -> str | None:
     if gap.mean <= limit:
         return None
     return (
-        f"model.path: the trainer computes other log-probs than transformers' own model: {_describe(gap)}; rounding "
-        f"explains a mean of {limit:g}. The run would train another model than the folder's. Check config.json and "
-        "trainer.megatron."
+        f"model.path: the trainer computes other log-probs than transformers' own model: {_describe_gap(gap)}; "
+        f"rounding explains a mean of {limit:g}. The run would train another model than the folder's. Check "
+        "config.json and trainer.megatron."
     )
 
 
-def _describe(gap: Gap) -> str:
+def _describe_gap(gap: Gap) -> str:
     return f"log-probs of {gap.num_tokens} tokens differ by {gap.mean:.2g} nats on average, at most {gap.largest:.2g}"

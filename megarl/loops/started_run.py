@@ -76,50 +76,50 @@ class Run:
 
         `state` as in `step`.
         """
-        number = self.folder.resumed_step
-        if not (self.folder.lacks_evaluation if number else self.recipe.evaluates_first):
+        step_number = self.folder.resumed_step
+        if not (self.folder.lacks_evaluation if step_number else self.recipe.evaluates_first):
             return
         try:
-            metrics = await evaluate(number)
+            metrics = await evaluate(step_number)
         except AbandonedError:
-            await self._stop_if_asked(number, state)
+            await self._stop_if_asked(step_number, state)
             raise
-        fault = self._log_evaluation(number, metrics)
+        fault = self._log_evaluation(step_number, metrics)
         if fault is not None:
             raise fault
 
     @asynccontextmanager
-    async def step(self, number: int, evaluate: Evaluate, state: RLState | None = None) -> AsyncIterator[Step]:
+    async def step(self, step_number: int, evaluate: Evaluate, state: RLState | None = None) -> AsyncIterator[Step]:
         """Context of one training step. At its end it logs metrics, and runs `evaluate` if an evaluation is due.
 
         Then a fault or a stop signal ends the run. `state` is the RL loop's state, saved with the step.
         """
-        step = Step(number)
-        self.tracker.begin(number)
+        step = Step(step_number)
+        self.tracker.begin(step_number)
         # Before the step's first call to the ranks, so that start-up does not count.
         await self.watch.performance.begin()
         step.log(self.processes.take_metrics())
-        await self.ranks.begin_step(number)
+        await self.ranks.begin_step(step_number)
         if self.data.dropped:
             step.log({"data/dropped": float(self.data.dropped.total())})
-        is_profiled = number in self.recipe.train.profile_steps
-        async with self.watch.profiles.record_step(number) if is_profiled else nullcontext():
-            async with self._saving_when_abandoned(number, state):
+        is_profiled = step_number in self.recipe.train.profile_steps
+        async with self.watch.profiles.record_step(step_number) if is_profiled else nullcontext():
+            async with self._saving_when_abandoned(step_number, state):
                 yield step
             fault = await self._log(step)
-            if self.recipe.evaluates_at(number):
-                evaluation_fault = await self._evaluate_unless_abandoned(number, evaluate)
+            if self.recipe.evaluates_at(step_number):
+                evaluation_fault = await self._evaluate_unless_abandoned(step_number, evaluate)
                 fault = fault or evaluation_fault
             else:
-                self.checkpoints.keep_if_best(number, {})
+                self.checkpoints.keep_if_best(step_number, {})
             # An asynchronous save is published at the end of the first step after it was written.
             await self.checkpoints.complete()
         if fault is not None:
             # Saved first, so that a resumed run continues after this step.
-            await self._save(number, state)
+            await self._save_checkpoint(step_number, state)
             raise fault
-        await self._stop_if_asked(number, state)
-        await self._resize_if_asked(number, state)
+        await self._stop_if_asked(step_number, state)
+        await self._resize_if_asked(step_number, state)
 
     @asynccontextmanager
     async def updating(self, step: Step) -> AsyncIterator[None]:
@@ -156,7 +156,7 @@ class Run:
             raise AbandonedError
 
     @asynccontextmanager
-    async def _saving_when_abandoned(self, number: int, state: RLState | None) -> AsyncIterator[None]:
+    async def _saving_when_abandoned(self, step_number: int, state: RLState | None) -> AsyncIterator[None]:
         """Context that saves the previous step and raises StoppedError if a stop signal aborts this step's sampling."""
         try:
             yield
@@ -164,7 +164,7 @@ class Run:
             if state is not None:
                 # A resumed run samples this step again, so its groups must not count as drawn.
                 state.forget_step()
-            await self._stop_if_asked(number - 1, state)
+            await self._stop_if_asked(step_number - 1, state)
             raise
 
     async def complete_background_work(self) -> None:
@@ -183,28 +183,28 @@ class Run:
             self.folder.set_status(step=step.number)
             return self.watch.observers.find_fault(step)
 
-    async def _evaluate_unless_abandoned(self, number: int, evaluate: Evaluate) -> MegarlError | None:
+    async def _evaluate_unless_abandoned(self, step_number: int, evaluate: Evaluate) -> MegarlError | None:
         """Evaluate a step's model and log the result. Return the error that ends the run, or None.
 
         A stop signal aborts the evaluation, and nothing is logged. The resumed run makes up for it.
         """
         try:
-            metrics = await evaluate(number)
+            metrics = await evaluate(step_number)
         except AbandonedError:
             return None
         performance = await self.watch.performance.measure_evaluation(self.tracker.seconds)
-        return self._log_evaluation(number, metrics | performance.evaluation, performance.whole_step_metrics)
+        return self._log_evaluation(step_number, metrics | performance.evaluation, performance.whole_step_metrics)
 
     def _log_evaluation(
-        self, number: int, metrics: dict[str, float], whole_step_metrics: Mapping[str, float] | None = None
+        self, step_number: int, metrics: dict[str, float], whole_step_metrics: Mapping[str, float] | None = None
     ) -> MegarlError | None:
         """Log a step's evaluation, and keep its model if it is the best. Return the error that ends the run, or None.
 
         `whole_step_metrics` are over the time of step and evaluation together.
         """
-        self.tracker.log_evaluation(number, metrics, whole_step_metrics or {})
-        self.checkpoints.keep_if_best(number, metrics)
-        return self.watch.observers.find_fault(Step(number, metrics))
+        self.tracker.log_evaluation(step_number, metrics, whole_step_metrics or {})
+        self.checkpoints.keep_if_best(step_number, metrics)
+        return self.watch.observers.find_fault(Step(step_number, metrics))
 
     async def _stop_if_asked(self, step: int, state: RLState | None) -> None:
         """Save the state after `step` and raise StoppedError, if a signal asked the run to stop."""
@@ -212,7 +212,7 @@ class Run:
             return
         saved = "there is nothing to save yet"
         if step > 0:
-            await self._save(step, state)
+            await self._save_checkpoint(step, state)
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.signal_name}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
@@ -243,7 +243,7 @@ class Run:
         await self._stop_if_asked(step, state)
         raise ResizeAskedError(resized_recipe)
 
-    async def _save(self, step: int, state: RLState | None) -> None:
+    async def _save_checkpoint(self, step: int, state: RLState | None) -> None:
         """Save a checkpoint in addition to the regular ones, with the engines asleep."""
         await self.reshard_schedule.sleep_engines()
         await self.checkpoints.save(step, state and state.save)

@@ -155,15 +155,15 @@ def _find_start_faults(agent: AgentConfig, images: Sequence[str | None]) -> Iter
             yield f"rollout.agent.sandbox = {agent.sandbox}, image {image}: no container starts ({fault}); {remedy}"
 
 
-def _find_socket_fault(place: int, folder: str) -> str | None:
+def _find_socket_fault(folder_number: int, folder: str) -> str | None:
     """Return an error if a shared folder would expose the sockets of containers to a program, else None."""
     shared_folder, sockets = Path(folder).resolve(), socket_folder().resolve()
     if not (sockets.is_relative_to(shared_folder) or shared_folder.is_relative_to(sockets)):
         return None
     # Through another attempt's socket, a program could run commands in that attempt's container.
     return (
-        f"rollout.agent.folders.{place} = {folder}: has {sockets}, where containers that outlive a driver listen; "
-        "give the folder of the program alone"
+        f"rollout.agent.folders.{folder_number} = {folder}: has {sockets}, where containers that outlive a driver "
+        "listen; give the folder of the program alone"
     )
 
 

@@ -154,8 +154,8 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
         for copy_template in group:
             # torch's strides cannot be negative, so a descending series stays unmerged.
             if run and (
-                _step(run[-1], copy_template)[0] < 0
-                or (len(run) > 1 and _step(run[-1], copy_template) != _step(*run[:2]))
+                _index_step(run[-1], copy_template)[0] < 0
+                or (len(run) > 1 and _index_step(run[-1], copy_template) != _index_step(*run[:2]))
             ):
                 merged.append(_stack_series(run))
                 run = []
@@ -164,7 +164,7 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
     return merged if len(merged) == len(copy_templates) else merge_series(merged)
 
 
-def _step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
+def _index_step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
     return b.source_offset - a.source_offset, b.destination_offset - a.destination_offset
 
 
@@ -173,7 +173,7 @@ def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
     if len(run) == 1:
         return run[0]
     first = run[0]
-    source_step, destination_step = _step(first, run[1])
+    source_step, destination_step = _index_step(first, run[1])
     return first._replace(
         shape=(len(run), *first.shape),
         source_strides=(source_step, *first.source_strides),

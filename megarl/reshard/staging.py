@@ -159,19 +159,19 @@ class SharedSlots:
         packed = self._counts[self._rank][0]
         # The previous exchange may still be unread in the other slot. Before the first exchange of a reshard everything
         # must be read: the earlier reshard's last exchange may have used either slot.
-        self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
+        self._wait_for_ranks(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
 
     def depart(self, exchange: int) -> None:
         self._counts[self._rank][0] += 1
 
     def arrive(self) -> None:
         read = self._counts[self._rank][1]
-        self._wait(self._senders, lambda rank: self._counts[rank][0] > read)
+        self._wait_for_ranks(self._senders, lambda rank: self._counts[rank][0] > read)
 
     def release(self) -> None:
         self._counts[self._rank][1] += 1
 
-    def _wait(self, ranks: Iterable[int], is_ready: Callable[[int], bool]) -> None:
+    def _wait_for_ranks(self, ranks: Iterable[int], is_ready: Callable[[int], bool]) -> None:
         """Wait until `is_ready` for each rank.
 
         Raises PeerGoneError if a rank has ended or left, TimeoutError after the patience.

@@ -74,7 +74,7 @@ class ModelShard:
         self.config = parts.megatron_config(
             recipe, shape, parallel, dtype=self.dtype, sequence_parallel=self.sequence_parallel
         )
-        self.chunks = [self._build(index).to(self.device) for index in range(parallel.vpp)]
+        self.chunks = [self._build_chunk(index).to(self.device) for index in range(parallel.vpp)]
         for name, parameter in self.parameters.items():
             if ".experts." in name:
                 # Without expert parallelism, Megatron-Core 0.16.1 treats experts as replicated over the dense
@@ -88,7 +88,7 @@ class ModelShard:
         self.update_feeds: list[RowFeed] = []
         """Further feeds, of forward passes with gradients only."""
 
-    def _build(self, index: int) -> PackedModel:
+    def _build_chunk(self, index: int) -> PackedModel:
         return self.parts.build_chunk(
             self.recipe, self.config, self.shape, vp_stage=self._vp_stage(index), **self._head_settings()
         )

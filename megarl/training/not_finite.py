@@ -81,7 +81,7 @@ def _list_candidates(
     chunks = list(zip(list_chunk_numbers(len(model.chunks)), model.chunks, strict=True))
     for chunk_number, chunk in chunks:
         weights = dict(chunk.named_parameters())
-        yield from _find_faults("weight", chunk_number, weights, make_model_namer(chunk))
+        yield from _find_not_finite_tensors("weight", chunk_number, weights, make_model_namer(chunk))
     yield from (("output", output.place, output.name) for output in trace.outputs() if output.number)
     for row, row_losses in enumerate(losses):
         if not np.isfinite(row_losses).all():
@@ -96,12 +96,12 @@ def _list_candidates(
             name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
         }
         gradients = {name: parameter.main_grad for name, parameter in trained.items()}
-        faults = list(_find_faults("gradient", chunk_number, gradients, make_model_namer(chunk)))
+        faults = list(_find_not_finite_tensors("gradient", chunk_number, gradients, make_model_namer(chunk)))
         # Gradients are searched from the last layer to the first, so their places are negative.
         yield from ((kind, Place(0, -place.chunk, -place.call), name) for kind, place, name in reversed(faults))
 
 
-def _find_faults(
+def _find_not_finite_tensors(
     kind: str, chunk: int, tensors: Mapping[str, Tensor], rename: Callable[[str], str]
 ) -> Iterator[tuple[str, Place, str]]:
     """Yield a chunk's tensors [*shape] that are not finite: kind, place and name in the model."""

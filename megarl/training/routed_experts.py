@@ -60,15 +60,15 @@ class StoredExperts:
         self._arrays = {number: self._arrays[number] for number in self._local_numbers(handles)}
         return num_bytes
 
-    def read_span(self, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Return the experts [end - first, layers, top_k] of the tokens `first` to `end` of a completion.
+    def read_span(self, number: int, first_token: int, end_token: int) -> NDArray[np.int16]:
+        """Return the experts [tokens, layers, top_k] of a span of tokens. `number` is that of the completion's handle.
 
         The last token never went through the model. No later token depends on its experts, so any are valid.
         """
         if number not in self._arrays:
             raise KeyError(f"rank {self._rank} does not hold routed experts number {number}")
         experts = self._arrays[number]
-        return experts[np.minimum(np.arange(first, end), len(experts) - 1)]
+        return experts[np.minimum(np.arange(first_token, end_token), len(experts) - 1)]
 
     def save(self, folder: Path) -> None:
         """Write the stored experts into a checkpoint's folder, one file per sampling rank. Raises DiskFullError."""

@@ -194,7 +194,7 @@ async def test_stopped_ranks_are_searched_after_a_cancellation_only(
         ranks.on_lost = lambda group, error: None
     calls = ReshardCalls(ranks)
     tasks_before = asyncio.all_tasks()
-    async with calls._watch("reshard", 60.0):
+    async with calls._watch_call("reshard", 60.0):
         for _ in range(10):
             await asyncio.sleep(0)
         assert not any(group.asked.is_set() for group in groups)
@@ -216,7 +216,7 @@ async def test_a_reshard_has_time_to_find_and_end_the_group_at_fault(
     group = Mock(scatter=AsyncMock(return_value=[]))
     calls = ReshardCalls(ranks)
     for expected in (slack_if_fatal, slack_if_lost):
-        await calls._call(group, "reshard", [True], 3, limit=limit)
+        await calls._make_call(group, "reshard", [True], 3, limit=limit)
         assert group.scatter.await_args.kwargs["slack_seconds"] == expected
         ranks.on_lost = Mock()
 

@@ -229,7 +229,7 @@ def train(worker: Any, num_tokens: int) -> dict[str, float]:
             )
         ]
     )
-    compute, spent = Ledger._compute, [0.0]
+    compute, spent = Ledger._compute_checksums, [0.0]
 
     def timed(ledger: Ledger) -> Any:
         started = time.process_time()
@@ -243,7 +243,7 @@ def train(worker: Any, num_tokens: int) -> dict[str, float]:
         Request(f"{number}", token_ids[:8].astype(np.int32), settings, number)
         for number in range(num_tokens // NEW_TOKENS)
     ]
-    setattr(Ledger, "_compute", timed)  # noqa: B010
+    setattr(Ledger, "_compute_checksums", timed)  # noqa: B010
     started = time.process_time()
     weight_checks = worker.find_part(WeightChecks)
     weight_checks.compare_weights()
@@ -253,5 +253,5 @@ def train(worker: Any, num_tokens: int) -> dict[str, float]:
     worker.advance((requests if worker.engine.is_leader else (), ()), float("inf"), None)
     worker.sleep_engine()
     step = time.process_time() - started
-    setattr(Ledger, "_compute", compute)  # noqa: B010
+    setattr(Ledger, "_compute_checksums", compute)  # noqa: B010
     return {"checks": spent[0], "step": step}

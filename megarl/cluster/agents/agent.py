@@ -219,7 +219,7 @@ class Agent:
                 message = await reader.readexactly(size)
                 self._take_answer(rank.call, ANSWER.pack(process_number, size), message)
         # Send the answers that arrived before the rank's end first.
-        self._send(rank.call)
+        self._send_answers(rank.call)
         await asyncio.wait([rank.forked.ended], timeout=_EXIT_SECONDS)
         has_exited = rank.forked.ended.done()
         self._send_event(
@@ -244,12 +244,12 @@ class Agent:
         """Add an answer to its call. Send when all are present, or a short time after the first."""
         call.num_awaited -= 1
         if not call.unsent_answers and call.num_awaited > 0:
-            asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._send, call)
+            asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._send_answers, call)
         call.unsent_answers += answer
         if call.num_awaited <= 0:
-            self._send(call)
+            self._send_answers(call)
 
-    def _send(self, call: _NodeCall) -> None:
+    def _send_answers(self, call: _NodeCall) -> None:
         self._upward.write(b"".join(call.unsent_answers))
         call.unsent_answers.clear()
 

@@ -59,7 +59,7 @@ class MemoryFiles:
         """Open files of this node's ranks, by name, with `path`, `size` and `checksum`. Raises OSError."""
         for name, fields in files.items():
             descriptor = os.open(fields["path"], os.O_RDWR | os.O_CLOEXEC)
-            self._add(name, _MemoryFile(descriptor, fields["size"], fields["checksum"]))
+            self._add_file(name, _MemoryFile(descriptor, fields["size"], fields["checksum"]))
 
     async def list_files(self, checks: bool) -> dict[str, Any]:
         """Return `files` as `hold` takes them, and the names of `damaged` files.
@@ -98,9 +98,9 @@ class MemoryFiles:
         """Receive files offered by another agent. Raises OSError or PeerLostError."""
         received_files = await asyncio.to_thread(_receive_files, (address[0], address[1]), bytes.fromhex(key), files)
         for name, file in received_files.items():
-            self._add(name, file)
+            self._add_file(name, file)
 
-    def _add(self, name: str, file: _MemoryFile) -> None:
+    def _add_file(self, name: str, file: _MemoryFile) -> None:
         if (earlier_file := self._files.pop(name, None)) is not None:
             os.close(earlier_file.descriptor)
         self._files[name] = file

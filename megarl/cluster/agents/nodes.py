@@ -177,9 +177,9 @@ class ConnectedNodes(Nodes):
             num_launched = await launch((self.host(), server.getsockname()[1]), self._key)
             connected = await self._accept_agents(server, num_needed, num_launched, timeout_seconds)
         for introduction in in_order(connected):
-            await self._add(connected[introduction], introduction)
+            await self._add_agent(connected[introduction], introduction)
 
-    async def _add(self, connected: socket.socket, introduction: Introduction) -> None:
+    async def _add_agent(self, connected: socket.socket, introduction: Introduction) -> None:
         """Welcome an agent. Its node gets the number of a lost node, or else the next number."""
         welcome = {
             "folder": os.getcwd(),

@@ -76,7 +76,7 @@ class Inbox:
         self._commands: SimpleQueue[bytes | Exception | None] = SimpleQueue()
         # Never closed: closing would wait for the thread, and the thread reads until the driver disconnects.
         stream = connected.makefile("rb")
-        Thread(target=self._read, args=(stream,), name="inbox", daemon=True).start()
+        Thread(target=self._read_commands, args=(stream,), name="inbox", daemon=True).start()
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield commands until the driver closes the connection. Raises OSError if it breaks."""
@@ -87,7 +87,7 @@ class Inbox:
             # Free a large batch now, not when the next command arrives.
             command = None
 
-    def _read(self, stream: BinaryIO) -> None:
+    def _read_commands(self, stream: BinaryIO) -> None:
         """Queue the commands of the driver until the connection ends. Execute cancellations at once, in this thread."""
         try:
             while head := stream.read(HEAD.size):

@@ -54,7 +54,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in _HOST_MEMORY_FAULTS)
 
 
-def _report(error: Exception) -> dict[str, Any]:
+def _describe_error(error: Exception) -> dict[str, Any]:
     """Return an exception as plain data: the driver may be unable to unpickle its class."""
     traceback_text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ class _Host:
         return profile.stop(folder, first_rank + int(os.environ["RANK"]))
 
 
-def _close(worker: Any) -> None:
+def _close_worker(worker: Any) -> None:
     if hasattr(worker, "close"):
         worker.close()
 
@@ -198,12 +198,12 @@ def serve(sock: socket.socket) -> None:
                     result = call()
                 answer = pack((True, result, _stop_signal))
             except Exception as error:
-                answer = pack((False, _report(error), _stop_signal))
+                answer = pack((False, _describe_error(error), _stop_signal))
             # Free a large batch or result now, not when the next command arrives.
             command = call = result = None
             sock.sendall(answer)
         # Before the connection ends: the agent reports its end as the end of this process.
-        _close(host.worker)
+        _close_worker(host.worker)
 
 
 def leave() -> NoReturn:

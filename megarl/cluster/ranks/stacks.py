@@ -48,7 +48,7 @@ def summarise_stacks(stack_texts: Mapping[int, str]) -> str:
         lines_shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
         ranks_by_frames.setdefault("\n".join(lines_shown or ["  wrote no stack"]), []).append(rank)
     # Rare stacks come first: most ranks only wait for the few ranks elsewhere.
-    rarest_first = sorted(ranks_by_frames.items(), key=lambda kind: len(kind[1]))
+    rarest_first = sorted(ranks_by_frames.items(), key=lambda frames_and_ranks: len(frames_and_ranks[1]))
     lines = ["Where the ranks stood; their logs have all threads:"]
     for frames, ranks in rarest_first[:_MOST_STACKS]:
         lines += [name_ranks(ranks), frames]

@@ -22,37 +22,37 @@ def error_page(title: str | Path, problems: Sequence[str]) -> str:
 
 
 def explain_error(
-    kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]
+    error_type: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]
 ) -> str:
     """Return the message for a pydantic error as one or several lines.
 
-    `kind`: its type; `loc`: its place (keys and indices). The message quotes `references`, unresolved texts such as
-    `${model.path}` by place.
+    `error_type`: its type; `loc`: its place (keys and indices). The message quotes `references`, unresolved texts such
+    as `${model.path}` by place.
     """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
     written_value = plain_value(value, loc, references)
     # Errors about a whole key.
-    if kind == "missing":
+    if error_type == "missing":
         return _explain_missing(place)
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         return "\n".join(_explain_unknown(place, written_value))
-    if kind == "two_answers":
+    if error_type == "two_answers":
         answer = f"{place}.fields.answer"
         answer_loc = (*loc, "fields", "answer")
         name = plain_value(value["fields"]["answer"], answer_loc, references)
         return f"{answer} = {shorten_value(name)}: {message} (~{answer} on the command line)"
     # Errors about a value.
     assignment = f"{place} = {shorten_value(written_value)}"
-    if kind == "model_type":
+    if error_type == "model_type":
         return f"{assignment}: is a section; leave it out or set {', '.join(_list_children(place))}"
-    if is_key and kind == "literal_error":
+    if is_key and error_type == "literal_error":
         keys = message.removeprefix("Input should be ").replace("'", "")
         parent = place.rpartition(".")[0]
         return f"{place}: {written_value!r} is not a key of {parent}; its keys are {keys}. {_describe_place(place)}"
     if is_key:
         return f"{place}: bad name {written_value!r}; use letters, digits, dots, dashes and underscores"
-    return f"{assignment}: {_explain_value(kind, place, value, message)}"
+    return f"{assignment}: {_explain_value(error_type, place, value, message)}"
 
 
 def _explain_missing(place: str) -> str:
@@ -68,12 +68,12 @@ def _list_children(place: str) -> list[str]:
     return [f"{place}.{name}" for name in section.model_fields] if section else []
 
 
-def _explain_value(kind: str, place: str, value: Any, message: str) -> str:
+def _explain_value(error_type: str, place: str, value: Any, message: str) -> str:
     """Return the fault of a value, the nearest valid value or the way to remove it, and the field's description."""
     # pydantic's texts become sentences about a recipe.
     sentence = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
-    if kind in ("literal_error", "formula") and (nearest_choice := nearest_value(place, value)):
+    if error_type in ("literal_error", "formula") and (nearest_choice := nearest_value(place, value)):
         sentence += f"; did you mean {nearest_choice!r}?"
     elif field is not None and value is None and not field.is_required():
         sentence += f"; {removal(place)} on the command line removes it."

@@ -43,7 +43,7 @@ def merge(path: Path, overrides: Sequence[str]) -> Merged:
     merging = _Merging(tree, problems)
     for override in overrides:
         merging.apply(override)
-    values, references, unread = _resolve(path, merging.tree, merging.problems)
+    values, references, unread = _resolve_references(path, merging.tree, merging.problems)
     return Merged(values, references, merging.problems, unread, frozenset(merging.overridden))
 
 
@@ -137,13 +137,13 @@ class _Merging:
         for end in range(1, len(parts)):
             place = ".".join(parts[:end])
             if parts[end].isdecimal() and (
-                OmegaConf.is_list(self._select(place))
-                or (self._select(place) is None and _default_list(place) is not None)
+                OmegaConf.is_list(self._select_value(place))
+                or (self._select_value(place) is None and _default_list(place) is not None)
             ):
                 return place
         return None
 
-    def _select(self, place: str) -> Any:
+    def _select_value(self, place: str) -> Any:
         """Return the merged tree's value at a dotted place; None if it is absent."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -179,8 +179,8 @@ class _Merging:
 
     def _list_items(self, place: str) -> list[Any]:
         """Return a list's items as plain values; if the tree lacks it, its default."""
-        items = self._select(place)
-        items = self._select(recipe_field(place)) if items is None else items
+        items = self._select_value(place)
+        items = self._select_value(recipe_field(place)) if items is None else items
         return (_default_list(place) or []) if items is None else _to_plain(items)
 
     def _remove_item(self, place: str, number: int) -> None:
@@ -203,7 +203,7 @@ class _Merging:
         if parent and self._list_around(key) == parent:
             self._remove_item(parent, int(name))
             return
-        section = self._select(parent) if parent else self.tree
+        section = self._select_value(parent) if parent else self.tree
         if OmegaConf.is_dict(section) and name in section:
             del section[name]
         elif field_at(key) is None:
@@ -259,7 +259,9 @@ def _default_list(place: str) -> list[Any] | None:
     return [item.model_dump() if hasattr(item, "model_dump") else item for item in default]
 
 
-def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
+def _resolve_references(
+    path: Path, tree: Any, problems: list[str]
+) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
     """Return a tree's resolved values, its references to the environment, and its unresolvable fields.
 
     A reference is a text like `${oc.env:NAME}`, by its place (keys and indices).

@@ -86,10 +86,10 @@ def _default_text(name: str, field: FieldInfo) -> str:
     return f"`{_escape_cell(json.dumps(value, ensure_ascii=False))}`"
 
 
-def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
+def type_text(field_type: Any, metadata: Sequence[Any] = ()) -> str:
     """Return a field's type with its bounds for a reader: `integer ≥ 0`, `list of text`."""
-    arguments = get_args(kind)
-    match get_origin(kind):
+    arguments = get_args(field_type)
+    match get_origin(field_type):
         case origin if origin is Annotated:
             return type_text(arguments[0], _flatten_metadata(arguments[1:]))
         case origin if origin is Literal:
@@ -104,7 +104,7 @@ def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
         case origin if origin is dict:
             text = f"mapping to {type_text(arguments[1])}"
         case _:
-            text = _TYPES.get(kind) or ("section" if hasattr(kind, "model_fields") else "any value")
+            text = _TYPES.get(field_type) or ("section" if hasattr(field_type, "model_fields") else "any value")
     return " ".join([text, *_bound_texts(metadata)])
 
 

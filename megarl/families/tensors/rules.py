@@ -169,12 +169,13 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
     return Rule(parameter, "every_layer", tensors, 0, (block,))
 
 
-def _query_segments(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment, ...]:
+def _query_segments(tensor: str, heads: range, width: int, has_gates: bool) -> tuple[Segment, ...]:
+    """Return the rows of these heads: all queries, then their gates, which alternate by head in files."""
     if not has_gates:
-        return (Segment(q, heads.start * width, heads.stop * width),)
+        return (Segment(tensor, heads.start * width, heads.stop * width),)
     kinds = ((0, width), (width, 2 * width))
     return tuple(
-        Segment(q, 2 * head * width + start, 2 * head * width + stop) for start, stop in kinds for head in heads
+        Segment(tensor, 2 * head * width + start, 2 * head * width + stop) for start, stop in kinds for head in heads
     )
 
 

@@ -65,22 +65,24 @@ class _RunPair:
         return chain_of(self._first / RECORDS, step) != chain_of(self._second / RECORDS, step)
 
 
-def bisect(first: Path, second: Path) -> Bisection:
+def bisect(first_run: Path, second_run: Path) -> Bisection:
     """Return the first recorded step in which two runs differ.
 
     With equal parallel sizes, a binary search reads about log2(steps) records: each has a checksum of all earlier ones
     (`StepRecord.chain`). Otherwise all records are compared. Raises ConfigError if the runs cannot be compared, or
     DataError for a damaged record.
     """
-    for run in (first, second):
+    for run in (first_run, second_run):
         RunRecord.open_of_this_version(run)
-    common_steps = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
+    common_steps = sorted(recorded_steps(first_run / RECORDS) & recorded_steps(second_run / RECORDS))
     if not common_steps:
-        raise ConfigError(f"{first} and {second} have no recorded step in common; record both with train.record")
-    records = _RunPair(first, second)
+        raise ConfigError(
+            f"{first_run} and {second_run} have no recorded step in common; record both with train.record"
+        )
+    records = _RunPair(first_run, second_run)
     last_step = common_steps[-1]
-    first_run_last, second_run_last = records.load(last_step)
-    if first_run_last.layout == second_run_last.layout:
+    first_last_record, second_last_record = records.load(last_step)
+    if first_last_record.layout == second_last_record.layout:
         index = bisect_left(common_steps, True, key=records.differ_until)
         if index == len(common_steps):
             return Bisection(None, (), last_step, records.num_read)

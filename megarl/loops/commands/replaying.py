@@ -338,26 +338,26 @@ class _StepExecutor:
 
     async def compare(self, step: int) -> StepComparison:
         record = StepRecord.load(self._prepared.run / RECORDS, step, self._find_problem)
-        batch, _, metrics = await self._execute(record, self._prepared.recipe, self._models, record.groups)
+        batch, _, metrics = await self._execute_step(record, self._prepared.recipe, self._models, record.groups)
         comparison = await self._compare_record(record, batch, metrics)
         # After the fingerprints, as in a run.
         await move_reference(self._models, self._prepared.recipe, step)
         return comparison
 
     async def compare_changed(
-        self, number: int, state: Path, pools: Mapping[str, RewardPool]
+        self, step_number: int, state: Path, pools: Mapping[str, RewardPool]
     ) -> tuple[StepComparison, Effect]:
         """Execute a step twice from the same state: as in the run, then with the changed recipe.
 
         `state` is a folder for the trainer's state in between. `pools` score completions with the changed rewards.
         """
         prepared = self._prepared
-        record = StepRecord.load(prepared.run / RECORDS, number, self._find_problem)
+        record = StepRecord.load(prepared.run / RECORDS, step_number, self._find_problem)
         # As in the run.
         state.mkdir()
         await self._trainers.call("save_checkpoint", state, False, False)
         await self._trainers.call("finish_checkpoint", True)
-        batch, groups, metrics = await self._execute(record, prepared.recipe, self._models, record.groups)
+        batch, groups, metrics = await self._execute_step(record, prepared.recipe, self._models, record.groups)
         comparison = await self._compare_record(record, batch, metrics)
         logprobs = await self._policy.forward(batch)
         # Go back to the state before the step, and execute it with the changes.
@@ -371,7 +371,9 @@ class _StepExecutor:
             record = replace(record, kl_coefficient=changed_recipe.algorithm.kl_coefficient)
         # Some objectives need all segments of a sample in one microbatch.
         models = make_rank_models(changed_recipe, prepared.parallel, self._trainers)
-        changed_batch, changed_groups, other_metrics = await self._execute(record, changed_recipe, models, rescored)
+        changed_batch, changed_groups, other_metrics = await self._execute_step(
+            record, changed_recipe, models, rescored
+        )
         other_logprobs = await self._policy.forward(changed_batch)
         effect = Effect(
             {
@@ -385,7 +387,7 @@ class _StepExecutor:
         )
         return comparison, effect
 
-    async def _execute(
+    async def _execute_step(
         self, record: StepRecord, recipe: Recipe, models: Mapping[str, RankModel], groups: Sequence[Group]
     ) -> tuple[RLBatch, list[Group], dict[str, float]]:
         """Execute a step from log-probs to updates. Return its batch, groups and update metrics."""

@@ -55,28 +55,30 @@ class Profiles:
         """Task that writes the newest step's trace."""
 
     @asynccontextmanager
-    async def record_step(self, number: int) -> AsyncIterator[None]:
+    async def record_step(self, step_number: int) -> AsyncIterator[None]:
         """Context that profiles one step. A failed step has no profile."""
         async with AsyncExitStack() as stack:
             # Spans last, so that they do not include the start and the files of torch's profiles.
             if self._torch_kinds:
-                await stack.enter_async_context(self._profiled_by_torch(number))
+                await stack.enter_async_context(self._profiled_by_torch(step_number))
             if self._has_spans:
-                await stack.enter_async_context(self._spans_recorded(number))
+                await stack.enter_async_context(self._spans_recorded(step_number))
             yield
 
     @asynccontextmanager
-    async def _profiled_by_torch(self, number: int) -> AsyncIterator[None]:
+    async def _profiled_by_torch(self, step_number: int) -> AsyncIterator[None]:
         """Context of one step: torch profiles all ranks, and writes files to profiles/step_NNNNNN/."""
         await self._ranks.call("__profile__", self._torch_kinds)
         yield
-        folder = self._folder.profiles_folder.absolute() / f"step_{number:06d}"
+        folder = self._folder.profiles_folder.absolute() / f"step_{step_number:06d}"
         names = await self._ranks.call_with_first_rank("__profile_end__", folder)
         files = sum(map(len, names))
-        self._tracker.info(f"profile of step {number}: {files} files of {' and '.join(self._torch_kinds)} in {folder}")
+        self._tracker.info(
+            f"profile of step {step_number}: {files} files of {' and '.join(self._torch_kinds)} in {folder}"
+        )
 
     @asynccontextmanager
-    async def _spans_recorded(self, number: int) -> AsyncIterator[None]:
+    async def _spans_recorded(self, step_number: int) -> AsyncIterator[None]:
         """Context of one step: driver and ranks record spans, and their trace is written."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engine_spans(self._writing))
@@ -86,7 +88,7 @@ class Profiles:
             began = time.monotonic()
             try:
                 yield
-                step_span = (f"step {number}", began, time.monotonic())
+                step_span = (f"step {step_number}", began, time.monotonic())
             finally:
                 driver_spans = record(False)
             trainer_answers = await self._ranks.trainers.call("__spans__", False)
@@ -95,9 +97,9 @@ class Profiles:
             offsets_of_engines.cancel()
             raise
         spans = [spans for _, spans in trainer_answers]
-        trace_values = {"step": number, "seconds_of_a_span": measure_span_seconds()}
+        trace_values = {"step": step_number, "seconds_of_a_span": measure_span_seconds()}
         self._writing = asyncio.create_task(
-            self._write(step_span, driver_spans, offsets, spans, offsets_of_engines, trace_values)
+            self._write_trace(step_span, driver_spans, offsets, spans, offsets_of_engines, trace_values)
         )
         if not self._ranks.is_separate:
             await self._writing
@@ -120,7 +122,7 @@ class Profiles:
             await earlier
         return await _start_spans(self._ranks.call_engines)
 
-    async def _write(
+    async def _write_trace(
         self,
         step_span: Span,
         driver_spans: list[Span],
@@ -136,10 +138,10 @@ class Profiles:
         offsets = offsets + await offsets_of_engines
         if self._ranks.is_separate:
             spans = spans + [rank_spans for _, rank_spans in await self._ranks.call_engines("__spans__", False)]
-        number = trace_values["step"]
+        step_number = trace_values["step"]
         # Spans and offsets are matched by position, so a changed set of engines would mix up ranks.
         if len(spans) != len(offsets):
-            self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
+            self._tracker.notice(f"step {step_number} has no profile: an engine was lost or has joined during the step")
             return
         # Shift the ranks' spans to the driver's clock, so that all share one time axis.
         tracks = [Track("driver", driver_spans)] + [
@@ -152,11 +154,11 @@ class Profiles:
             "covered_by_ranks": rank_share,
             "spans": [len(track.spans) for track in tracks],
         }
-        path = self._folder.profiles_folder / f"step_{number:06d}.json"
+        path = self._folder.profiles_folder / f"step_{step_number:06d}.json"
         path.parent.mkdir(exist_ok=True)
         replace_text(path, json.dumps(chrome_trace(tracks, step_span, trace_values)))
         self._tracker.info(
-            f"profile of step {number}: {path}, {share:.1%} of its time in spans, {rank_share:.1%} in calls of "
+            f"profile of step {step_number}: {path}, {share:.1%} of its time in spans, {rank_share:.1%} in calls of "
             "ranks; open it in ui.perfetto.dev"
         )
 

@@ -169,6 +169,7 @@ class WeightChecks(StepObserver):
         )
 
     def _make_error(self, problem: str, boxes: Sequence[Box]) -> MegarlError:
+        """Return the error that names the first of these boxes (parts of tensors)."""
         box_names = ", ".join(_format_box(box) for box in boxes[:_MOST_NAMED])
         remainder = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
         return MegarlError(

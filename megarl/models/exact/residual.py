@@ -12,10 +12,10 @@ def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 
     It replaces Megatron's `get_bias_dropout_add`. The arguments have no effect: exact models have no biases or dropout.
     """
-    return _add
+    return _add_residual
 
 
-def _add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+def _add_residual(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
     """Return the unrounded float32 sum of a layer's output and the rounded residual, all [tokens, 1, hidden_size].
 
     vLLM normalises the unrounded sum, and keeps the rounded sum as the next residual. So the sum stays float32 here. It

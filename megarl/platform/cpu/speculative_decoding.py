@@ -99,7 +99,7 @@ def _accept_greedy(
     for request, start, end in _requests(cu_num_draft_tokens):
         if is_greedy is None or is_greedy[request]:
             replacements = torch.cat((target_argmax[start:end], bonus_token_ids[request].view(1)))
-            _write(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
+            _write_tokens(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
 
 
 def _accept_random(
@@ -130,7 +130,7 @@ def _accept_random(
     for request, start, end in _requests(cu_num_draft_tokens):
         if not is_greedy[request]:
             replacements = torch.cat((recovered_token_ids[start:end], bonus_token_ids[request].view(1)))
-            _write(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
+            _write_tokens(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
 
 
 def _expand(
@@ -172,7 +172,7 @@ def _recover(
     output_token_ids.copy_((residual * noise).argmax(dim=-1))
 
 
-def _write(output: Tensor, drafts: Tensor, replacements: Tensor, is_accepted: Tensor) -> None:
+def _write_tokens(output: Tensor, drafts: Tensor, replacements: Tensor, is_accepted: Tensor) -> None:
     """Write the accepted first drafts of a request and one replacement after them into `output` [most drafts + 1].
 
     Shapes: drafts and is_accepted [drafts], replacements [drafts + 1]. The other entries of `output` stay.

@@ -122,7 +122,7 @@ class RowComparer(Recorder):
                 self._names[_storage(result)] = name
         return result
 
-    def _write(
+    def _handle_write(
         self, func: Any, named_parameter: tuple[str, Tensor], target: Tensor, arguments: Mapping[str, Any]
     ) -> None:
         """Compare some rows with the live parameter. vLLM's loader calls this in place of a write; nothing is written.

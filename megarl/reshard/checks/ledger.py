@@ -97,7 +97,7 @@ class Ledger:
     def take(self, version: int) -> RankChecksums:
         """Compute, store and return the checksums of a new version."""
         started = time.perf_counter()
-        values = self._compute()
+        values = self._compute_checksums()
         seconds = time.perf_counter() - started
         self.newest = RankChecksums(
             self._holder, version, self._boxes, values, self._dtypes, self._is_converted, seconds
@@ -110,7 +110,7 @@ class Ledger:
         if self.newest is None:
             return None
         started = time.perf_counter()
-        changed = np.flatnonzero(self._compute() != self.newest.values)
+        changed = np.flatnonzero(self._compute_checksums() != self.newest.values)
         boxes = tuple(self.newest.boxes[index] for index in changed)
         return RankChanges(self._holder, self.newest.version, boxes, time.perf_counter() - started)
 
@@ -129,7 +129,7 @@ class Ledger:
         names = self.storages if storages is None else storages
         return {number: self._checksum(number) for name in names for number in self._piece_indices.get(name, ())}
 
-    def _compute(self) -> NDArray[np.int64]:
+    def _compute_checksums(self) -> NDArray[np.int64]:
         checksums = [self._checksum(number) for number in range(len(self._layout))]
         # One copy to the host for all, because each copy waits for the device.
         return torch.stack(checksums).cpu().numpy() if checksums else np.zeros(0, np.int64)

@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(target, torch.Tensor):
                 continue
             if named_parameter := self._live.get(_storage(target)):
-                self._write(func, named_parameter, target, arguments)
+                self._handle_write(func, named_parameter, target, arguments)
                 return target
             if named_source := self._sources.get(_storage(target)):
                 self._zero_source(func, named_source, target)
@@ -135,7 +135,9 @@ class Recorder(TorchDispatchMode):
             self._copies[_storage(result)] = (result, args[0])
         return result
 
-    def _write(self, func, named_parameter: tuple[str, torch.Tensor], target: torch.Tensor, arguments: dict) -> None:
+    def _handle_write(
+        self, func, named_parameter: tuple[str, torch.Tensor], target: torch.Tensor, arguments: dict
+    ) -> None:
         """Record a write of vLLM's loader: padding, or a piece copied from a checkpoint tensor.
 
         Raises DirectWriteError for others.

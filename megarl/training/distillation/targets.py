@@ -38,9 +38,9 @@ class StoredTargets:
     def store(self, number: int, rows: NDArray[np.uint8]) -> None:
         self._rows[number] = rows
 
-    def read_span(self, number: int, first: int, end: int) -> NDArray[np.uint8]:
-        """Return the targets [end - first, bytes] of the trained tokens `first` to `end` of a sequence."""
-        return self._rows[number][first:end]
+    def read_span(self, number: int, first_token: int, end_token: int) -> NDArray[np.uint8]:
+        """Return the targets [tokens, bytes] of a span of a sequence's trained tokens."""
+        return self._rows[number][first_token:end_token]
 
     def clear(self) -> None:
         self._rows = {}

@@ -43,7 +43,7 @@ class Teacher(FrozenModel):
         self._num_common_tokens, self._stored = num_common_tokens, stored
         super().__init__(*args, **kwargs)
 
-    def _build(self, index: int) -> PackedModel:
+    def _build_chunk(self, index: int) -> PackedModel:
         """Build a chunk of the teacher. The last chunk outputs targets for the student."""
         return self.parts.build_policy(
             TeacherModel,

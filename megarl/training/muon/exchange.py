@@ -77,13 +77,13 @@ class MatrixExchange:
         for round_ in self._rounds:
             memory = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
             # Ranks without a matrix in this round still send their parts of other ranks' matrices.
-            self._copy(round_.gather, self._storages, memory)
+            self._copy_pieces(round_.gather, self._storages, memory)
             for first, shape in round_.matrices:
                 matrix = memory[_WHOLE][first : first + prod(shape)].view(shape)
                 matrix.copy_(compute(matrix))
-            self._copy(round_.scatter, memory, self._storages)
+            self._copy_pieces(round_.scatter, memory, self._storages)
 
-    def _copy(self, plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+    def _copy_pieces(self, plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         # Shared memory would cost a collective and new files in every round.
         Transport(plan, sources, destinations, dtype=_DTYPE, group=self._group, shared_memory=False).reshard()
 

@@ -69,7 +69,7 @@ class Save:
         _, buckets, self._results = request.async_fn_args or (None, [], None)
         self._buckets: list[Any] = [(name, *contents) for _, name, contents in buckets]
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write_files, name="checkpoint", daemon=True)
         rank_contents = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
         num_rank_bytes = sum(map(_num_bytes, rank_contents))
         total_bytes = torch.tensor(num_rank_bytes + _OVERHEAD_BYTES * (len(rank_contents) + 1), device=device.current())
@@ -120,7 +120,7 @@ class Save:
                 finalize()
         return self._manifest.files
 
-    def _write(self) -> None:
+    def _write_files(self) -> None:
         """Write this rank's files in a background thread, then put their storage information into Megatron's queue."""
         results_by_bucket = {}
         try:

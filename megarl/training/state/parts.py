@@ -47,9 +47,9 @@ def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
                 # Rows that only pad the vocabulary are never used. Their random values differ between layouts.
                 values = values[: max(model.shape.vocab_size - start[0], 0)]
             if values.numel():
-                yield StatePart(part.key, _name(part), start, values, is_main_replica(part.replica_id))
+                yield StatePart(part.key, _part_name(part), start, values, is_main_replica(part.replica_id))
 
 
-def _name(part: ShardedTensor) -> str:
+def _part_name(part: ShardedTensor) -> str:
     is_stacked = ".layers." in part.key and not any(word.isdigit() for word in part.key.split("."))
     return f"{part.key}[{part.global_offset[0]}]" if is_stacked else part.key

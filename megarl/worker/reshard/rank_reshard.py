@@ -34,7 +34,7 @@ class RankReshard:
         self._ends = ends
         with self._weights_on_device(version):
             # Planning and verifying need the live weights of both sides in memory.
-            plan = plan_reshard(ends, None if ends.engine is None else self._load)
+            plan = plan_reshard(ends, None if ends.engine is None else self._load_tensors)
             self.live_reshard = plan.live_reshard
             self.notices = list(plan.notices)
             """Texts for the user about how the weights are copied."""
@@ -139,7 +139,7 @@ class RankReshard:
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
 
-    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _load_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Pass tensors to the engine's weight loader as they arrive. Errors of the copies are raised unchanged."""
         copy_errors: list[Exception] = []
 
