@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
@@ -30,24 +30,18 @@ from megarl.files.atomic import (
 from megarl.files.folder_lock import HOME, FolderLock
 from megarl.files.strict_json import loads
 from megarl.tracking.draws import LEDGER
-from megarl.tracking.run_record import RunRecord, attempt_folders, whole_number
+from megarl.tracking.run_record import RunRecord, attempt_folders
+from megarl.tracking.run_status import RunStatus, State, describe_end
 from megarl.tracking.step_lines import StepLine, numbers_of, read_steps
 from megarl.types import (
     ConfigError,
-    EndedError,
     FaultyNodeError,
-    MegarlError,
     RunFolderLockedError,
-    StoppedError,
     StorageError,
 )
 
-State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
-
 RECORDS = "records"
 """Folder of the steps' records (train.record) in a run folder."""
-_STATUS_BYTES = 512
-"""Size of status.json in bytes, padded with spaces. So a final status fits even on a full disk."""
 
 JOURNAL = "attempts.journal"
 """File in a run folder: the journal of attempts by agent programs."""
@@ -107,7 +101,7 @@ class RunFolder:
         self._has_begun = False
         self._is_restart = restart
         self._attempt: dict[str, Any] = {}
-        self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
+        self._status = RunStatus(self.path / "status.json")
         # Lock before reading: the earlier run's state must not change any more.
         with storage_faults_named(self.path):
             self._lock = self._lock_folder(recipe.name, on_wait)
@@ -138,7 +132,7 @@ class RunFolder:
         MegarlError if the run was resumed from this step more than `most_restarts` times in a row. Raises StorageError
         if a file cannot be written; then nothing of an earlier start is lost.
         """
-        self._count_restart(step or 0, most_restarts)
+        self._status.count_restart(self._status_to_count, step or 0, most_restarts)
         with storage_faults_named(self.path):
             if self._is_restart:
                 self._move_aside()
@@ -156,12 +150,12 @@ class RunFolder:
                 self.resumed_line = StepLine(step or 0, numbers_of(unlogged), evaluation_follows=True)
                 append_whole(self.metrics_file, json.dumps(self.resumed_line.as_json()).encode() + b"\n")
             self.resumed_step = step or 0
-            self._status["step"] = self.resumed_step
+            self._status.facts["step"] = self.resumed_step
             if step is not None and (findings := _findings(self.earlier.status)):
-                self._status["health"] = findings
+                self._status.facts["health"] = findings
             # A start must not use faulty nodes, even without a checkpoint.
             if self._status_to_count and (nodes := self.earlier.bad_nodes):
-                self._status["bad_nodes"] = list(nodes)
+                self._status.facts["bad_nodes"] = list(nodes)
             self._has_begun = True
             self.set_status()
             # With train.epochs the number of steps depends on the data, so the recipe's text lacks it.
@@ -171,7 +165,7 @@ class RunFolder:
 
     def end_attempt(self, error: BaseException) -> None:
         """Record in attempt.json that an error ended this start. The same process may then `begin` another one."""
-        self._attempt |= {"ended": _now(), **self._status, "cause": f"{type(error).__name__}: {error}"}
+        self._attempt |= {"ended": _now(), **self._status.facts, "cause": f"{type(error).__name__}: {error}"}
         self.describe({})
         self.earlier = RunRecord.read(self.path)
         self._status_to_count = self.earlier.status
@@ -197,14 +191,10 @@ class RunFolder:
         """
         self._lock.check()
         arguments = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
-        self._status |= {field: value for field, value in arguments.items() if value is not None}
-        if not self._is_config_current and self._status["step"] > self.resumed_step:
+        self._status.facts |= {field: value for field, value in arguments.items() if value is not None}
+        if not self._is_config_current and self._status.facts["step"] > self.resumed_step:
             self._write_config()
-        text = json.dumps(self._status)
-        if self._status["state"] in ("starting", "running"):
-            # Pad now, so that `_overwrite_status` needs no more bytes on a full disk.
-            text = text.ljust(_STATUS_BYTES - 1)
-        replace_text(self.path / "status.json", text + "\n")
+        self._status.write()
 
     def describe(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts about this start to attempt.json, in sections like `machine` and `versions`. Raises OSError."""
@@ -214,7 +204,7 @@ class RunFolder:
 
     @property
     def status(self) -> Mapping[str, Any]:
-        return self._status
+        return self._status.facts
 
     @property
     def dead_owner(self) -> str | None:
@@ -223,19 +213,19 @@ class RunFolder:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        return list(self._status.get("health", ()))
+        return list(self._status.facts.get("health", ()))
 
     def set_not_finite(self, facts: Mapping[str, Any]) -> None:
         """Record in status.json the newest tensor that was not finite: step, model, kind, name, layer, ranks, nodes."""
-        self._status["not_finite"] = dict(facts)
+        self._status.facts["not_finite"] = dict(facts)
         self.set_status()
 
     @property
     def bad_nodes(self) -> list[str]:
-        return list(self._status.get("bad_nodes", ()))
+        return self._status.bad_nodes
 
     def add_finding(self, finding: Mapping[str, Any]) -> None:
-        self._status["health"] = [*self.findings, dict(finding)]
+        self._status.facts["health"] = [*self.findings, dict(finding)]
         self.set_status()
 
     @property
@@ -268,25 +258,6 @@ class RunFolder:
             line = json.dumps({"time": _now(), "step": step, "text": text}).encode() + b"\n"
             with suppress(OSError):
                 append_whole(self.logs_folder / "notices.jsonl", line)
-
-    def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count consecutive resumes without a completed step, as `restarts` in status.json. Raises MegarlError above
-        the limit.
-        """
-        # The new start may be from the beginning, so remove an earlier value.
-        self._status.pop("resumed_step", None)
-        if step:
-            self._status["resumed_step"] = step
-        # A newer checkpoint than at the last resume means progress, so count from zero again.
-        if not self._status_to_count or step > whole_number(self._status_to_count.get("resumed_step")):
-            return
-        restarts = whole_number(self._status_to_count.get("restarts"))
-        if most_restarts is not None and restarts >= most_restarts:
-            raise MegarlError(
-                f"{self.path}: resumed {restarts} times from step {step} without completing a further step; logs/ has "
-                f"the cause. Fix it, then set cluster.max_restarts={restarts + 1}."
-            )
-        self._status["restarts"] = restarts + 1
 
     def _move_aside(self) -> None:
         """Move the folder's contents into a new subfolder of `earlier/`."""
@@ -337,7 +308,7 @@ class RunFolder:
                 self._set_end(storage_fault or error)
         except (OSError, StorageError) as failure:
             try:
-                self._overwrite_status()
+                self._status.overwrite()
             except OSError:
                 storage_fault = storage_fault or storage_error(self.path, failure)
                 if storage_fault is None:
@@ -349,38 +320,13 @@ class RunFolder:
 
     def _set_end(self, error: BaseException | None) -> None:
         """Write success, or the error that ended the run, to status.json."""
-        if error is None:
-            self.set_status("done", exit_code=0)
-        elif isinstance(error, KeyboardInterrupt):
-            self.set_status("interrupted", cause="interrupted from the keyboard", exit_code=130)
-        else:
-            code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
-            rank = getattr(error, "rank", None)
-            if isinstance(error, FaultyNodeError) and error.nodes:
-                self._status["bad_nodes"] = list(dict.fromkeys([*self.bad_nodes, *error.nodes]))
-            state_by_error: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
-            state = state_by_error.get(type(error), "failed")
-            self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
-        self._attempt |= {"ended": _now(), **self._status}
+        if isinstance(error, FaultyNodeError):
+            self._status.add_bad_nodes(error.nodes)
+        self.set_status(**describe_end(error))
+        self._attempt |= {"ended": _now(), **self._status.facts}
         # status.json has the same facts, so a full disk changes nothing here.
         with suppress(OSError):
             self.describe({})
-
-    def _overwrite_status(self) -> None:
-        """Overwrite status.json in place, with as much of the cause as fits.
-
-        A full disk has no space for a new file. The write is not atomic, so a reader may briefly see invalid JSON.
-        """
-        with (self.path / "status.json").open("r+b", buffering=0) as file:
-            max_bytes = os.fstat(file.fileno()).st_size
-            content = json.dumps(self._status).encode() + b"\n"
-            # JSON escapes lengthen the text, so check the length again after each cut.
-            while len(content) > max_bytes and self._status["cause"]:
-                self._status["cause"] = self._status["cause"][: max_bytes - len(content)]
-                content = json.dumps(self._status).encode() + b"\n"
-            file.write(content)
-            file.truncate()
-            os.fsync(file.fileno())
 
     def _lock_folder(self, name: str, on_wait: Callable[[str], None]) -> FolderLock:
         try:
