@@ -293,8 +293,8 @@ def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str,
         "activations": uses["train"].use("activations").host_bytes,
         "offloaded copies": memory.policy.offloaded_bytes(offload),
         "page-locked": memory.host_copies,
-        "engine weights": memory.engine_weight_bytes,
-        "KV cache": memory.cache_bytes,
+        "engine weights": memory.engine.weight_bytes,
+        "KV cache": memory.engine.cache_bytes,
         "staging": memory.staging,
     }
 

@@ -51,8 +51,8 @@ def memory_table(
     phases = tuple(
         max(rank_phases, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for rank_phases in by_name.values()
     )
-    engine_memory = next((memory for memory in memories if memory.has_engine), None)
-    cache = None if engine_memory is None else engine_memory.cache_capacity()
+    engine = next((memory.engine for memory in memories if memory.has_engine), None)
+    cache = None if engine is None else engine.cache_capacity()
     return MemoryTable(phases=phases, cache=cache, is_gpu=platform.is_gpu)
 
 
@@ -141,13 +141,13 @@ class RankPhases:
         ]
         if states.merged and not self.memory.recipe.sends_adapter:
             uses.append(MemoryUse("merged adapters", device_bytes=states.merged))
-        if self.memory.unquantised_weight_bytes:
-            uses.append(MemoryUse("unquantised weights", device_bytes=self.memory.unquantised_weight_bytes))
+        if self.memory.engine.unquantised_weight_bytes:
+            uses.append(MemoryUse("unquantised weights", device_bytes=self.memory.engine.unquantised_weight_bytes))
         # On a colocated GPU the cache is released during a reshard.
-        cache = 0 if self.memory.platform.is_gpu and not is_alone else self.memory.cache_bytes
+        cache = 0 if self.memory.platform.is_gpu and not is_alone else self.memory.engine.cache_bytes
         return [
             *uses,
-            MemoryUse("engine weights", device_bytes=self.memory.engine_weight_bytes),
+            MemoryUse("engine weights", device_bytes=self.memory.engine.weight_bytes),
             MemoryUse("KV cache", device_bytes=cache),
             MemoryUse("staging", device_bytes=self.memory.staging),
         ]
@@ -302,9 +302,9 @@ class RankPhases:
 
     def _list_awake_engine(self) -> list[MemoryUse]:
         return [
-            MemoryUse("engine weights", device_bytes=self.memory.engine_weight_bytes),
-            MemoryUse("KV cache", device_bytes=self.memory.cache_bytes),
-            MemoryUse("engine step", device_bytes=self.memory.engine_step_bytes),
+            MemoryUse("engine weights", device_bytes=self.memory.engine.weight_bytes),
+            MemoryUse("KV cache", device_bytes=self.memory.engine.cache_bytes),
+            MemoryUse("engine step", device_bytes=self.memory.engine.step_bytes),
         ]
 
     def _list_idle_engine(self) -> list[MemoryUse]:
@@ -316,8 +316,8 @@ class RankPhases:
         if not self.memory.platform.is_gpu:
             return self._list_awake_engine()[:2]
         has_drafter = self.memory.has_engine and self.memory.recipe.drafter is not None
-        is_copied = has_drafter or self.memory.adapter_slot_bytes > 0
-        return [MemoryUse("sleeping engine", host_bytes=self.memory.engine_weight_bytes)] if is_copied else []
+        is_copied = has_drafter or self.memory.engine.adapter_slot_bytes > 0
+        return [MemoryUse("sleeping engine", host_bytes=self.memory.engine.weight_bytes)] if is_copied else []
 
     def _add_libraries(self, uses: list[MemoryUse]) -> Iterator[MemoryUse]:
         """Yield the uses, then libraries and checkpoint copies. On CPUs everything counts as host memory."""
@@ -327,7 +327,7 @@ class RankPhases:
             yield MemoryUse(
                 "NCCL", device_bytes=sum(communicator.num_bytes for communicator in self.memory.communicators)
             )
-            yield MemoryUse("CUDA graphs", device_bytes=self.memory.cuda_graphs)
+            yield MemoryUse("CUDA graphs", device_bytes=self.memory.engine.cuda_graphs)
             # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
             # wastes more, by an unknown amount.
             temporary_bytes = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
