@@ -183,20 +183,14 @@ def to_hf(
     with new_folder(out) as manifest, _files_checked(root):
         source = CheckpointReader(checkpoint, model)
         model = source.model
-        dtypes = _converted_dtypes(source, model, dtype)
         unchanged_tensors, copies = split_unchanged_tensors(model_folder, model)
-        # Shape and dtype of each tensor in the files. A copy has those of its original.
-        stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
-        stored |= {name: stored[original] for name, original in copies.items()}
-        shapes = checkpoint_tensors(model)
-        shapes |= {name: shapes[original] for name, original in copies.items()}
-        shapes_and_dtypes = {name: (shape, stored[name]) for name, shape in shapes.items()}
+        shapes_and_dtypes = _list_file_tensors(model, _converted_dtypes(source, model, dtype), copies)
         model_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes_and_dtypes.values())
         # Use the folder's own index if it names exactly these tensors. Otherwise pack them into files of equal size.
         files_of_index = None
         if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
             # None if the files hold kept tensors that the index lacks.
-            files_of_index = _read_index(model_folder, [*stored, *unchanged_tensors])
+            files_of_index = _read_index(model_folder, [*shapes_and_dtypes, *unchanged_tensors])
         if files_of_index is not None:
             manifest.copy(model_folder / INDEX, INDEX)
             checksums = _write_files(
@@ -215,7 +209,7 @@ def to_hf(
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
     return Conversion(
         folder=out,
-        num_tensors=len(stored),
+        num_tensors=len(shapes_and_dtypes),
         weight_bytes=model_bytes,
         seconds=time.perf_counter() - started,
         is_verified=verify,
@@ -343,6 +337,18 @@ def _write_records(
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{name}_version": 1 for name in backends}
     manifest.append(f"{RELEASE}/{BACKEND}", json.dumps({**backends, **versions}).encode())
+
+
+def _list_file_tensors(
+    model: ModelShape, dtypes: Mapping[str, torch.dtype], copies: Mapping[str, str]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of each tensor in the model's files. A copy has those of its original.
+
+    `dtypes` are those of the tensors before experts are packed.
+    """
+    stored_dtypes = {stored: dtypes[name] for name, stored in checkpoint_names(model).items()}
+    tensors = {name: (shape, stored_dtypes[name]) for name, shape in checkpoint_tensors(model).items()}
+    return tensors | {name: tensors[original] for name, original in copies.items()}
 
 
 def _write_files(

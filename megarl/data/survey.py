@@ -132,23 +132,9 @@ def survey(
     labels: set[bool] = set()
     all_records = chain([first_record], records)
     for example in make_results(all_records, read_record, count_long if drops_long else None, on_fault):
-        record = example.record
-        result.num_records += 1
-        labels.add(label_of(record))
+        labels.add(label_of(example.record))
         lengths.append(example.length)
-        place = f"{record.unit} {record.line}"
-        if (first_place := first_places.setdefault(example.digest, place)) != place:
-            result.num_duplicates += 1
-            result.duplicates += [f"{place} (as {first_place})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
-        if example.undescribed_tool is not None:
-            result.num_undescribed_calls += 1
-            if len(result.undescribed_calls) < MAX_LISTED_FAULTS:
-                result.undescribed_calls.append(f"{place} ({example.undescribed_tool})")
-        for other_source, places in prompts.items():
-            if example.prompt in places:
-                result.num_overlaps[other_source] += 1
-                overlap = f"{place} ({other_source}, {places[example.prompt]})"
-                result.overlaps += [overlap] * (len(result.overlaps) < MAX_LISTED_FAULTS)
+        _count_example(result, example, first_places, prompts)
         if tokenizer is not None and not result.first:
             result.first = _split_by_mask(tokenizer, example.sequences[0])
     if KINDS[result.kind].is_judged and len(labels) == 1:
@@ -156,6 +142,30 @@ def survey(
         faults[text] = _RepeatedError(text, "")
     result.lengths = np.array(lengths, np.int64)
     return _with_faults(result, faults)
+
+
+def _count_example(
+    result: Survey, example: _Surveyed, first_places: dict[bytes, str], prompts: Mapping[str, Mapping[bytes, str]]
+) -> None:
+    """Count a record's example in a survey: whether it repeats an earlier record, or a prompt of another source.
+
+    `first_places` has the place of each record so far by its digest, `prompts` those of the other sources' prompts.
+    """
+    record = example.record
+    result.num_records += 1
+    place = f"{record.unit} {record.line}"
+    if (first_place := first_places.setdefault(example.digest, place)) != place:
+        result.num_duplicates += 1
+        result.duplicates += [f"{place} (as {first_place})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
+    if example.undescribed_tool is not None:
+        result.num_undescribed_calls += 1
+        if len(result.undescribed_calls) < MAX_LISTED_FAULTS:
+            result.undescribed_calls.append(f"{place} ({example.undescribed_tool})")
+    for other_source, places in prompts.items():
+        if example.prompt in places:
+            result.num_overlaps[other_source] += 1
+            overlap = f"{place} ({other_source}, {places[example.prompt]})"
+            result.overlaps += [overlap] * (len(result.overlaps) < MAX_LISTED_FAULTS)
 
 
 def _with_faults(result: Survey, faults: Mapping[str, _RepeatedError]) -> Survey:
