@@ -157,6 +157,9 @@ class Recipe(Section):
         new_algorithm.model_fields_set.discard("overlong_buffer")
         return self.model_copy(update={"algorithm": new_algorithm})
 
+    # The properties below are facts of several sections. They stay here, so that callers need not know which sections
+    # decide a fact.
+
     @property
     def references(self) -> Mapping[Place, str]:
         return self._references

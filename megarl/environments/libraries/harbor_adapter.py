@@ -22,6 +22,11 @@ LIVE = ".live"
 
 
 class Library:
+    """Trials of Harbor, and the stop of their environments.
+
+    One class has both: its attributes are the modules of Harbor, which only the child process can import.
+    """
+
     is_forked = True
 
     def __init__(self, settings, load_file):

@@ -62,7 +62,10 @@ _DOTS = symbol("ldots")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of a predicted with a gold answer. `factor` converts predicted numbers to the gold's unit."""
+    """Comparison of a predicted with a gold answer. `factor` converts predicted numbers to the gold's unit.
+
+    One class has all rules, because they call each other: parts of an answer are compared like whole answers (`same`).
+    """
 
     factor: Fraction = Fraction(1)
 
