@@ -81,6 +81,30 @@ def test_values_of_arrow_are_those_of_json(tmp_path: Path) -> None:
     assert json.loads(json.dumps(read)) == read
 
 
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_numbers_of_fewer_bits_keep_their_decimals(tmp_path: Path, ending: str) -> None:
+    """In 32 bits 0.1 is 0.10000000149011612: no answer would equal such a gold answer."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    single = pa.float32()
+    columns = {
+        "answer": pa.array([0.1, None], single),
+        "level": pa.array(np.array([0.7, np.nan], np.float16)),
+        "inner": pa.array([{"y": [0.3, None], "z": 0.30000001192092896}, None],
+                          pa.struct([("y", pa.list_(single)), ("z", pa.float64())])),
+        "map": pa.array([[("k", 0.1)], None], pa.map_(pa.string(), single)),
+        "category": pa.array([0.1, None], single).dictionary_encode(),
+    }  # fmt: skip
+    table, path = pa.table(columns), tmp_path / f"data{ending}"
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    inner = {"y": [0.3, None], "z": 0.30000001192092896}
+    expected = {"answer": 0.1, "level": 0.7, "inner": inner, "map": {"k": 0.1}, "category": 0.1}
+    assert [record.fields for record in read_records(path)] == [expected, {}]
+
+
 @pytest.mark.parametrize("ending", [".csv", ".parquet", ".arrow"])
 @pytest.mark.parametrize(
     ("first", "second", "format"),

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
 
+import numpy as np
+
 from megarl.data.sources.compressed import COMPRESSIONS, extension_of, first_bytes, lines_of, stem_of
 from megarl.data.sources.file_kinds import refuse_other_text
 from megarl.data.sources.harbor import read_task, task_files
@@ -39,6 +41,9 @@ _PART = re.compile(r"([-_.](part)?\d+)+$")
 _SEPARATORS = re.compile(r"[-_.]")
 _GENERATED_FILES = ("cache-", "tmp")
 """Prefixes of Arrow files with intermediate results of `datasets`."""
+_NARROW_FLOATS = re.compile(r"\b(float|halffloat)\b")
+_NARROW_NUMPY: dict[str, Callable[[float], Any]] = {"float": np.float32, "halffloat": np.float16}
+"""NumPy's types of Arrow's numbers with fewer bits than Python's float, by Arrow's name."""
 _ARROW_ROWS = 32
 """Rows of a Parquet or Arrow file read at once. Few, because a row with long texts may have megabytes."""
 # Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
@@ -395,11 +400,39 @@ def _read_batches(path: Path, batches: Any) -> Iterator[Row]:
             if len(set(columns)) < len(columns):
                 repeated = next(name for place, name in enumerate(columns) if name in columns[:place])
                 raise DataError(f"{path}: the column {repeated!r} occurs twice; rename or remove one of them")
+        narrow_types = {field.name: field.type for field in batch.schema if _NARROW_FLOATS.search(str(field.type))}
         for start in range(0, batch.num_rows, _ARROW_ROWS):
             # As pairs, the fields of a map would look like a list: nothing in it would be found by its name.
             for fields in batch.slice(start, _ARROW_ROWS).to_pylist(maps_as_pydicts="strict"):
                 number += 1
-                yield Row(number, "row", _to_python(fields), columns)
+                shortened = {name: _shorten_floats(fields[name], kind) for name, kind in narrow_types.items()}
+                yield Row(number, "row", _to_python({**fields, **shortened}), columns)
+
+
+def _shorten_floats(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with the shortest decimals for its numbers of 16 and 32 bits.
+
+    A gold answer of 0.1 in 32 bits is 0.10000000149011612 as Python's float: no answer would equal its text.
+    """
+    if value is None:
+        return None
+    if str(kind).startswith("dictionary"):
+        kind = kind.value_type
+    if convert := _NARROW_NUMPY.get(str(kind)):
+        return float(str(convert(value)))
+    if isinstance(value, dict):
+        types = _item_types(kind, value)
+        return {name: _shorten_floats(item, types[name]) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_shorten_floats(item, kind.value_type) for item in value]
+    return value
+
+
+def _item_types(kind: Any, value: Any) -> dict[Any, Any]:
+    """Return the types of an Arrow object's items by name: of a struct, or of a map."""
+    if str(kind).startswith("map"):
+        return dict.fromkeys(value, kind.item_type)
+    return {name: kind.field(name).type for name in value}
 
 
 def _columns(fields: Iterable[Any], prefix: str = "") -> Iterator[str]:
