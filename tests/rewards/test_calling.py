@@ -73,6 +73,12 @@ def of_openrlhf(queries, prompts, labels): ...
 def of_defaults(completion_text, ground_truth=None, *, extra_info=None): ...
 
 
+def of_empty_defaults(completion_text, ground_truth="", extra_info={}): ...  # noqa: B006
+
+
+def of_any_positions(*values): ...
+
+
 def of_slime(args, sample, **kwargs): ...
 
 
@@ -88,6 +94,8 @@ def of_verl(solution_str, ground_truth, tokenizer): ...
         pytest.param(of_openrlhf, {}, "queries: messages; prompts: prompt_messages; labels: answer", id="OpenRLHF"),
         pytest.param(of_openrlhf, {"prompts": []}, "here: queries: messages; labels: answer", id="a value in kwargs"),
         pytest.param(of_defaults, {}, "here: ground_truth: answer; extra_info: record.", id="defaults of None"),
+        pytest.param(of_empty_defaults, {}, "here: ground_truth: answer; extra_info: record.", id="empty defaults"),
+        pytest.param(of_any_positions, {}, "takes its values as *args, but gets them by name", id="only *args"),
         pytest.param(of_slime, {}, "here: args: none; sample: record.", id="slime"),
         pytest.param(of_trl, {}, "here: completion_ids: num_tokens; trainer_state: none.", id="only TRL has them"),
         pytest.param(of_verl, {}, "here: tokenizer: none.", id="verl's, and one more"),

@@ -164,11 +164,11 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
             parameter.name for parameter in named_parameters.values() if parameter.default is parameter.empty
         )
         unknown = [required for required in required_names if required not in (*PARAMETERS, *kwargs)]
-        # `ground_truth=None` waits for the sample's value, and would be None for each sample.
+        # `ground_truth=None` or `extra_info={}` waits for the sample's value, and would be empty for each sample.
         unknown += [
             parameter.name
             for parameter in named_parameters.values()
-            if parameter.default is None and parameter.name in _SAMPLE_NAMES and parameter.name not in kwargs
+            if parameter.name in _SAMPLE_NAMES and parameter.name not in kwargs and _waits_for_value(parameter)
         ]
     if unknown:
         raise ConfigError(_unknown_parameters_text(name, unknown))
@@ -177,12 +177,22 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     # A function with **rest gets every value of the sample except the sandbox.
     wanted_names = named_parameters.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
     needs = frozenset(key for key in PARAMETERS if key in wanted_names and key not in kwargs)
+    if not needs and any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        raise ConfigError(
+            f"reward.functions: {name!r}: takes its values as *args, but gets them by name, so it would get none; "
+            f"wrap it in a function such as: {example_definition(name)}"
+        )
     positional = {
         parameter.name: parameter.default
         for parameter in named_parameters.values()
         if parameter.kind is parameter.POSITIONAL_ONLY
     }
     return BoundFunction(function, needs, positional, kwargs)
+
+
+def _waits_for_value(parameter: inspect.Parameter) -> bool:
+    default = parameter.default
+    return default is None or (isinstance(default, str | Sequence | Mapping) and not default)
 
 
 def example_definition(name: str) -> str:
@@ -220,4 +230,4 @@ _SAMPLE_NAMES = frozenset(
     {"ground_truth", "gold_answer", "gt_answer", "label", "labels", "solution_str", "completions",
      "responses", "extra_info", "data_source"}
 )  # fmt: skip
-"""Names in `_COUNTERPARTS` that mean a sample's value even if the parameter has the default None."""
+"""Names in `_COUNTERPARTS` that mean a sample's value even if the parameter's default is None or empty."""

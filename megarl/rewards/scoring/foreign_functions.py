@@ -192,9 +192,9 @@ def _convert_verl_score(result: Any) -> Any:
         return result
     if "score" not in result:
         raise TypeError(f"the function returned a dict without 'score': {result!r:.200}")
-    accuracy = result.get("acc")
+    accuracy, score = result.get("acc"), result["score"]
     return FunctionScore(
-        result["score"],
+        float(score) if isinstance(score, bool) else score,
         answer_correct=bool(accuracy) if accuracy in (True, False) else None,
         # verl only prints all other values, such as the answer's text.
         metrics={name: float(value) for name, value in result.items() if name != "score" and isinstance(value, Real)},
