@@ -142,8 +142,7 @@ def _find_tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: D
     reply = {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": "call00000", "content": "reply"}
     try:
         _ = dialogue.call_format
-        # A template without tool support renders the same prompt with and without tools, without an error.
-        ignores_tools = np.array_equal(dialogue.opening(question, tools), dialogue.opening(question))
+        dialogue.opening(question, tools)
         dialogue.observation(np.zeros(0, np.int32), (reply,), tools)
     except ConfigError as error:
         yield str(error)
@@ -152,12 +151,6 @@ def _find_tool_faults(name: str, tools: Sequence[Mapping[str, Any]], dialogue: D
             f"rollout.environment = {name!r}: {error}; give the model folder a chat template that writes tools and "
             "their replies, or use an environment without tools"
         )
-    else:
-        if ignores_tools:
-            yield (
-                f"rollout.environment = {name!r}: the chat template does not write tools, so the policy would not see "
-                "them; give the model folder one that does, or use an environment without tools"
-            )
 
 
 def _find_variable_faults(recipe: Recipe) -> Iterator[str]:

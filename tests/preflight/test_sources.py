@@ -111,8 +111,12 @@ def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
         check(recipe(**changed))
     changed["rollout"]["tool_parser"] = "hermes"
     with pytest.raises(
-        ConfigError, match=r"rollout\.environment = 'calculator': the chat template does not write tools"
+        ConfigError,
+        match=r"rollout\.environment = 'calculator': the chat template does not write the tool, 'calculator'",
     ):
+        check(recipe(**changed))
+    (model / "chat_template.jinja").write_text("{{ tools }}" + plain.replace("%}{{", "if m.role != 'tool' %}{{", 1))
+    with pytest.raises(ConfigError, match=r"does not write the content of messages\[0\], 'reply'"):
         check(recipe(**changed))
     (model / "chat_template.jinja").write_text(f"{{{{ tools }}}}{plain}")
     check(recipe(**changed))
