@@ -39,9 +39,10 @@ class Unit:
     def may_be(self, other: Unit) -> bool:
         """Return whether two units, at least one unnamed, can be the same."""
         powers = {self.power_of_any, other.power_of_any} - {0}
+        are_unnamed = self.power_of_any and other.power_of_any
         lengths = {power for unit in (self, other) for base, power in unit.dimensions if unit.names == {"metre"}}
-        # "12 units" is often written for an area, but "12 cubic units" is not one.
-        return len(powers) == 1 and (not lengths or powers == {1} or powers == lengths)
+        # "12 units" may be anything, but "12 cubic units" are neither an area nor edges.
+        return len(powers) == 1 and bool(are_unnamed or powers == {1} or powers == lengths)
 
     def over(self, divisor: Unit) -> Unit:
         dimensions = Counter(dict(self.dimensions))

@@ -285,8 +285,9 @@ class Comparison:
         if is_alternative(gold) != is_alternative(prediction) and (has_statements(gold) or has_statements(prediction)):
             return False
         golds, predictions = gold.parts, prediction.parts
-        # Solutions given as equations are not values: keep x = 1, x = 2 apart from 1, 2.
-        if not any(is_equation(part) for part in golds) and any(is_equation(part) for part in predictions):
+        # Equations are not values: keep x = 1, x = 2 and x = 1, y = 2 apart from 1, 2.
+        num_names = len({part.parts[0] for part in golds if is_equation(part)})
+        if num_names == 0 if any(map(is_equation, predictions)) else num_names > 1:
             return False
         # With dots the order matters: 1, 2, 3, ... is a sequence.
         if _DOTS in golds or _DOTS in predictions:

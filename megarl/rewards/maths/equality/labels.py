@@ -217,12 +217,13 @@ def without_domain(node: Node) -> tuple[Node, Node | None]:
 def has_other_domain(gold: Node, domain: Node | None, prediction: Node, predicted_domain: Node | None) -> bool:
     r"""Return whether two domains disagree: \mathbb{Z} and \mathbb{R}.
 
-    A prediction may lack its domain. It may have one more, with two exceptions: an inequality, `x > 2`, and the
-    coefficient of another variable, `y = kx`, hold for real numbers, and a parameter named like a whole number, `k\pi`,
-    has no fractions as values.
+    A prediction may lack its domain, but an interval is no set of whole numbers. It may have one more, with two
+    exceptions: an inequality, `x > 2`, and the coefficient of another variable, `y = kx`, hold for real numbers, and a
+    parameter named like a whole number, `k\pi`, has no fractions as values.
     """
     if predicted_domain is None:
-        return False
+        is_whole = domain is not None and domain.parts[1].value not in _DOMAINS_OF_FRACTIONS
+        return is_whole and _is_inequality(gold) and prediction.kind in ("tuple", "setop", "builder")
     name, numbers = predicted_domain.parts
     if domain is not None:
         return bool(domain.parts[1] != numbers)
