@@ -237,13 +237,13 @@ def is_same_without_stray_braces(first: str, second: str) -> bool:
 
 
 _ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[a-z]{3})", re.IGNORECASE)
+_QUOTED = re.compile(r"^[\"'`]+(.+?)[\"'`]+$")
 _EXCLAMATION = re.compile(r"(?<=[A-Za-z]{2})!+$")
 
 
 def _simplify_words(text: str) -> str:
-    text = canonical(
-        _lower_words(_ARTICLE.sub("", _EXCLAMATION.sub("", plain_text(text).strip("\"'`").rstrip(".,; "))))
-    )
+    words = _QUOTED.sub(r"\1", plain_text(text)).rstrip(".,; ")
+    text = canonical(_lower_words(_ARTICLE.sub("", _EXCLAMATION.sub("", words))))
     return text if _MEANINGFUL.search(text) else _without_braces(text)
 
 

@@ -32,10 +32,17 @@ def is_label(node: Node) -> bool:
 
 
 def is_of_other_variable(label: Node, value: Node) -> bool:
-    """Return whether a label is a function of another variable than the value's: N(s) = 2t."""
+    """Return whether a label is a function of another variable than the value's, or of a formula: N(s) = 2t."""
+    is_function = label.kind == "apply" and label.value != "derivative"
+    if is_function and any(part.symbols() and not _is_variable(part) for part in label.parts):
+        return True
     names = value.symbols()
     arguments = {part.value for part in label.parts} if label.kind == "apply" else set()
     return bool(names and arguments) and names | arguments <= _VARIABLES and names.isdisjoint(arguments)
+
+
+def _is_variable(argument: Node) -> bool:
+    return argument.kind in ("symbol", "index")
 
 
 def may_be_asked_for(node: Node) -> bool:
@@ -63,7 +70,8 @@ def same_label(first: Node, second: Node) -> bool:
     derivative, other_derivative = _read_derivative(first), _read_derivative(second)
     if derivative is not None or other_derivative is not None:
         return derivative is not None and other_derivative is not None and derivative.may_be(other_derivative)
-    return {first.kind, second.kind} == {"symbol", "apply"} and symbol("y") in (first, second)
+    is_function = all(node == symbol("y") or all(map(_is_variable, node.parts)) for node in (first, second))
+    return {first.kind, second.kind} == {"symbol", "apply"} and symbol("y") in (first, second) and is_function
 
 
 class _Derivative(NamedTuple):
