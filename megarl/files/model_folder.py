@@ -197,6 +197,16 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
     return token, token_id
 
 
+def vocabulary_of(folder: str | Path) -> tuple[object, object]:
+    """Return vocabulary and added tokens of a folder's tokenizer, for a comparison of two tokenizers.
+
+    Embedding sizes are not compared, because models pad them differently.
+    """
+    tokenizer = read_object(Path(folder) / TOKENIZER[0])
+    model, added_tokens = tokenizer.get("model") or {}, tokenizer.get("added_tokens") or ()
+    return model.get("vocab"), [(token["content"], token["id"]) for token in added_tokens]
+
+
 def companions(folder: str | Path) -> dict[str, Path]:
     """Return all files of a model folder except weights, their index, checksums and manifests, by relative path.
 

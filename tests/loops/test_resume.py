@@ -589,6 +589,23 @@ def test_a_model_with_a_text_section_is_the_same_in_another_dtype(recipe: Recipe
     assert identity() == identity(dtype="bfloat16", _name_or_path="there") != identity(hidden_size=16)
 
 
+def test_a_tokenizer_with_other_ids_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "model/tokenizer.json"
+    contents_before = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<end>"}]}
+    tokenizer.write_text(json.dumps(contents_before))
+    with RunFolder(recipe) as folder:
+        folder.begin()
+    _write_checkpoint(folder.checkpoints_folder / "step_000002", recipe, 2)
+    with RunFolder(recipe, resume=True) as folder:
+        for changes in ({"model": {"vocab": {"a": 1, "b": 0}}}, {"added_tokens": [{"id": 3, "content": "<end>"}]}):
+            tokenizer.write_text(json.dumps(contents_before | changes))
+            with pytest.raises(ConfigError, match=rf"model\.path = {tmp_path}/model: its tokenizer\.json has other"):
+                find_origin(recipe, folder, "if-any")
+        # Another program writes other spaces and further fields.
+        tokenizer.write_text(json.dumps(contents_before | {"truncation": None}, indent=2))
+        assert find_origin(recipe, folder, "if-any").checkpoint
+
+
 def test_another_chat_template_is_refused_wherever_it_stands(recipe: Recipe, tmp_path: Path) -> None:
     own, given = tmp_path / "model/tokenizer_config.json", tmp_path / "my.jinja"
     own.write_text('{"chat_template": "{{ messages }}"}')
@@ -764,6 +781,7 @@ def test_steps_of_epochs_are_refused_if_they_count_other_records(recipe: Recipe,
         ("drawn", [3]),
         ("models", {"model.path": 5}),
         ("template", 5),
+        ("vocabulary", 5),
         ("spikes", []),
         ("spikes", {"norms": "x", "losses": [], "rollbacks": 0}),
         ("spikes", {"norms": [1.0], "losses": ["1"], "rollbacks": 0}),

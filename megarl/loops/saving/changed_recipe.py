@@ -32,6 +32,7 @@ def refuse_unfit_state(driver_state: Mapping[str, Any], recipe: Recipe, inputs: 
     _refuse_other_adapters(driver_state, recipe)
     _refuse_other_parts(driver_state, recipe)
     _refuse_other_template(driver_state, recipe, inputs)
+    _refuse_other_vocabulary(driver_state, recipe, inputs)
     _refuse_other_optimizers(driver_state, recipe)
     _refuse_other_updates(driver_state, recipe)
     _refuse_changed_kl_coefficient(driver_state, recipe)
@@ -40,9 +41,10 @@ def refuse_unfit_state(driver_state: Mapping[str, Any], recipe: Recipe, inputs: 
 
 
 def refuse_other_inputs(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise ConfigError if files of models, the chat template or the drafter changed while the run went on."""
+    """Raise ConfigError if files of models, chat template, tokenizer or drafter changed while the run went on."""
     _refuse_other_models(driver_state, recipe, inputs)
     _refuse_other_template(driver_state, recipe, inputs)
+    _refuse_other_vocabulary(driver_state, recipe, inputs)
     _refuse_changed_drafter(driver_state, recipe, inputs)
 
 
@@ -164,6 +166,17 @@ def _refuse_other_template(driver_state: Mapping[str, Any], recipe: Recipe, inpu
         f"model.chat_template = {template_name}: its text is not the one used when the run began "
         f"(model.chat_template at that time: {template_before}). Restore that text, give this run a new name "
         "(name=NEW_NAME), or start it from the beginning with --restart"
+    )
+
+
+def _refuse_other_vocabulary(driver_state: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if the tokenizer gives tokens other ids than when the run began."""
+    # Checkpoints of earlier versions have no identity of the vocabulary.
+    if driver_state.get("vocabulary") in (None, inputs.vocabulary):
+        return
+    raise ConfigError(
+        f"model.path = {recipe.model.folder}: its tokenizer.json has other tokens or ids than when the run began, so "
+        "texts would become other tokens. Restore that file, choose another name=NAME, or start over with --restart"
     )
 
 

@@ -94,6 +94,7 @@ _DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "frozen": _are_texts,
     "drawn": _are_counts,
     "template": lambda value: isinstance(value, str | None),
+    "vocabulary": lambda value: isinstance(value, str | None),
     "checksum": lambda value: isinstance(value, str | None),
     "spikes": lambda value: value is None or is_memory(value),
     # Earlier versions logged a step after its evaluation, and saved the metrics of an interrupted one as `unlogged`.

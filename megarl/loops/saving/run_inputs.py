@@ -20,7 +20,7 @@ from megarl.datasets.counts import RecordDigests
 from megarl.datasets.fields import data_paths
 from megarl.families.eagle3 import read_vocabulary_maps
 from megarl.files.atomic import storage_faults_named
-from megarl.files.model_folder import find_folder, read_object
+from megarl.files.model_folder import TOKENIZER, find_folder, read_object, vocabulary_of
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of config.json that do not identify a model: they change with its path or transformers' version."""
@@ -32,7 +32,8 @@ _MODEL_SECTIONS = ("text_config", "vision_config")
 class Inputs:
     """Identity of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
-    `template` is the sha256 of the chat template's text. `record_digests` has, by data file, number and digest of the
+    `template` is the sha256 of the chat template's text, `vocabulary` that of the tokenizer's tokens with their ids;
+    None: the folder has no tokenizer.json. `record_digests` has, by data file, number and digest of the
     training records that are not too long. `drafter` describes a drafter that is trained with the policy. It has the
     sha256 of config.json and of each vocabulary map, by file and tensor. `frozen` identifies the weights missing in
     checkpoints, because the run does not train them.
@@ -41,6 +42,7 @@ class Inputs:
     models: Mapping[str, str]
     data: Mapping[str, str]
     template: str | None
+    vocabulary: str | None
     record_digests: Mapping[str, str]
     drafter: Mapping[str, str]
     frozen: Mapping[str, str]
@@ -70,6 +72,7 @@ class Inputs:
             models,
             data,
             template and canonical_sha256({"template": template}),
+            _vocabulary_identity(recipe.model.folder),
             record_digests or {},
             _drafter_identity(recipe),
             frozen,
@@ -80,7 +83,8 @@ class Inputs:
             "models": self.models, "data": self.data, "kept": self.record_digests, "drafter": self.drafter,
             "frozen": self.frozen,
         }  # fmt: skip
-        return {name: dict(by_field) for name, by_field in fields.items()} | {"template": self.template}
+        texts = {"template": self.template, "vocabulary": self.vocabulary}
+        return {name: dict(by_field) for name, by_field in fields.items()} | texts
 
 
 def _frozen_models(recipe: Recipe) -> dict[str, str]:
@@ -96,6 +100,11 @@ def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
     config = _identifying(apply_override(read_object(folder / "config.json"), override))
     sections = {name: _identifying(config[name]) for name in _MODEL_SECTIONS if isinstance(config.get(name), dict)}
     return canonical_sha256({**config, **sections})
+
+
+def _vocabulary_identity(folder: str) -> str | None:
+    path = Path(folder) / TOKENIZER[0]
+    return canonical_sha256({"tokens": vocabulary_of(folder)}) if path.is_file() else None
 
 
 def _drafter_identity(recipe: Recipe) -> dict[str, str]:

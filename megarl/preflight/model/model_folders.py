@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
+from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, vocabulary_of
 from megarl.planner import model_sizes as model_rules
 from megarl.planner import sizes
 from megarl.preflight.algorithm.self_distillation import check_teacher_length
@@ -106,7 +106,7 @@ def check_further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
         size_faults = _find_further_size_faults(recipe, further_shape, is_teacher=is_teacher)
         yield from (f"{field} = {folder}: {text}" for text in size_faults)
         try:
-            if _read_vocabulary(folder) != _read_vocabulary(recipe.model.folder):
+            if vocabulary_of(folder) != vocabulary_of(recipe.model.folder):
                 yield f"{field} = {folder}: its tokenizer is not the policy's; use a model of the same family"
         except DataError as error:
             yield error
@@ -147,12 +147,3 @@ def _find_vocabulary_faults(folder: str, shape: ModelShape) -> Iterator[str]:
             f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {token_id}, but vocab_size in config.json "
             f"is {shape.vocab_size}; use the model's own tokenizer, or enlarge its embedding"
         )
-
-
-def _read_vocabulary(folder: str) -> tuple[object, object]:
-    """Return vocabulary and added tokens of a folder's tokenizer, for a comparison of two tokenizers.
-
-    Embedding sizes are not compared, because models pad them differently.
-    """
-    tokenizer = read_object(Path(folder) / "tokenizer.json")
-    return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]
