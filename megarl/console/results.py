@@ -80,15 +80,17 @@ def _run_text(run: RunRecord) -> str:
     return f"{run.name} ({run.state}, step {run.last_step}{origin})"
 
 
-def _accuracy_lines(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
-    """Yield a line per validation set: accuracy with 95 % interval, and its difference from the `first` evaluation.
+def _accuracy_lines(evaluation: RecordedEvaluation, first_evaluation: RecordedEvaluation | None) -> Iterator[str]:
+    """Yield a line per validation set: accuracy with 95 % interval, and its difference from the first one.
 
     Without verdicts on answers, the mean reward replaces the accuracy.
     """
     from megarl.report.evaluations import differences
 
     comparisons = (
-        {} if first is None else {comparison.name: comparison for comparison in differences(first, evaluation)}
+        {}
+        if first_evaluation is None
+        else {comparison.name: comparison for comparison in differences(first_evaluation, evaluation)}
     )
     for name, measures in evaluation.measures.items():
         measure = "accuracy" if "accuracy" in measures else "reward/mean"

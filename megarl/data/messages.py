@@ -252,15 +252,17 @@ def _counts_as_absent(name: str, value: Any) -> bool:
     return is_empty(value) or (name != "tool_calls" and not isinstance(value, str) and says_nothing(value))
 
 
-def _refuse_unread_keys(values: Mapping[str, Any], read_keys: frozenset[str], field_path: str, of: str) -> None:
-    """Raise ValueError for a key that is not read, unless its value is empty. `of`: the object, for the error."""
+def _refuse_unread_keys(
+    values: Mapping[str, Any], read_keys: frozenset[str], field_path: str, object_text: str
+) -> None:
+    """Raise ValueError for a key that is not read, unless its value is empty. `object_text` names the object."""
     for name in values:
         if name not in read_keys and not _counts_as_absent(name, values[name]):
             remedy = _REMEDIES.get(name, "remove the key")
             keys = ", ".join(sorted(read_keys))
             raise ValueError(
                 f"{field_path} has the key {shown(name)} = {shown(values[name])}, which is not read; {remedy}. Keys of "
-                f"{of}: {keys}"
+                f"{object_text}: {keys}"
             )
 
 

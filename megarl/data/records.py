@@ -180,7 +180,7 @@ class Record:
         `system_prompt` replaces a missing system message. Raises DataError for two different system messages.
         """
         history = self._read_history()
-        systems = [turn for turn in (*self._system(), *history, *messages) if turn["role"] == "system"]
+        systems = [turn for turn in (*self._read_system(), *history, *messages) if turn["role"] == "system"]
         # A blank system message does not contradict a filled one.
         systems = [system for system in systems if system["content"].strip()] or systems
         for system in systems:
@@ -193,7 +193,7 @@ class Record:
             systems = [{"role": "system", "content": system_prompt}]
         return (*systems[:1], *(turn for turn in (*history, *messages) if turn["role"] != "system"))
 
-    def _system(self) -> tuple[Mapping[str, Any], ...]:
+    def _read_system(self) -> tuple[Mapping[str, Any], ...]:
         """Return the record's system message, or nothing. Raises DataError for two different ones."""
         names = self.format.system
         # Most records have none of the fields.

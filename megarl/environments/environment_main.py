@@ -52,12 +52,12 @@ class _Player:
             fields = request["problem"]
             tuple_fields = {name: tuple(fields[name]) for name in ("messages", "prompt_token_ids", "tools")}
             problem = Problem(**{**fields, **tuple_fields})
-            return _start(checked_start(self._call(self._environment.reset, problem, request["seed"])))
+            return _start_values(checked_start(self._call(self._environment.reset, problem, request["seed"])))
         if request["do"] == "step":
             assert self._environment is not None
             turn = request["turn"]
             calls = tuple(ToolCall(**call) for call in turn["calls"])
-            return _step(checked_step(self._call(self._environment.step, Turn(**{**turn, "calls": calls}))))
+            return _step_values(checked_step(self._call(self._environment.step, Turn(**{**turn, "calls": calls}))))
         # Forget the environment first, so that a failing `close` is not called again.
         environment, self._environment = self._environment, None
         if environment is not None:
@@ -77,7 +77,7 @@ async def _await_result(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def _start(start: Start) -> dict[str, Any]:
+def _start_values(start: Start) -> dict[str, Any]:
     return {
         "messages": list(map(dict, start.messages)),
         "tools": list(map(dict, start.tools)),
@@ -86,7 +86,7 @@ def _start(start: Start) -> dict[str, Any]:
     }
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step_values(step: Step) -> dict[str, Any]:
     """Return a step as JSON values. NumPy numbers become Python numbers."""
     return {
         "messages": list(map(dict, step.messages)),

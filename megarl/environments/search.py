@@ -91,19 +91,19 @@ def _build_index(path: str) -> Index:
         lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{path}: the corpus cannot be read ({error.strerror}); correct its path") from error
-    texts = [_text(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    texts = [_read_document(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not any(map(terms, texts)):
         raise DataError(f'{path}: the corpus has no words; write one document {{"text": ...}} per line')
     return Index(texts)
 
 
-def _text(path: str, number: int, line: bytes) -> str:
+def _read_document(path: str, line_number: int, line: bytes) -> str:
     """Return the text of a document, with its title in front. Raises DataError for an invalid line."""
     try:
         fields = parse(line, MEDIUM)
     except ValueError as error:
-        raise DataError(f"{path}, line {number}: not JSON ({error}); each line must be one JSON object") from None
+        raise DataError(f"{path}, line {line_number}: not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str):
-        raise DataError(f'{path}, line {number}: not a document; give {{"text": ...}}, perhaps with a "title"')
+        raise DataError(f'{path}, line {line_number}: not a document; give {{"text": ...}}, perhaps with a "title"')
     title = fields.get("title")
     return f"{title}\n{fields['text']}" if isinstance(title, str) and title else fields["text"]

@@ -95,8 +95,8 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
     """Return a sample as text: step and reward, prompt, completion or turns, right answer."""
     text = Text()
     # Not rich markup: brackets in a sample must not change the style.
-    text.append(_describe_facts(record) + "\n", "bold")
-    for role, content in _sections(record):
+    text.append(_describe_sample(record) + "\n", "bold")
+    for role, content in _list_sections(record):
         text.append(f"{make_visible(role)}\n", "cyan")
         text.append(make_visible(content).rstrip("\n") + "\n")
     if search:
@@ -104,7 +104,7 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
     return text
 
 
-def _describe_facts(record: Mapping[str, Any]) -> str:
+def _describe_sample(record: Mapping[str, Any]) -> str:
     is_right = record.get("answer_correct")
     reward = record.get("reward")
     step_text = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
@@ -123,7 +123,7 @@ def _describe_facts(record: Mapping[str, Any]) -> str:
     return make_visible("  ".join(filter(None, parts)))
 
 
-def _sections(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_sections(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the heading and the text of each part of a sample."""
     if record.get("rendered_prompt"):
         yield "prompt, as the policy was shown it", _plain(record["rendered_prompt"])
@@ -161,7 +161,7 @@ def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
     if selection.set is not None and record.get("set", TRAINING) != selection.set:
         return False
     search = selection.text.lower()
-    return not search or any(search in content.lower() for _, content in _sections(record))
+    return not search or any(search in content.lower() for _, content in _list_sections(record))
 
 
 def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
@@ -216,7 +216,7 @@ class _Browser:
         """Execute a command of `HELP`."""
         order_of_command: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
         if command in ("", "n", "p"):
-            self._move(-1 if command == "p" else 1)
+            self._move_by(-1 if command == "p" else 1)
         elif command in order_of_command:
             self._show_selection(replace(self._selection, order=order_of_command[command]))
         elif command in ("<", ">"):
@@ -242,7 +242,7 @@ class _Browser:
             return self._selection.step
         return int(self._records[self._position]["step"]) if self._records else self._steps[-1]
 
-    def _move(self, offset: int) -> None:
+    def _move_by(self, offset: int) -> None:
         position = self._position + offset
         if not 0 <= position < len(self._records):
             self._console.print("the first" if offset < 0 else "the last", style="dim")

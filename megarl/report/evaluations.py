@@ -143,7 +143,7 @@ def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[S
     ]
 
 
-def refuse_mixed(paths: Sequence[Path]) -> None:
+def refuse_mixed_folders(paths: Sequence[Path]) -> None:
     evaluations = [path for path in paths if is_evaluation(path)]
     if evaluations and len(evaluations) < len(paths):
         mismatch = next(path for path in paths if not is_evaluation(path))

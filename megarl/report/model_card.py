@@ -215,7 +215,7 @@ def _card_text(
         f"# {name or run.name}",
         f"{base_name}, trained for {step} steps by {method_name} with megarl on {sources or 'unknown data'}.",
         "## Use",
-        _usage(name or str(model.name), is_classifier=_is_classifier(model)),
+        _usage_code(name or str(model.name), is_classifier=_is_classifier(model)),
         "## Results",
         _results_text(results, step),
         "## Recipe",
@@ -226,13 +226,13 @@ def _card_text(
     return "\n\n".join(parts) + "\n"
 
 
-def _usage(place: str, *, is_classifier: bool) -> str:
+def _usage_code(path_or_hub_name: str, *, is_classifier: bool) -> str:
     """Return the code that loads the model by its name on the Hub or its folder."""
-    kind = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
+    model_class = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
     code = (
-        f"from transformers import {kind}, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{place}")\n'
-        f'model = {kind}.from_pretrained("{place}")'
+        f"from transformers import {model_class}, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{path_or_hub_name}")\n'
+        f'model = {model_class}.from_pretrained("{path_or_hub_name}")'
     )
     return f"```python\n{code}\n```"
 

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.files.atomic import replace_bytes, storage_faults_named
 from megarl.report import curves, samples
 from megarl.report.evaluation_page import evaluation_content
-from megarl.report.evaluations import RecordedEvaluation, is_evaluation, read_evaluation, refuse_mixed
+from megarl.report.evaluations import RecordedEvaluation, is_evaluation, read_evaluation, refuse_mixed_folders
 from megarl.report.labels import distinct_labels, now_text
 from megarl.report.replays import replay_contents
 from megarl.report.sample_text import shortened_text
@@ -60,7 +60,7 @@ def write_report(
     # Count a folder named twice, perhaps by a link, only once.
     distinct_paths = list({path.resolve(): path for path in paths}.values())
     target = out or (distinct_paths[0] / "report.html" if len(distinct_paths) == 1 else Path("report.html"))
-    refuse_mixed(distinct_paths)
+    refuse_mixed_folders(distinct_paths)
     _refuse_other_files(target)
     if is_evaluation(distinct_paths[0]):
         entries = [read_evaluation(path) for path in distinct_paths]

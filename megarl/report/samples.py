@@ -104,7 +104,7 @@ def _read_step(
         # Only records of validation sets have `set`. They are compared between evaluations, if they are scored.
         if "set" in record:
             if is_finite_number(record.get("reward")):
-                held_out.setdefault(_problem(record), _FirstAndLastEvaluation()).add(record)
+                held_out.setdefault(_problem_digest(record), _FirstAndLastEvaluation()).add(record)
         else:
             numbers.append(_numbers(record))
         if with_texts:
@@ -182,7 +182,7 @@ class _Extreme:
         """Add a sample's record. A record without a reward is skipped."""
         if not is_finite_number(record.get("reward")):
             return
-        problem_and_reward = (_problem(record), float(record["reward"]))
+        problem_and_reward = (_problem_digest(record), float(record["reward"]))
         self._number += 1
         # Sort ties by the number of equal earlier records, to prefer other problems. The last number makes keys unique.
         self._lowest.add(
@@ -273,7 +273,7 @@ def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[s
             scored_record = {**record, "reward": float(record["answer_correct"] is True)}
             # If the data file changed, a problem's number may mean another problem. So compare the content too.
             identity = digest([record.get("prompt"), record.get("answer")]).hex()
-            problems.setdefault(f"{_problem(record)} {identity}", _FirstAndLastEvaluation()).add(scored_record)
+            problems.setdefault(f"{_problem_digest(record)} {identity}", _FirstAndLastEvaluation()).add(scored_record)
     problems_in_both = {name: problem for name, problem in problems.items() if problem.first is not problem.last}
     pairs = _select_changed(problems_in_both, files, max_problems)
     for pair in pairs:
@@ -364,7 +364,7 @@ def _token_samples(run: RunRecord) -> list[dict[str, Any]]:
     return samples
 
 
-def _problem(record: Mapping[str, Any]) -> str:
+def _problem_digest(record: Mapping[str, Any]) -> str:
     """Return a hash that identifies a record's problem, from set, source and index, or without an index from the
     prompt.
     """

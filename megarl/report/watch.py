@@ -104,7 +104,7 @@ def dashboard(run: WatchedRun, console: Console, *, most_lines: int | None = Non
 
 def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
     """Yield the parts of the dashboard, the most important first."""
-    yield _heading(run)
+    yield _make_heading(run)
     if run.steps:
         bar = Table.grid()
         # In a table, because rich's bar has no line end, and a text after it would be cut off.
@@ -126,7 +126,7 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
         yield _sample(sample)
 
 
-def _heading(run: WatchedRun) -> Text:
+def _make_heading(run: WatchedRun) -> Text:
     words = [Text(printable(run.name), style="bold"), Text(run.state, style=_style(run)), Text(_step(run))]
     if (seconds := run.seconds_left) is not None:
         words.append(Text(f"{left_text(seconds)} left"))

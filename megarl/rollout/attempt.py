@@ -341,7 +341,7 @@ async def _take_turns(
     """
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
-    reset_result = await clock.time_call(environment.reset, _copy_of(task.problem), seed)
+    reset_result = await clock.time_call(environment.reset, _copy_problem(task.problem), seed)
     _call_with_environment_data(conversation.start, reset_result, task.problem)
     num_sampled = num_calls = num_invalid_in_a_row = 0
     for turn_number in range(budget.max_turns):
@@ -403,7 +403,7 @@ def _call_with_environment_data(method: Callable[..., Result], *data: Any) -> Re
         raise _AttemptError(_failure_text(error)) from error
 
 
-def _copy_of(problem: Problem) -> Problem:
+def _copy_problem(problem: Problem) -> Problem:
     """Return a copy of a problem, so that an environment changes it only for its own attempt."""
     names = ("messages", "answer", "record", "tools")
     return replace(problem, **{name: deepcopy(getattr(problem, name)) for name in names})

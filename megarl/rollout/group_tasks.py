@@ -139,7 +139,6 @@ class GroupTasks:
             await sleep
 
     async def wait_until_drained(self) -> None:
-        """Wait until no cancelled or finished request is left in the engines."""
         for source in self._sources.values():
             await source.sampler.pool.wait_until_drained()
 

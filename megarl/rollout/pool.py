@@ -339,7 +339,6 @@ class EnginePool:
         self._start_pumps()
 
     def fail(self, error: Exception) -> None:
-        """Fail all current and later requests with this error. A second error is ignored."""
         self._requests.fail(error)
 
 

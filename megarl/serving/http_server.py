@@ -214,15 +214,15 @@ class _Connection(asyncio.Protocol):
         if exc is not None:
             self._report_unread()
         self.lost.set_result(None)
-        self._forget()
+        self._forget_connection()
         self._handler.connection_lost(exc)
 
     def admit(self) -> None:
-        self._forget()
+        self._forget_connection()
         self._connections.admitted.add(self)
 
     def abort(self) -> None:
-        self._forget()
+        self._forget_connection()
         if self._transport is not None:
             self._transport.abort()
 
@@ -231,7 +231,7 @@ class _Connection(asyncio.Protocol):
             self.on_unread()
         self.on_unread = None
 
-    def _forget(self) -> None:
+    def _forget_connection(self) -> None:
         self._deadline.cancel()
         self._connections.strangers.pop(self, None)
         self._connections.admitted.discard(self)

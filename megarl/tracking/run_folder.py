@@ -238,14 +238,14 @@ class RunFolder:
         with self.metrics_file.open("rb") as file:
             yield from read_steps(file)
 
-    def _logged_step(self, number: int) -> StepLine | None:
-        """Return the newest step in metrics.jsonl if it has this number, else None."""
+    def _logged_step(self, step: int) -> StepLine | None:
+        """Return the newest step in metrics.jsonl if it is `step`, else None."""
         if not self.metrics_file.exists():
             return None
         with self.metrics_file.open("rb") as file:
             # A step has at most two lines. Parsing all steps would be slow: up to 2 ms each.
             steps = list(read_steps(deque(file, maxlen=2)))
-        return steps[-1] if steps and steps[-1].step == number else None
+        return steps[-1] if steps and steps[-1].step == step else None
 
     def add_version(self, version: int, step: int, checksum: str) -> None:
         """Append the version of the weights after a step to versions.jsonl. Raises OSError."""
@@ -305,7 +305,7 @@ class RunFolder:
         try:
             # After a takeover, the status belongs to the other process.
             if self._has_begun and not isinstance(error, RunFolderLockedError):
-                self._set_end(storage_fault or error)
+                self._write_end_status(storage_fault or error)
         except (OSError, StorageError) as failure:
             try:
                 self._status.overwrite()
@@ -318,7 +318,7 @@ class RunFolder:
         if storage_fault is not None and storage_fault is not error:
             raise storage_fault from error
 
-    def _set_end(self, error: BaseException | None) -> None:
+    def _write_end_status(self, error: BaseException | None) -> None:
         """Write success, or the error that ended the run, to status.json."""
         if isinstance(error, FaultyNodeError):
             self._status.add_bad_nodes(error.nodes)

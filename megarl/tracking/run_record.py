@@ -63,13 +63,13 @@ class StartRecord:
     notices: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def read(cls, number: int, folder: Path) -> Self:
+    def read(cls, start_number: int, folder: Path) -> Self:
         try:
             notices = tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MAX_NOTICES))
         except OSError:
             notices = ()
         return cls(
-            number,
+            start_number,
             object_or_empty(folder / "attempt.json"),
             flatten_sections(mapping_or_empty(folder / "config.yaml")),
             tuple(file for file in names_in(folder) if "stack" in file),
@@ -373,7 +373,7 @@ def _read_writer_version(run: Path) -> str | None:
     return writer_version if isinstance(writer_version, str) else None
 
 
-def _refuse_newer(place: Path, writer_version: str | None) -> None:
+def _refuse_newer(folder: Path, writer_version: str | None) -> None:
     """Raise DataError if `writer_version`, the version that wrote a folder, is newer than this megarl."""
     # Imported here, because few commands compare versions.
     from packaging.version import InvalidVersion, Version
@@ -385,7 +385,7 @@ def _refuse_newer(place: Path, writer_version: str | None) -> None:
         return
     if is_newer:
         raise DataError(
-            f"{place}: was written by megarl {writer_version}, but this is megarl {installed_version}, which may not "
+            f"{folder}: was written by megarl {writer_version}, but this is megarl {installed_version}, which may not "
             f"know all of its fields. Install megarl {writer_version} or newer, then repeat the command."
         )
 

@@ -66,6 +66,7 @@ class SpikeDetector:
         """Spikes of the current step's updates."""
 
     def limits(self) -> UpdateLimits:
+        # No limit before `_min_updates`: a median of fewer values says little.
         grad_norm = loss = None
         if len(self._norms) >= self._min_updates:
             grad_norm = self._factor * median(self._norms)

@@ -93,7 +93,7 @@ def test_each_turn_of_a_reasoning_model_follows_the_prompt_that_sampling_shows()
         assert sequence.loss_mask[len(prompt) :].all()
     # A turn that is not trained needs no sequence.
     assert len(train_on_assistant(tokenizer, [turns[0], turns[1] | {"weight": 0}, *turns[2:]])) == 1
-    assert len(train_on_assistant(tokenizer, turns, first=3)) == 1
+    assert len(train_on_assistant(tokenizer, turns, first_trained=3)) == 1
 
 
 def test_a_template_that_begins_a_turn_otherwise_than_in_sampling_is_refused(tokenizer):

@@ -47,25 +47,30 @@ class Conversations(TokenisedKind):
 
     def parts(self, record: Record) -> list[Any]:
         messages = conversation_messages(record, self.system_prompt)
-        check_is_trained(record, messages, first=0)
+        check_is_trained(record, messages, first_trained=0)
         return list(messages)
 
 
 def make_conversation(
-    record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
+    record: Record,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    max_tokens: int,
+    first_trained: int = 0,
 ) -> Conversation:
-    """Return a record's messages as tokens. Assistant messages from number `first` on are trained.
+    """Return a record's messages as tokens. Assistant messages from `first_trained` on are trained.
 
     Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
     """
-    sequences = encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=first)
+    sequences = encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first_trained=first_trained)
     if (longest := max(map(len, sequences))) > max_tokens:
         raise _too_long(record, f"{longest} tokens", max_tokens)
     return sequences
 
 
 def encode_conversation(
-    record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
+    record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first_trained: int
 ) -> Conversation:
     """Return messages as tokens, encoded by `train_on_assistant`.
 
@@ -82,7 +87,7 @@ def encode_conversation(
             # `train_on_assistant` checks the assistant's messages, each in its own turn.
             if message["role"] != "assistant":
                 check_message_written(number, message, text)
-        return train_on_assistant(tokenizer, messages, first=first, tools=tools)
+        return train_on_assistant(tokenizer, messages, first_trained=first_trained, tools=tools)
     except ValueError as error:
         raise record.error(str(error)) from error
 
@@ -157,12 +162,12 @@ def train_on_assistant(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
-    first: int = 0,
+    first_trained: int = 0,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> Conversation:
     """Return a conversation as tokens up to its last assistant turn, with a mask of the tokens to train.
 
-    The mask marks the assistant's tokens and end-of-turn tokens, except in turns before message number `first` and in
+    The mask marks the assistant's tokens and end-of-turn tokens, except in turns before message `first_trained` and in
     messages with `weight` 0. `tools` are JSON schemas of the tools that the assistant may call.
 
     Prompt and turn are encoded separately, as in sampling, so no token spans their border. The prompt is the text of
@@ -176,10 +181,10 @@ def train_on_assistant(
     Raises ValueError if no turn is to be trained, if the template leaves out a text of a trained turn or its end, or if
     a rendered turn does not begin with its prompt.
     """
-    refuse_untrained(messages, first=first)
+    refuse_untrained(messages, first_trained=first_trained)
     check_opens_turns(tokenizer)
     sequences = [_Sequence()]
-    is_trained = [number >= first and _is_trained(message) for number, message in enumerate(messages)]
+    is_trained = [number >= first_trained and _is_trained(message) for number, message in enumerate(messages)]
     messages = without_weights(messages)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -208,26 +213,28 @@ def train_on_assistant(
     return trained_sequences
 
 
-def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int) -> None:
-    """Raise DataError, with the line, if no assistant's message from number `first` on is trained."""
+def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, first_trained: int) -> None:
+    """Raise DataError, with the line, if no assistant's message from `first_trained` on is trained."""
     try:
-        refuse_untrained(messages, first=first)
+        refuse_untrained(messages, first_trained=first_trained)
     except ValueError as error:
         raise record.error(str(error)) from error
 
 
-def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:
-    """Raise ValueError if no assistant's message from number `first` on is trained."""
-    if any(map(_is_trained, messages[first:])):
+def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first_trained: int = 0) -> None:
+    """Raise ValueError if no assistant's message from `first_trained` on is trained."""
+    if any(map(_is_trained, messages[first_trained:])):
         return
     if any(WEIGHT in message for message in messages):
         raise ValueError("the assistant's messages have weight 0, so nothing is trained; remove the record")
     raise ValueError("no message has the role assistant; fine-tuning needs an assistant's answer to train on")
 
 
-def refuse_empty_answers(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:
-    """Raise DataError for an empty answer from message `first` on: it would teach the policy to end at once."""
-    answers = [(number, message) for number, message in enumerate(messages) if number >= first and _is_trained(message)]
+def refuse_empty_answers(record: Record, messages: Sequence[Mapping[str, Any]], *, first_trained: int = 0) -> None:
+    """Raise DataError for an empty answer from message `first_trained` on: it would teach the policy to end at once."""
+    answers = [
+        (number, message) for number, message in enumerate(messages) if number >= first_trained and _is_trained(message)
+    ]
     for number, message in answers:
         if all(is_blank(message.get(key)) for key in ("content", "tool_calls", REASONING)):
             by_weight = ', or give "weight": 0 at the message' if len(answers) > 1 else ""

@@ -78,7 +78,7 @@ class Judged(TokenisedKind):
         messages, label = _read_judged_conversation(record, self.system_prompt)
         answer_index = len(messages) - 1
         conversation = make_conversation(
-            record, self.tokenizer, messages, max_tokens=self.max_tokens, first=answer_index
+            record, self.tokenizer, messages, max_tokens=self.max_tokens, first_trained=answer_index
         )
         sequence = _only_sequence(record, conversation)
         desirable = (sequence.loss_mask & label).astype(np.float32)
@@ -86,7 +86,7 @@ class Judged(TokenisedKind):
 
     def parts(self, record: Record) -> list[Any]:
         messages, _ = _read_judged_conversation(record, self.system_prompt)
-        check_is_trained(record, messages, first=len(messages) - 1)
+        check_is_trained(record, messages, first_trained=len(messages) - 1)
         return list(messages)
 
 
@@ -112,7 +112,7 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     num_shared = _count_shared(chosen, rejected)
     _refuse_different_prompts(record, chosen, rejected, num_shared)
     # A rejected answer may be rejected because it is empty.
-    refuse_empty_answers(record, chosen, first=num_shared)
+    refuse_empty_answers(record, chosen, first_trained=num_shared)
     return chosen, rejected
 
 
@@ -142,7 +142,7 @@ def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | Non
     num_shared = _count_shared(chosen, rejected)
     pair = [
         _only_sequence(
-            record, encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=num_shared)
+            record, encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first_trained=num_shared)
         )
         for messages in (chosen, rejected)
     ]
@@ -170,7 +170,7 @@ def _read_judged_conversation(record: Record, system_prompt: str | None) -> tupl
     # A bad answer may be bad for its call.
     record.refuse_unlisted_calls(messages if label else messages[:-1])
     if label:
-        refuse_empty_answers(record, messages, first=len(messages) - 1)
+        refuse_empty_answers(record, messages, first_trained=len(messages) - 1)
     return messages, label
 
 

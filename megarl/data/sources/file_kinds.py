@@ -59,9 +59,9 @@ def _refuse_compressed(path: Path, first_bytes: bytes) -> None:
         raise DataError(f"{path}: is compressed by {compression}; decompress it{as_lines}")
 
 
-def _delimiter(path: Path, start: bytes) -> str | None:
+def _delimiter(path: Path, first_bytes: bytes) -> str | None:
     """Return the name of the delimiter in a table's first line if it is no comma, else None."""
-    header = start.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
+    header = first_bytes.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
     # JSON lines begin with a brace, and a CSV header of one column has none of these characters.
     if header.startswith((b"{", b"[")) or (extension_of(path) == ".csv" and b"," in header):
         return None

@@ -159,45 +159,48 @@ def hub_data_set(source: str) -> str | None:
     return data_set.name if data_set is not None and cached_folder(data_set.name, "dataset", data_set.only) else None
 
 
-def _on_hub(place: str) -> HubDataSet | None:
+def _on_hub(path_or_name: str) -> HubDataSet | None:
     """Return the data set of a Hub name (OWNER/NAME/FOLDER). None: a local path."""
-    name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:]).strip("/")
+    name, path_inside = "/".join(path_or_name.split("/")[:2]), "/".join(path_or_name.split("/")[2:]).strip("/")
     # A path such as data/train.jsonl has the form of a Hub name too.
-    if not is_hub_name(name) or Path(place).exists() or extension_of(Path(place)) in READERS:
+    if not is_hub_name(name) or Path(path_or_name).exists() or extension_of(Path(path_or_name)) in READERS:
         return None
-    return HubDataSet(name, (inside, f"{inside}/*") if inside else None)
+    return HubDataSet(name, (path_inside, f"{path_inside}/*") if path_inside else None)
 
 
-def _find_existing_path(place: str) -> Path:
+def _find_existing_path(path_or_name: str) -> Path:
     """Return the file or folder of a data source's path or Hub name. Raises DataError if there is none."""
-    path = Path(place)
+    path = Path(path_or_name)
     if path.exists():
         return path
-    if (data_set := _on_hub(place)) is None:
+    if (data_set := _on_hub(path_or_name)) is None:
         command = input_command(path)
         remedy = f"this command makes it: {command}" if command else "check the path"
-        raise DataError(f"{place}: no such file; {remedy}")
+        raise DataError(f"{path_or_name}: no such file; {remedy}")
     name = data_set.name
     folder = cached_folder(name, "dataset", data_set.only)
     if folder is None:
         raise DataError(
-            f"{place}: no such file, and no data set of this name is in the Hub's cache; check the path, or download "
-            f"it: {download_command(name, 'dataset')}"
+            f"{path_or_name}: no such file, and no data set of this name is in the Hub's cache; check the path, or "
+            f"download it: {download_command(name, 'dataset')}"
         )
-    if not (inside := folder / place[len(name) :].strip("/")).exists():
+    if not (inside := folder / path_or_name[len(name) :].strip("/")).exists():
         raise DataError(
-            f"{place}: the data set {name} has no file or folder {inside.relative_to(folder)}; check the name"
+            f"{path_or_name}: the data set {name} has no file or folder {inside.relative_to(folder)}; check the name"
         )
     return inside
 
 
-def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
+def _files_of_split(
+    source: str | Path, files: dict[Path, Path], split: str | None, path_or_name: str
+) -> dict[Path, Path]:
     """Return the files of a split, with their paths relative to the folder. Raises DataError for an unknown split."""
     split_names = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
     if split is None:
         if len(split_names) > 1:
             raise DataError(
-                f"{source}: the folder has several splits, {', '.join(split_names)}; name one: {split_names[0]}@{place}"
+                f"{source}: the folder has several splits, {', '.join(split_names)}; name one: "
+                f"{split_names[0]}@{path_or_name}"
             )
         return files
     # An exact name wins over names that only contain the word: `test` is not `test_hard`.
@@ -211,26 +214,26 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
     matches = {file: inside for file, inside in files.items() if split in _split_words_in_path(inside)}
     if not matches:
         available = f"it has {', '.join(split_names)}" if split_names else "it has none that is named"
-        raise DataError(f"{source}: {_find_existing_path(place)} has no split {split!r}; {available}")
+        raise DataError(f"{source}: {_find_existing_path(path_or_name)} has no split {split!r}; {available}")
     sets = sorted(
         {next(name for name in _names_in_path(inside) if split in _split_words(name)) for inside in matches.values()}
     )
     if len(sets) > 1:
         raise DataError(
             f"{source}: the split {split} could mean several files or folders, {', '.join(sets)}; name one, for "
-            f"example {sets[0]}@{place}"
+            f"example {sets[0]}@{path_or_name}"
         )
     return matches
 
 
 def _refuse_several_configurations(
-    source: str | Path, files: dict[Path, Path], place: str, *, is_hub_data_set: bool
+    source: str | Path, files: dict[Path, Path], path_or_name: str, *, is_hub_data_set: bool
 ) -> None:
     """Raise DataError if the files of one split are in several folders.
 
     A data set on the Hub can have several configurations (its languages, for example), each with its own folder and the
-    same splits. `files` has each file's path inside the folder `place`. In a local folder, only files named after a
-    split, or in a folder named after one, are checked: other files may be in several subfolders.
+    same splits. `files` has each file's path inside the folder `path_or_name`. In a local folder, only files named
+    after a split, or in a folder named after one, are checked: other files may be in several subfolders.
     """
     # Without the folders of splits, configuration/train and configuration/test are one folder.
     configuration_folders = {
@@ -240,7 +243,7 @@ def _refuse_several_configurations(
     }
     if len(configuration_folders) < 2:
         return
-    choices = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in configuration_folders)
+    choices = sorted(f"{path_or_name.rstrip('/')}/{folder}".rstrip("/") for folder in configuration_folders)
     raise DataError(
         f"{source}: files of one split are in several folders, as in a data set with several configurations: "
         f"{', '.join(choices)}; give one of the folders"
@@ -250,9 +253,9 @@ def _refuse_several_configurations(
 def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
     """Raise DataError if shards are missing or doubled, by names like `-00000-of-00004`."""
     shards: dict[Path, dict[str, set[int]]] = {}
-    for inside in files.values():
-        if match := _SHARD.search(inside.name):
-            counts = shards.setdefault(inside.parent / inside.name[: match.start()], {})
+    for path_inside in files.values():
+        if match := _SHARD.search(path_inside.name):
+            counts = shards.setdefault(path_inside.parent / path_inside.name[: match.start()], {})
             counts.setdefault(match[2], set()).add(int(match[1]))
     for name, counts in shards.items():
         if len(counts) > 1:
@@ -262,8 +265,8 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
             )
         for count, numbers in counts.items():
             # Some programs number shards from 1.
-            first = 1 if int(count) in numbers and 0 not in numbers else 0
-            missing_numbers = sorted({*range(first, int(count) + first)} - numbers)
+            first_number = 1 if int(count) in numbers and 0 not in numbers else 0
+            missing_numbers = sorted({*range(first_number, int(count) + first_number)} - numbers)
             if missing_numbers:
                 first_missing = ", ".join(f"{number:0{len(count)}}" for number in missing_numbers[:5])
                 remainder = f" and {len(missing_numbers) - 5} more" if len(missing_numbers) > 5 else ""

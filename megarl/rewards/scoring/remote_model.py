@@ -24,7 +24,6 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
         super().__init__(name, config)
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
-        """Return the request's fields in the configured server's protocol."""
         messages = [dict(message) for message in sample.prompt_messages]
         if self.config.protocol == "vllm":
             completion = {"role": "assistant", "content": sample.completion_text}

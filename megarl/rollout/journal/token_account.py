@@ -41,7 +41,7 @@ class TokenAccount:
         return sum(self.untrained.values()) + self.dropped
 
     def add(self, agent_try: JournaledTry) -> None:
-        """Count the tokens of a try, except `sampled`."""
+        """Add the try's tokens to the counts by outcome. `sampled` is counted with each answer."""
         if (step := agent_try.step) is not None:
             num_untrained = agent_try.num_sampled - agent_try.num_trained
             self.trained[step] = self.trained.get(step, 0) + agent_try.num_trained

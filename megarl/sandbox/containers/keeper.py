@@ -237,16 +237,16 @@ def unprivileged_user(proc: int) -> int:
     raise PermissionError("setresuid: this process cannot change to an unprivileged user")
 
 
-def _use_cpus(limit: float | None) -> None:
-    """Restrict this process and its children to `limit` CPUs, rounded up. Raises OSError if the machine has fewer."""
-    if limit is None:
+def _use_cpus(cpu_limit: float | None) -> None:
+    """Restrict this process and its children to `cpu_limit` CPUs, rounded up. Raises OSError for a smaller machine."""
+    if cpu_limit is None:
         return
-    number = math.ceil(limit)
+    num_cpus = math.ceil(cpu_limit)
     cpus = sorted(os.sched_getaffinity(0))
-    if number > len(cpus):
-        raise OSError(f"the task needs {number} CPUs, and this machine has {len(cpus)}")
+    if num_cpus > len(cpus):
+        raise OSError(f"the task needs {num_cpus} CPUs, and this machine has {len(cpus)}")
     # At random, so that the containers share the node's CPUs evenly.
-    os.sched_setaffinity(0, random.sample(cpus, number))
+    os.sched_setaffinity(0, random.sample(cpus, num_cpus))
 
 
 def _url(address: tuple[str, int]) -> str:

@@ -288,8 +288,8 @@ def read_fields(body_class: type[Any], values: dict[str, Any]) -> Any:
         # Pydantic's prefix of texts raised by this module.
         fault = first_error["msg"].removeprefix("Value error, ")
         # A fault of the whole body has no field.
-        place = f"{field_path}{value_text}"
-        raise UserError(f"{place}: {fault}" if place else fault) from error
+        field_text = f"{field_path}{value_text}"
+        raise UserError(f"{field_text}: {fault}" if field_text else fault) from error
 
 
 def find_model_and_number(head: bytes) -> tuple[str, int] | None:
