@@ -127,12 +127,12 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
     """
     # Without this wait, a rank that died early would block the others for the timeout of a whole collective.
     store.set(f"here {rank}", "")
-    arrival_keys = [f"here {number}" for number in range(num_ranks)]
+    arrival_keys = [f"here {group_rank}" for group_rank in range(num_ranks)]
     deadline = time.monotonic() + meeting.seconds
     while not store.check(arrival_keys):
         _check_group_name(meeting.name)
         if time.monotonic() > deadline:
-            missing = [number for number, key in enumerate(arrival_keys) if not store.check([key])]
+            missing = [group_rank for group_rank, key in enumerate(arrival_keys) if not store.check([key])]
             raise PeerGoneError(
                 f"ranks {missing} did not join the process group of trainers and engines within {meeting.seconds:g} s",
                 missing,

@@ -99,9 +99,12 @@ def mismatch_answers(batch: TokenBatch) -> TokenBatch:
     for index, prompt in enumerate(prompts):
         followers = [*range(index + 1, len(prompts)), *range(index)]
         # Records made from pairs have each prompt twice, maybe one after the other.
-        other = next((number for number in followers if not np.array_equal(prompts[number], prompt)), followers[0])
+        follower = next(
+            (follower_index for follower_index in followers if not np.array_equal(prompts[follower_index], prompt)),
+            followers[0],
+        )
         # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
-        mismatched_tokens = np.concatenate([prompt, answers[other]])[:longest]
+        mismatched_tokens = np.concatenate([prompt, answers[follower]])[:longest]
         sequences.append(TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt)))
     return TokenBatch.from_sequences(sequences)
 

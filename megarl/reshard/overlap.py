@@ -66,7 +66,7 @@ class Flow:
         """
         # Ranks that hold the same box need the same copies, so the cache key has the box's number for each region.
         box_numbers = tuple(
-            next(number for number, holding in enumerate(region.sources) if source in holding.ranks)
+            next(box_number for box_number, holding in enumerate(region.sources) if source in holding.ranks)
             for region in self.regions
         )
         key = (num_slices, *box_numbers)

@@ -26,8 +26,8 @@ def partners(topology: RankTopology) -> list[int]:
         return list(range(len(topology)))
     ranks_on_node = {node: [rank for rank, position in enumerate(topology) if position[0] == node] for node in nodes}
     partner_of = [0] * len(topology)
-    for number, node in enumerate(nodes):
-        next_ranks = ranks_on_node[nodes[(number + 1) % len(nodes)]]
+    for node_index, node in enumerate(nodes):
+        next_ranks = ranks_on_node[nodes[(node_index + 1) % len(nodes)]]
         for position, rank in enumerate(ranks_on_node[node]):
             partner_of[rank] = next_ranks[position % len(next_ranks)]
     return partner_of
@@ -39,4 +39,4 @@ def hand_overs(holders: Mapping[int, Collection[Node]], nodes: Sequence[Node]) -
     `holders` has the nodes with each copy; `nodes` are the nodes of the new start.
     """
     missing = [origin for origin, holding in sorted(holders.items()) if not set(holding) & set(nodes)]
-    return {origin: nodes[number % len(nodes)] for number, origin in enumerate(missing)}
+    return {origin: nodes[copy_index % len(nodes)] for copy_index, origin in enumerate(missing)}

@@ -160,7 +160,7 @@ class Transport:
         """Copy all weights, bucket by bucket. While one bucket travels, the next is packed. A collective."""
         clock = _Clock(self._device)
         in_flight: _BoundBucket | None = None
-        for number, bucket in enumerate(self._buckets):
+        for bucket_index, bucket in enumerate(self._buckets):
             if bucket.exchange_index is not None:
                 with clock.stage("wire"):
                     self._slots.claim(bucket.exchange_index)
@@ -173,17 +173,17 @@ class Transport:
             self._unpack(in_flight, clock)
             in_flight = bucket if bucket.exchange_index is not None else None
             # The stage runs one bucket late: only now are the previous bucket's remote elements unpacked.
-            self._run_arrival_stage(number - 1, clock)
+            self._run_arrival_stage(bucket_index - 1, clock)
         self._unpack(in_flight, clock)
         self._run_arrival_stage(len(self._buckets) - 1, clock)
         seconds = clock.seconds()
         cross_world.check(self._group)
         return CopyReport(seconds, self._num_bytes)
 
-    def _run_arrival_stage(self, bucket: int, clock: _Clock) -> None:
+    def _run_arrival_stage(self, bucket_index: int, clock: _Clock) -> None:
         if self._on_arrival is not None:
             with clock.stage(self._on_arrival.name):
-                self._on_arrival.run(bucket)
+                self._on_arrival.run(bucket_index)
 
     def _unpack(self, in_flight: _BoundBucket | None, clock: _Clock) -> None:
         if in_flight is not None:

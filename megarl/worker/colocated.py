@@ -46,7 +46,7 @@ class Worker(TrainerWorker):
         self.rank_reshard: RankReshard | None = None
         """Copies the policy's weights into the engine; None without an engine."""
         if self.engine is not None:
-            ends = ReshardEnds(
+            reshard_ends = ReshardEnds(
                 recipe=recipe,
                 parallel=parallel,
                 topology=topology,
@@ -55,7 +55,7 @@ class Worker(TrainerWorker):
                 transformer_engine=uses_transformer_engine(),
                 replica=self.engine.replica,
             )
-            self.rank_reshard = RankReshard(ends)
+            self.rank_reshard = RankReshard(reshard_ends)
             self.state.weight_version = self.engine.weight_version
             self.state.report_version = self._set_engine_version
 

@@ -50,7 +50,7 @@ class RankState:
     def load(self, folder: Path) -> None:
         """Load a checkpoint already checked for harmful pickles. Afterwards the engines need the weights again."""
         with self.saved_models() as models:
-            driver = checkpoint.restore(folder, models, str(self.parallel))
+            driver = checkpoint.restore_models(folder, models, str(self.parallel))
         self.set_version(driver["weight_version"])
 
     @contextmanager

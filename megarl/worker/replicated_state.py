@@ -47,6 +47,6 @@ class ReplicatedState(TrainerPart):
         faults.reach("restore")
         state, copies = self._state, state_copies.open_copies(files)
         with state.saved_models() as models:
-            driver, num_bytes = state_copies.restore(copies, models, str(state.parallel), state.topology)
+            driver, num_bytes = state_copies.restore_from_copies(copies, models, str(state.parallel), state.topology)
         state.set_version(driver["weight_version"])
         return num_bytes

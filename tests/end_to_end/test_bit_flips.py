@@ -135,7 +135,7 @@ def test_a_flip_in_a_separate_engine_after_the_last_reshard_is_named(
 ) -> None:
     flip = FLIP.format(
         rank="self.rank",
-        tensors="dict(self.rank_reshard._ends.engine.model.named_parameters())",
+        tensors="dict(self.rank_reshard._reshard_ends.engine.model.named_parameters())",
         name="embed_tokens.weight",
     )
     flip = flip.replace("if self.weight_version == 2 and self.rank == self.rank", "if True")

@@ -290,7 +290,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
             save.finish()
             found[fp8]["next"] = update(engine, parallel, 3)["train/grad_norm"].number
             other = build(recipe, parallel)
-            checkpoint.restore(folder, {"": other}, "one")
+            checkpoint.restore_models(folder, {"": other}, "one")
             found[fp8]["resumed"] = update(other, parallel, 3)["train/grad_norm"].number
             copies = [getattr(m, "_fp8_workspaces", {}) for chunk in other.chunks for m in chunk.modules()]
             before = sum(map(len, copies))

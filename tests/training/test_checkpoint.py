@@ -162,7 +162,7 @@ def load_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]
         for parameter in engine.parameters.values():
             parameter.fill_(7)
     result: dict[str, Any] = {
-        "driver": checkpoint.restore(folder, {"": engine}, str(parallel)),
+        "driver": checkpoint.restore_models(folder, {"": engine}, str(parallel)),
         "state": state_of(engine),
     }
     result["drawn"] = draw()
@@ -387,7 +387,7 @@ def load_moved(recipe: Recipe, sizes: Sizes, folder: Path) -> list[tuple[bool, i
     policy, reference = build_frozen(recipe, parallel, 0.5)
     found, visits = [], visits_of(reference)
     for name in ("unmoved", "moved"):
-        checkpoint.restore(folder / name, {"": policy, "reference": reference}, str(parallel))
+        checkpoint.restore_models(folder / name, {"": policy, "reference": reference}, str(parallel))
         parameters = {key: value.detach().clone() for key, value in reference.parameters.items()}
         found.append((reference.has_moved, len(visits), parameters))
     return found

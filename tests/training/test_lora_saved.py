@@ -302,7 +302,7 @@ def load_and_go_on(recipe: Recipe, parallel: ParallelConfig, updates: Updates, f
     from megarl.training.state import checkpoint
 
     engine, _, _ = build(recipe, parallel, filled=False)
-    checkpoint.restore(folder, {"": engine}, str(parallel))
+    checkpoint.restore_models(folder, {"": engine}, str(parallel))
     metrics = [update(engine, recipe, parallel, sequences) for sequences in updates[1:]]
     return {"metrics": metrics, "state": state_of(engine)}
 

@@ -20,7 +20,7 @@ def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any]]:
     """Copy the state, train on, restore it. Returns whether training changed it, whether the copy is bit-equal, and
     the driver's values.
     """
-    from megarl.training.state.copies import StateCopier, open_copies, restore
+    from megarl.training.state.copies import StateCopier, open_copies, restore_from_copies
     from megarl.training.state.parts import state_parts
 
     def state() -> dict[tuple[str, tuple[int, ...]], bytes]:
@@ -41,7 +41,7 @@ def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any]]:
     # Each rank has both copies: its own, and its partner's.
     copies = open_copies(files)
     assert sorted(copy.origin for copy in copies) == [0, 1] and {copy.step for copy in copies} == {2}
-    driver, _ = restore(copies, models, str(parallel), topology)
+    driver, _ = restore_from_copies(copies, models, str(parallel), topology)
     return has_changed, state() == before, driver
 
 
@@ -73,12 +73,12 @@ def restored(recipe: Any, parallel: ParallelConfig, contents: list[dict[str, byt
 
     `contents` are the contents of the files of each earlier rank.
     """
-    from megarl.training.state.copies import _make_file, open_copies, restore
+    from megarl.training.state.copies import _make_file, open_copies, restore_from_copies
 
     engine = build(recipe, parallel)
     files = {name: _make_file(data) for of_rank in contents for name, data in of_rank.items()}
     opened = open_copies({name: {"path": file.path, "size": file.num_bytes} for name, file in files.items()})
-    _, received = restore(opened, {"": engine}, str(parallel), [("a",)] * parallel.world_size)
+    _, received = restore_from_copies(opened, {"": engine}, str(parallel), [("a",)] * parallel.world_size)
     return received, parts_of(engine)
 
 

@@ -282,7 +282,7 @@ def save_or_restore(
         save.write(asynchronous=False)
         save.finish()
     else:
-        checkpoint.restore(out, engines, str(parallel))
+        checkpoint.restore_models(out, engines, str(parallel))
     metrics = update()
     return metrics, {
         name: {n: p.detach().numpy().copy() for n, p in e.parameters.items()} for name, e in engines.items()

@@ -260,7 +260,7 @@ class Agent:
         """
         ranks = self._living_ranks(processes)
         # Only text after the end of a log at the request counts, because logs may hold earlier stacks.
-        old_log_sizes = {number: _log_bytes(rank.log) for number, rank in ranks.items()}
+        old_log_sizes = {process: _log_bytes(rank.log) for process, rank in ranks.items()}
         for rank in ranks.values():
             with suppress(OSError):
                 rank.forked.signal(signal.SIGUSR2)
@@ -270,17 +270,17 @@ class Agent:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             seconds_waited = loop.time() - began
-            incomplete_processes = [number for number in old_log_sizes if not is_complete(stack_texts[number])]
+            incomplete_processes = [process for process in old_log_sizes if not is_complete(stack_texts[process])]
             stack_texts |= {
-                number: _read_log_from(ranks[number].log, old_log_sizes[number]) for number in incomplete_processes
+                process: _read_log_from(ranks[process].log, old_log_sizes[process]) for process in incomplete_processes
             }
             # An incomplete text may never become complete: threads at work change while their frames are read.
             is_finished = all(
-                is_complete(stack_texts[number])
-                or (has_begun(stack_texts[number]) and seconds_waited > STACKS_SECONDS)
-                or number not in self._ranks
-                or ranks[number].obstacle is not None
-                for number in incomplete_processes
+                is_complete(stack_texts[process])
+                or (has_begun(stack_texts[process]) and seconds_waited > STACKS_SECONDS)
+                or process not in self._ranks
+                or ranks[process].obstacle is not None
+                for process in incomplete_processes
             )
             if is_finished or seconds_waited > seconds:
                 return stack_texts

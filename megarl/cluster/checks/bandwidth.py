@@ -102,8 +102,8 @@ def make_exchange_rounds(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]
             [pair for first, second in pairs for pair in zip(ranks_by_node[first], ranks_by_node[second], strict=False)]
         )
     return [
-        (kind, {rank: partner for first, second in pairs for rank, partner in ((first, second), (second, first))})
-        for kind, rounds in ((WITHIN, rounds_within), (ACROSS, rounds_across))
+        (link_kind, {rank: partner for first, second in pairs for rank, partner in ((first, second), (second, first))})
+        for link_kind, rounds in ((WITHIN, rounds_within), (ACROSS, rounds_across))
         for pairs in rounds
         if pairs
     ]
@@ -120,13 +120,13 @@ def find_slow_links(
     topology: Sequence[Sequence[str]], bandwidths: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[Finding]:
     """Yield a fault for each rank with less than `least_share` of the median bandwidth, per kind of link."""
-    for kind in (WITHIN, ACROSS):
-        if not (kind_speeds := [speeds[kind] for speeds in bandwidths if kind in speeds]):
+    for link_kind in (WITHIN, ACROSS):
+        if not (kind_speeds := [speeds[link_kind] for speeds in bandwidths if link_kind in speeds]):
             continue
         median = statistics.median(kind_speeds)
         for rank, speeds in enumerate(bandwidths):
-            if (speed := speeds.get(kind, median)) < least_share * median:
-                text = f"rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank {median / 1e9:.2f}"
+            if (speed := speeds.get(link_kind, median)) < least_share * median:
+                text = f"rank {rank} moves {speed / 1e9:.2f} GB/s {link_kind}, the median rank {median / 1e9:.2f}"
                 remedy = "exclude the node, or lower cluster.min_bandwidth_fraction"
                 yield Finding("bad", f"node {topology[rank][0]}", text, remedy)
 

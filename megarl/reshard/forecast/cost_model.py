@@ -237,8 +237,8 @@ def _list_rank_places(
         return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
     trainers = [(rank // ranks_per_node,) for rank in range(parallel.world_size)]
     # Trainers fill their nodes first. Engine nodes are numbered after the last trainer node.
-    first = trainers[-1][0] + 1
-    return trainers + [(first + rank // engine_ranks_per_node,) for rank in range(parallel.rollout_ranks)]
+    first_engine_node = trainers[-1][0] + 1
+    return trainers + [(first_engine_node + rank // engine_ranks_per_node,) for rank in range(parallel.rollout_ranks)]
 
 
 def order_ranks(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:

@@ -146,7 +146,7 @@ class Adapters:
         # Do not mix moments and step counts of the previous model with the loaded ones.
         drop_moments(self._policy)
         try:
-            checkpoint.restore(folder, {"": self._policy}, str(self._parallel))
+            checkpoint.restore_models(folder, {"": self._policy}, str(self._parallel))
         # torch raises it on all ranks alike, so none waits for another. `_bring_into_policy` will overwrite the partly
         # restored state.
         except CheckpointException as error:

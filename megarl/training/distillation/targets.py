@@ -114,9 +114,9 @@ class TargetFetcher(RowFeed):
         # Only one tensor-parallel rank fetches: the network carries each target once, and NVLink the copies.
         is_fetching = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
         holders = {
-            number: rank
+            target_number: rank
             for rank, numbers in enumerate(signed.gather(self._stored.numbers, purpose="distillation targets"))
-            for number in numbers
+            for target_number in numbers
         }
         all_targets: list[list[TeacherTargets]] = [[] for _ in rows]
         for teacher in range(len(self._target_bytes)):

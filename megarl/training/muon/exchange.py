@@ -78,8 +78,8 @@ class MatrixExchange:
             memory = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
             # Ranks without a matrix in this round still send their parts of other ranks' matrices.
             self._copy_pieces(round_.gather, self._storages, memory)
-            for first, shape in round_.matrices:
-                matrix = memory[_WHOLE][first : first + prod(shape)].view(shape)
+            for first_element, shape in round_.matrices:
+                matrix = memory[_WHOLE][first_element : first_element + prod(shape)].view(shape)
                 matrix.copy_(compute(matrix))
             self._copy_pieces(round_.scatter, memory, self._storages)
 

@@ -199,7 +199,7 @@ def plan_save(folder: Path, models: Mapping[str, Model], layout: str, **driver: 
     return Save(folder, request)
 
 
-def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str, Any]:
+def restore_models(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str, Any]:
     """Load a checkpoint's states into the models, whatever its parallel sizes. A collective.
 
     Returns the driver's values. A frozen model with unchanged weights stays as it is. Random numbers are restored only

@@ -123,8 +123,8 @@ class StateCopier:
     def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
         """Copy the state after a step to host memory, and start sending it to this rank's partner. A collective.
 
-        `restore` returns the values `driver`. Returns the bytes of the copy. Call `finish` before the next copy; until
-        then the copies of the step before stay.
+        `restore_from_copies` returns the values `driver`. Returns the bytes of the copy. Call `finish` before the next
+        copy; until then the copies of the step before stay.
         """
         parts = [part for part in state_parts(models) if part.is_main]
         layouts, files = _copy_parts(parts, self._reusable_files.get(self._rank))
@@ -200,7 +200,7 @@ class StateCopier:
         return fields
 
 
-def restore(
+def restore_from_copies(
     step_copies: Sequence[StateCopy], models: Mapping[str, Model], layout: str, topology: RankTopology
 ) -> tuple[dict[str, Any], int]:
     """Load the state after a step from the copies of all ranks into the models.

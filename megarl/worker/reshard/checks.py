@@ -27,8 +27,8 @@ from megarl.worker.reshard.planning import ReshardEnds, ReshardPlan
 class ReshardChecks:
     """Checks of the engine's weights after the reshards of a `plan`, on one rank with one or both of the `ends`."""
 
-    def __init__(self, ends: ReshardEnds, plan: ReshardPlan) -> None:
-        self._ends, self._plan = ends, plan
+    def __init__(self, reshard_ends: ReshardEnds, plan: ReshardPlan) -> None:
+        self._reshard_ends, self._plan = reshard_ends, plan
         self.is_probed = plan.live_reshard.is_probed
         """Whether log-probs of a probe prompt verify the copies, because the engines convert their weights."""
         self._trainer_logprobs: NDArray[np.float32] | None = None
@@ -43,7 +43,7 @@ class ReshardChecks:
         """
         if self.is_probed:
             return
-        recipe, engine = self._ends.recipe, self._ends.engine
+        recipe, engine = self._reshard_ends.recipe, self._reshard_ends.engine
         folder = MappedFolder(recipe.model.folder)
         model: torch.nn.Module | None = None
         compared_names: list[str] = []
@@ -54,11 +54,13 @@ class ReshardChecks:
             compared_names = sampled_names(written_names & folder.names, recipe.seed)
         dtype = getattr(torch, recipe.model.dtype)
         with without_adapters(model):
-            check_rows(model, compared_names, folder.tensor, dtype=dtype, seed=recipe.seed, group=self._ends.group)
+            check_rows(
+                model, compared_names, folder.tensor, dtype=dtype, seed=recipe.seed, group=self._reshard_ends.group
+            )
 
     def take_ledger(self, version: int) -> RankChecksums | None:
         """Return the checksums of this rank's engine; None if this version is not checked."""
-        if self.ledger is None or not self._ends.recipe.weights.is_checked(version):
+        if self.ledger is None or not self._reshard_ends.recipe.weights.is_checked(version):
             return None
         return self.ledger.take(version)
 
@@ -82,14 +84,14 @@ class ReshardChecks:
             return
         # Synchronise first. Otherwise, after the loss of an engine, some trainers would notice it and leave, and others
         # would wait for them.
-        gather_values(None, self._ends.group)
-        policy = self._ends.policy
+        gather_values(None, self._reshard_ends.group)
+        policy = self._reshard_ends.policy
         if policy is None:
             return
         prompt = self._probe_prompt()
         row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
         # A forward pass needs a multiple of this many rows, so repeat the prompt.
-        logprobs = policy.forward([row] * self._ends.parallel.rows_multiple)
+        logprobs = policy.forward([row] * self._reshard_ends.parallel.rows_multiple)
         # Only the ranks reporting results have log-probs.
         self._trainer_logprobs = logprobs[0] if logprobs else None
 
@@ -100,29 +102,29 @@ class ReshardChecks:
         """
         if not self.is_probed:
             return None
-        recipe, engine = self._ends.recipe, self._ends.engine
+        recipe, engine = self._reshard_ends.recipe, self._reshard_ends.engine
         tolerance = recipe.weights.probe_tolerance or TOLERANCES[recipe.model.dtype]
-        with engine_collectives_marked(self._ends.group):
+        with engine_collectives_marked(self._reshard_ends.group):
             logprobs = None if engine is None else engine.prompt_logprobs(self._probe_prompt())
         return check_logprobs(
             self._trainer_logprobs,
             logprobs,
-            replica=self._ends.replica,
+            replica=self._reshard_ends.replica,
             tolerance=tolerance,
-            group=self._ends.group,
+            group=self._reshard_ends.group,
         )
 
     def _probe_prompt(self) -> NDArray[np.int64]:
         """Return the token ids of the probe prompt: int64 [prompt]."""
         # One token less than trained, because vLLM samples one token even if only the prompt's log-probs are needed.
-        return probe_prompt(self._plan.engine_shape.vocab_size, self._ends.recipe.trained_tokens - 1)
+        return probe_prompt(self._plan.engine_shape.vocab_size, self._reshard_ends.recipe.trained_tokens - 1)
 
     def _make_ledger(self) -> Ledger | None:
         """Return the ledger (checksums by weight version) of this rank's live vLLM parameters; None without checks."""
-        ends, engine = self._ends, self._ends.engine
-        if engine is None or not ends.recipe.weights.check_every:
+        reshard_ends, engine = self._reshard_ends, self._reshard_ends.engine
+        if engine is None or not reshard_ends.recipe.weights.check_every:
             return None
-        first_rank = 0 if ends.group is None else ends.parallel.leaders()[ends.replica]
+        first_rank = 0 if reshard_ends.group is None else reshard_ends.parallel.leaders()[reshard_ends.replica]
         owner = f"engine rank {first_rank + dist.get_rank()}"
         draft_part = engine.find_part(TrainedDrafts)
         drafter_parameters = (

@@ -50,7 +50,7 @@ class CrossWorldReshard:
         replica: int = 0,
     ) -> None:
         self._recipe, self._own_rank, self._snapshot = recipe, own_rank, snapshot
-        self._ends = ReshardEnds(
+        self._reshard_ends = ReshardEnds(
             recipe=recipe,
             parallel=parallel,
             topology=(),
@@ -83,8 +83,8 @@ class CrossWorldReshard:
             self._snapshot.take(version)
         try:
             self._group = join_group(meeting, self._own_rank, self._recipe.cluster.collective_timeout_seconds)
-            ends = replace(self._ends, topology=topology, group=self._group)
-            self.rank_reshard = RankReshard(ends, version=version)
+            reshard_ends = replace(self._reshard_ends, topology=topology, group=self._group)
+            self.rank_reshard = RankReshard(reshard_ends, version=version)
         except Exception as error:
             return self._leave_and_report_loss(error)
         return self._with_changes(self.rank_reshard.first_report)

@@ -86,24 +86,24 @@ class ReshardPlan(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-def plan_reshard(ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
+def plan_reshard(reshard_ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
     """Plan copies into the engines in place. If in-place writes are impossible, plan full tensors for `load`.
 
     `load` is the engine's own loader; None without an engine. A collective. Raises ConfigError if the recipe needs an
     engine written in place.
     """
     # Only ranks with a trainer know whether it uses Transformer Engine, so take the first answer of all ranks.
-    answers = gather_values(ends.transformer_engine, ends.group)
+    answers = gather_values(reshard_ends.transformer_engine, reshard_ends.group)
     transformer_engine = next(answer for answer in answers if answer is not None)
-    planner = _Planner(ends, transformer_engine=transformer_engine)
-    plan = planner.plan_adapter() if ends.recipe.sends_adapter else planner.plan_weights(load)
-    return planner.add_drafter(plan) if ends.recipe.trains_drafter else plan
+    planner = _Planner(reshard_ends, transformer_engine=transformer_engine)
+    plan = planner.plan_adapter() if reshard_ends.recipe.sends_adapter else planner.plan_weights(load)
+    return planner.add_drafter(plan) if reshard_ends.recipe.trains_drafter else plan
 
 
 class _Planner:
-    def __init__(self, ends: ReshardEnds, *, transformer_engine: bool) -> None:
-        recipe = ends.recipe
-        self._ends, self._transformer_engine = ends, transformer_engine
+    def __init__(self, reshard_ends: ReshardEnds, *, transformer_engine: bool) -> None:
+        recipe = reshard_ends.recipe
+        self._reshard_ends, self._transformer_engine = reshard_ends, transformer_engine
         shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
         # Engines that draft nothing have no draft layers.
         self._engine_shape = shape.with_draft_layers(recipe.rollout.drafts_with_model_layers)
@@ -113,25 +113,25 @@ class _Planner:
 
     def plan_weights(self, load: LoadTensors | None) -> ReshardPlan:
         """Plan the copies of all weights. Raises ConfigError if the recipe needs an engine written in place."""
-        ends, recipe = self._ends, self._ends.recipe
+        reshard_ends, recipe = self._reshard_ends, self._reshard_ends.recipe
         layouts = make_reshard_layouts(
             self._trainer_shape,
-            ends.parallel,
-            len(ends.topology),
+            reshard_ends.parallel,
+            len(reshard_ends.topology),
             transformer_engine=self._transformer_engine,
             engine=self._engine_shape,
         )
         # In place, if vLLM's loader copies unchanged: the tensors go straight into the live parameters.
-        sender = ends.policy or ends.snapshot
+        sender = reshard_ends.policy or reshard_ends.snapshot
         sent_weights = sender.weights if sender is not None else {}
-        model = ends.engine.model if ends.engine is not None else None
-        engine_layout, refusal = record(model, self._engine_shape, self._dtype, ends.group)
+        model = reshard_ends.engine.model if reshard_ends.engine is not None else None
+        engine_layout, refusal = record(model, self._engine_shape, self._dtype, reshard_ends.group)
         if engine_layout is not None:
             return ReshardPlan(
                 self._plan_direct(layouts, engine_layout, sent_weights, model), self._engine_shape, engine_layout
             )
         # Otherwise collect full tensors, and pass them to vLLM's loader.
-        refuse_full_tensors(recipe, refusal, is_separate=ends.group is not None)
+        refuse_full_tensors(recipe, refusal, is_separate=reshard_ends.group is not None)
         live_reshard = GatheredReshard(
             layouts.sources,
             self._engine_shape,
@@ -139,9 +139,9 @@ class _Planner:
             load,
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
-            topology=ends.topology,
+            topology=reshard_ends.topology,
             first_engine=layouts.first_engine,
-            group=ends.group,
+            group=reshard_ends.group,
         )
         notice = (
             "each reshard sends full tensors to the engine, which is slow, because the engine's weights cannot "
@@ -154,19 +154,19 @@ class _Planner:
 
         Raises ConfigError if either cannot be written in place.
         """
-        ends, lora = self._ends, self._ends.recipe.lora
-        policy, engine = ends.policy, ends.engine
+        reshard_ends, lora = self._reshard_ends, self._reshard_ends.recipe.lora
+        policy, engine = reshard_ends.policy, reshard_ends.engine
         model = engine.model if engine is not None else None
         engine_part = engine.find_part(TrainedAdapter) if engine is not None else None
         slots = engine_part.slots if engine_part is not None else None
         # Record where vLLM's loader places the base weights, then where the adapter's matrices lie in the slots.
         with without_adapters(model):
-            engine_layout, refusal = record(model, self._engine_shape, self._dtype, ends.group)
+            engine_layout, refusal = record(model, self._engine_shape, self._dtype, reshard_ends.group)
         base_layouts, adapter_layouts = (
             make_reshard_layouts(
                 self._engine_shape,
-                ends.parallel,
-                len(ends.topology),
+                reshard_ends.parallel,
+                len(reshard_ends.topology),
                 transformer_engine=self._transformer_engine,
                 adapter=sent_adapter,
             )
@@ -175,7 +175,7 @@ class _Planner:
         # The projections of a fused layer share one matrix A, so the slots have fewer matrices than a folder.
         folder_shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
         matrix_shapes = {tensor.name: folder_shapes[tensor.name] for tensor in adapter_layouts.destinations.tensors}
-        slot_layout, slot_refusal = record_slots(slots, matrix_shapes, self._dtype, ends.group)
+        slot_layout, slot_refusal = record_slots(slots, matrix_shapes, self._dtype, reshard_ends.group)
         if engine_layout is None or slot_layout is None:
             raise ConfigError(
                 "lora.sync = adapter: this engine's tensors cannot be written in place "
@@ -195,20 +195,20 @@ class _Planner:
 
         Raises ConfigError if an engine's drafter cannot be written in place.
         """
-        ends, recipe = self._ends, self._ends.recipe
+        reshard_ends, recipe = self._reshard_ends, self._reshard_ends.recipe
         assert recipe.drafter is not None
         shape = read_drafter_shape(find_folder(recipe.drafter), self._trainer_shape)
-        engine_part = ends.engine.find_part(TrainedDrafts) if ends.engine is not None else None
+        engine_part = reshard_ends.engine.find_part(TrainedDrafts) if reshard_ends.engine is not None else None
         live_drafter = engine_part.written if engine_part is not None else None
-        drafter_layout, refusal = record_drafter(live_drafter, shape.tensors, self._dtype, ends.group)
+        drafter_layout, refusal = record_drafter(live_drafter, shape.tensors, self._dtype, reshard_ends.group)
         if drafter_layout is None:
             raise ConfigError(
                 f"trainer.drafter_learning_rate: the engine's drafter cannot be written in place ({refusal}); leave it "
                 "out, so that the drafter is frozen"
             )
-        num_trainers, num_ranks = ends.parallel.world_size, len(ends.topology)
-        trainer_layouts = drafter_layouts(shape, ends.parallel)
-        sender = ends.policy or ends.snapshot
+        num_trainers, num_ranks = reshard_ends.parallel.world_size, len(reshard_ends.topology)
+        trainer_layouts = drafter_layouts(shape, reshard_ends.parallel)
+        sender = reshard_ends.policy or reshard_ends.snapshot
         drafter_reshard = DirectReshard(
             # Ranks of separate engines send nothing.
             [*trainer_layouts, *[()] * (num_ranks - num_trainers)],
@@ -218,8 +218,8 @@ class _Planner:
             live_drafter,
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
-            topology=ends.topology,
-            group=ends.group,
+            topology=reshard_ends.topology,
+            group=reshard_ends.group,
         )
         live_reshard = ReshardWithDrafter(plan.live_reshard, drafter_reshard)
         return plan._replace(live_reshard=live_reshard, recorded_drafter=drafter_layout)
@@ -244,8 +244,8 @@ class _Planner:
             model,
             dtype=self._dtype,
             bucket_bytes=self._bucket_bytes,
-            topology=self._ends.topology,
-            group=self._ends.group,
+            topology=self._reshard_ends.topology,
+            group=self._reshard_ends.group,
             slots=slots,
         )
 

@@ -24,22 +24,22 @@ FIRST_VERSION = 1
 
 
 class RankReshard:
-    """Executes one rank's part of the reshards between its `ends` and those of other ranks.
+    """Executes one rank's part of the reshards between its `reshard_ends` and those of other ranks.
 
     `version` is the version of the current weights; None: one more than the engine's. The constructor plans the copies,
     copies all weights once and verifies them. It is a collective. Raises MegarlError naming the first wrong parameter.
     """
 
-    def __init__(self, ends: ReshardEnds, *, version: int | None = None) -> None:
-        self._ends = ends
+    def __init__(self, reshard_ends: ReshardEnds, *, version: int | None = None) -> None:
+        self._reshard_ends = reshard_ends
         with self._weights_on_device(version):
             # Planning and verifying need the live weights of both sides in memory.
-            plan = plan_reshard(ends, None if ends.engine is None else self._load_tensors)
+            plan = plan_reshard(reshard_ends, None if reshard_ends.engine is None else self._load_tensors)
             self.live_reshard = plan.live_reshard
             self.notices = list(plan.notices)
             """Texts for the user about how the weights are copied."""
             copies = self.live_reshard.self_test()
-            self.checks = ReshardChecks(ends, plan)
+            self.checks = ReshardChecks(reshard_ends, plan)
             if version in (None, FIRST_VERSION):
                 self.checks.compare_with_folder()
             ledger = self.checks.take_ledger(version or FIRST_VERSION)
@@ -52,7 +52,7 @@ class RankReshard:
             seconds={**copies.seconds, "verify": verify_seconds},
             num_bytes=copies.num_bytes,
             probe_gap=probe_gap,
-            rounding=ends.rounding,
+            rounding=reshard_ends.rounding,
             ledger=ledger,
         )
 
@@ -84,7 +84,7 @@ class RankReshard:
             seconds=seconds,
             num_bytes=copies.num_bytes,
             probe_gap=probe_gap,
-            rounding=self._ends.rounding,
+            rounding=self._reshard_ends.rounding,
             ledger=ledger,
         )
 
@@ -92,7 +92,7 @@ class RankReshard:
         return self.checks.compare_weights()
 
     def _engine_weights(self) -> Iterable[Tensor]:
-        return () if self._ends.engine is None else live_parameters(self._ends.engine.model).values()
+        return () if self._reshard_ends.engine is None else live_parameters(self._reshard_ends.engine.model).values()
 
     def _wait_for_ranks(self) -> dict[str, float]:
         """Wait on the host until all ranks of the group are ready. Return the seconds of stage `meet`.
@@ -100,11 +100,11 @@ class RankReshard:
         A trainer that sends in the background arrives before the engines pause. If it began to send, NCCL kernels would
         wait on its GPU, and occupy 16 to 32 multiprocessors during training.
         """
-        if self._ends.group is None:
+        if self._reshard_ends.group is None:
             return {}
         started = time.perf_counter()
         with span("meet engines"):
-            gather_values(None, self._ends.group)
+            gather_values(None, self._reshard_ends.group)
         return {"meet": time.perf_counter() - started}
 
     @contextmanager
@@ -113,7 +113,7 @@ class RankReshard:
 
         A trainer without an engine on its device leaves everything in place.
         """
-        policy, engine = self._ends.policy, self._ends.engine
+        policy, engine = self._reshard_ends.policy, self._reshard_ends.engine
         with ExitStack() as stack:
             if policy is not None:
                 if engine is not None:
@@ -123,10 +123,10 @@ class RankReshard:
                     peak_memory.restart_peak()
                 policy.onload(("parameters",))
             if engine is not None:
-                with engine_collectives_marked(self._ends.group):
+                with engine_collectives_marked(self._reshard_ends.group):
                     engine.wake(["weights"])
             if policy is not None:
-                stack.enter_context(self._ends.open_sent_weights())
+                stack.enter_context(self._reshard_ends.open_sent_weights())
             yield
         if engine is not None:
             if policy is not None:
@@ -134,7 +134,7 @@ class RankReshard:
                 policy.offload()
             # End the reshard's peak here: the KV cache belongs to the rollout.
             peak_memory.fix_peak()
-            with engine_collectives_marked(self._ends.group):
+            with engine_collectives_marked(self._reshard_ends.group):
                 # Allocate the KV cache last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
@@ -150,10 +150,10 @@ class RankReshard:
                 copy_errors.append(error)
                 raise
 
-        assert self._ends.engine is not None
+        assert self._reshard_ends.engine is not None
         try:
-            with engine_collectives_marked(self._ends.group):
-                self._ends.engine.load_tensors(incoming())
+            with engine_collectives_marked(self._reshard_ends.group):
+                self._reshard_ends.engine.load_tensors(incoming())
         except ReplicaCollectiveError:
             if copy_errors:
                 # The engine's error is a consequence of this one. Raise the cause, because it may name a lost rank.
