@@ -113,7 +113,7 @@ class Adapters:
         self._bring_into_policy(name)
         policy = self._policy
         # Momentum and weight decay alone would still move the weights.
-        if policy.pending_reduction is None:
+        if policy.gradient_reduction.pending is None:
             return 0.0, False
         # Reduce here, not in each pass: a reduction would sum earlier gradients over the ranks again.
         policy.reduce_gradients()
