@@ -42,7 +42,7 @@ def test_every_sampled_token_is_an_edge() -> None:
             ]
         )
         row = make_microbatch(
-            replace(batch, shares_prefixes=True),
+            replace(batch, shares_prefixes=True, temperatures=None),
             multiple=1 + number % 4,
             qkv_format="packed",
             device=torch.device("cpu"),
@@ -55,6 +55,8 @@ def test_every_sampled_token_is_an_edge() -> None:
         assert targets == np.concatenate(answers).tolist()
         assert int(tokens.sum()) == sum(map(len, answers))
         assert (tree.edge_sources < len(tree.positions)).all()
+        # A batch without temperatures has that of 1.
+        assert row.temperature == 1.0
         num_sampled += sum(map(len, answers))
         num_stored += len(tree.positions)
     assert 0 < num_stored < num_sampled * 4
