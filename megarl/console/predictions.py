@@ -99,7 +99,6 @@ def _epochs_text(recipe: Recipe, records: Mapping[str, int]) -> str:
 
 
 def _ranks_text(recipe: Recipe, parallel: ParallelConfig) -> str:
-    """Return the ranks and sizes of the trainer in words, and of the engines if the run has some."""
     return str(parallel) if recipe.has_engine else parallel.trainer_text
 
 

@@ -81,10 +81,7 @@ def _run_text(run: RunRecord) -> str:
 
 
 def _accuracy_lines(evaluation: RecordedEvaluation, first_evaluation: RecordedEvaluation | None) -> Iterator[str]:
-    """Yield a line per validation set: accuracy with 95 % interval, and its difference from the first one.
-
-    Without verdicts on answers, the mean reward replaces the accuracy.
-    """
+    """Yield each set's accuracy, or else mean reward, with its interval and its change since the first evaluation."""
     from megarl.report.evaluations import differences
 
     comparisons = (

@@ -139,9 +139,9 @@ class FieldNames:
     remedy: str = "'data.fields={}'"
     """Override that errors suggest; `{}` stands for the field names by role."""
 
-    def format_of(self, first: Mapping[str, Any]) -> RecordFormat:
-        """Return the format of the source with the first record `first`."""
-        base = FORMATS[self.format] if self.format else recognise_format(first)
+    def format_of(self, first_record: Mapping[str, Any]) -> RecordFormat:
+        """Return the format of the source with this first record."""
+        base = FORMATS[self.format] if self.format else recognise_format(first_record)
         return base.with_fields(self.fields, self.answer_field)
 
 

@@ -207,7 +207,6 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
 
 
 def _is_schema(parameters: Any) -> bool:
-    """Return whether a tool's parameters are a JSON schema, and not the arguments of a call."""
     if not isinstance(parameters, Mapping):
         return False
     return parameters.get("type") == "object" or "properties" in parameters or "$ref" in parameters

@@ -388,7 +388,7 @@ def _ends_with_answer(solution: str, answer: str) -> bool:
 
 
 def _is_same_answer(first: Any, second: Any) -> bool:
-    """Return whether two gold answers are equal: as texts, as numbers (4 and 4.0), or as the one item of a list."""
+    """Return whether two gold answers are equal as texts, as numbers, or as a list's only item."""
     answers = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in (first, second)]
     texts = [str(value).strip() for value in answers]
     try:

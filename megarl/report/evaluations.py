@@ -127,7 +127,6 @@ def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
 
 
 def _measures_of(problems: Mapping[Key, Answered]) -> dict[str, Measure]:
-    """Return the accuracy, if all attempts are judged, and the mean reward, if some attempt is scored."""
     measures = {"accuracy": accuracy_of(problems)} if is_judged(problems) else {}
     rewards = [fmean(answered.rewards) for answered in problems.values() if answered.rewards]
     return measures | ({"reward/mean": mean_score(rewards)} if rewards else {})

@@ -134,7 +134,6 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
 
 
 def _letter_of_name(text: str, names: Sequence[str]) -> str | None:
-    """Return the letter of the only choice in `names` that equals `text`, or None."""
     plain = _strip_marks(text).casefold()
     plain_names = [_strip_marks(name).casefold() for name in names]
     return LETTERS[plain_names.index(plain)] if plain_names.count(plain) == 1 else None

@@ -187,7 +187,6 @@ class RLBatch(TokenBatch):
 
 
 def _is_trained(trajectory: Trajectory, mask_truncated: bool, needs_rewards: bool) -> bool:
-    """Return whether the sampled tokens of a trajectory have a loss (see `RLBatch.from_groups`)."""
     # Overlong filtering of DAPO (arXiv 2503.14476): the reward of a truncated answer is noise.
     is_left_out = mask_truncated and trajectory.ended in ("length", "seconds")
     return not is_left_out and (trajectory.reward is not None or not needs_rewards)

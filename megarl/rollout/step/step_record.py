@@ -424,7 +424,6 @@ def _make_array_difference(
 
 
 def _is_close(before: NDArray[Any], now: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
-    """Return where two arrays are equal, or within the relative and absolute tolerance. NaN equals NaN."""
     if tolerance == 0:
         return (before == now) | (np.isnan(before) & np.isnan(now))
     return np.isclose(now, before, rtol=tolerance, atol=tolerance, equal_nan=True)
