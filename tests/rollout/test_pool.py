@@ -265,15 +265,17 @@ async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:
     unused: Any = None
     pool = EnginePool(unused, TWO, max_running=4)
     first, second = pool._replicas
-    for name, replica in (("a", first), ("b", second)):
+    for name, replica in (("a", first), ("b", second), ("c", first)):
         future = asyncio.get_running_loop().create_future()
         pool._requests.pending[name] = PendingRequest(request(name, (5,), 8), future, [])
         replica.running[name] = None
+    pool._queues.common["waits"] = request("waits", (5,), 8)
     pool.set_live_replicas({second.ranks[0]})
-    assert (list(pool._queues.common), list(first.running), list(second.running)) == (["a"], [], ["b"])
-    assert (pool.take_lost(), pool.take_lost()) == (1, 0)
+    # They go before those that wait already, the oldest first.
+    assert (list(pool._queues.common), list(first.running), list(second.running)) == (["a", "c", "waits"], [], ["b"])
+    assert (pool.take_lost(), pool.take_lost()) == (2, 0)
     load = pool.load()
-    assert (load.num_waiting, load.num_running, load.num_live, load.num_lost) == (1, 1, 1, 1)
+    assert (load.num_waiting, load.num_running, load.num_live, load.num_lost) == (3, 1, 1, 1)
 
 
 async def test_the_last_lost_replica_fails_the_requests_that_it_got_from_the_others(
