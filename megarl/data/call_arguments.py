@@ -30,7 +30,6 @@ def fit_call_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with each call's arguments as JSON text."""
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]

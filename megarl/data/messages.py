@@ -176,7 +176,7 @@ def _is_plain(value: Any, is_first: bool) -> bool:
 
 
 def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping[str, Any]:
-    """Return the message with the keys, roles and calls of the OpenAI format; refuse what cannot be converted."""
+    """Return the message in the form of the OpenAI API."""
     if _is_plain(value, is_first):
         return value
     if not isinstance(value, Mapping):

@@ -341,7 +341,6 @@ def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
 
 
 def _shorten_name(name: str) -> str:
-    """Return the distinguishing part of a metric's name: SET in `val/SET/accuracy`."""
     parts = name.split("/")
     return "/".join(parts[1:-1]) if parts[0] == "val" else "/".join(parts[1:])
 

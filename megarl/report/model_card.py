@@ -82,7 +82,7 @@ def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) 
 
 
 def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
-    """Yield each measure of a validation set at this step, next to its value before training."""
+    """Yield the measures of validation sets, with their values before training."""
     rows = dict(run.rows)
     row, row_before_training = rows.get(step, {}), rows.get(0, {}) if step else {}
     for name, value in row.items():

@@ -224,7 +224,7 @@ def _run_json(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dic
 
 
 def _start_json(run: RunRecord, start_index: int) -> dict[str, Any]:
-    """Return a start of the run: its facts, notices and changes since the start before."""
+    """Return a start's facts and its changes since the start before."""
     start = run.starts[start_index]
     start_facts = start.facts
     environment = {

@@ -205,7 +205,7 @@ class WatchedRun:
             self.status = status
 
     def _read_newest_start(self) -> None:
-        """Read facts and new notices of the newest start. Clear them when another start begins."""
+        """Read the newest start's facts and its new notices."""
         folders = attempt_folders(self.path / "logs")
         if not folders:
             return
@@ -250,7 +250,6 @@ class WatchedRun:
         return list(new_steps)
 
     def _read_samples(self) -> None:
-        """Read the last two samples of the newest step."""
         # Listing many files is slow on a shared file system, so do it once per step.
         if self._samples_step == self.step and self.samples:
             return

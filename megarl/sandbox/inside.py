@@ -157,7 +157,7 @@ def _run(source: bytes) -> int:
 
 
 def _exit_code_for(system_exit_code: object) -> int:
-    """Return the process's exit code for the argument of `sys.exit`, as Python does; print a text."""
+    """Return the exit code for an argument of `sys.exit`; print a text."""
     if system_exit_code is None:
         return 0
     if isinstance(system_exit_code, int):

@@ -38,7 +38,6 @@ class Row:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Return the regular expression of the name, with its placeholders matching any text."""
         parts = re.split(f"({_PLACEHOLDER.pattern})", self.name)
         # Only OWN may contain slashes.
         any_of = {"OWN": ".+"}

@@ -204,7 +204,7 @@ def _end_of_answer(tokenizer: Tokenizer) -> str | None:
 
 
 def _end_of_calls(tokenizer: Tokenizer) -> str | None:
-    """Return the special token that ends a turn of tool calls; None: the template writes none."""
+    """Return the special token after a turn of tool calls, or None."""
     messages = (_QUESTION, _call_message(_TURN))
     # Calls have closing tokens of their own before the end of the turn.
     if names := _special_after_turn(tokenizer, messages):

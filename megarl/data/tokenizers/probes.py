@@ -118,7 +118,7 @@ def _encode_texts(backend: Backend, texts: Sequence[str]) -> None:
 
 
 def _check_token_counts(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Raise FaultyInputError for too many tokens per character. Decode too: this may fail or hang."""
+    """Refuse too many tokens per character. Decode too: it may hang."""
     for text in texts:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) > _MAX_TOKENS_PER_CHARACTER * len(text):

@@ -172,7 +172,6 @@ def withdrawal_letters(text: str) -> Iterator[str]:
 
 
 def _is_asserted(statement: re.Match[str]) -> bool:
-    """Return whether a statement is meant: not after words such as `I doubt that` or `if`."""
     before = statement.string[max(0, statement.start() - _MAX_CHARACTERS_BEFORE) : statement.start()]
     return _NOT_STATED.search(before) is None
 

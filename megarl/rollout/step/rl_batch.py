@@ -307,7 +307,6 @@ def _collect_expert_digests(segments: Sequence[Segment]) -> NDArray[np.uint32] |
 
 
 def _pass_order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
-    """Return the order of the samples in pass `number`: the first pass is in order, later passes are shuffled."""
     if number == 0:
         return np.arange(count)
     return np.random.default_rng([seed, step, number]).permutation(count)

@@ -83,7 +83,6 @@ class Listing:
 
 
 def _run_of_checkpoints(checkpoints: Sequence[Stored]) -> RunState:
-    """Return a run that is no longer in memory, from its checkpoints, newest first."""
     newest = checkpoints[0]
     return RunState(newest.run, newest.record["owner"], newest.record["time"], newest.record.get("run_metadata"))
 

@@ -292,7 +292,6 @@ async def _wait_within_limit(
 
 
 def _check_attempt(engine: AttemptEngine, session: Session) -> None:
-    """Raise StorageError if the journal cannot be written, and ProgramError if the session has ended its program."""
     engine.check_storage()
     if session.outcome is not None:
         raise ProgramError(session.outcome)
