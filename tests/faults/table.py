@@ -72,7 +72,7 @@ ROWS = (
         f"{_END}resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
     )),
     Row(10, "disk full during a save", 0, "74", "failed", "the folder, bytes needed and free", "older checkpoints", (
-        "tests/training/test_checkpoint.py::test_a_full_disk_is_named_before_and_while_it_is_written_to",
+        "tests/training/state/test_checkpoint.py::test_a_full_disk_is_named_before_and_while_it_is_written_to",
         "tests/tracking/test_full_disk.py::test_status_is_true_although_its_own_disk_is_full",
         f"{_CLUSTER}local.py::test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver",
     )),
@@ -89,11 +89,11 @@ ROWS = (
     Row(13, "resume, bit for bit", 0, "0", "done", "none", "nothing", (
         f"{_END}resume.py::test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal",
         f"{_END}resume_turns.py::test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill",
-        "tests/training/test_checkpoint.py::test_a_run_goes_on_bit_equal_at_the_same_layout",
+        "tests/training/state/test_checkpoint.py::test_a_run_goes_on_bit_equal_at_the_same_layout",
     )),
     Row(14, "resume with other tp, pp, ep, dp", 0, "0", "done", "none", "nothing", (
-        "tests/training/test_checkpoint.py::test_a_checkpoint_is_read_at_any_layout",
-        "tests/training/test_routed_experts.py::test_held_experts_survive_a_checkpoint_in_a_world_of_another_size",
+        "tests/training/state/test_checkpoint.py::test_a_checkpoint_is_read_at_any_layout",
+        "tests/training/experts/test_routed_experts.py::test_held_experts_survive_a_checkpoint_in_a_world_of_another_size",
     )),
     Row(15, "resume with changed data or recipe", 0, "2 or 65", "failed", "the field or file", "nothing", (
         "tests/loops/test_resume.py::test_changes_are_named_and_another_model_is_refused",
@@ -198,7 +198,7 @@ ROWS = (
     )),
     Row(39, "all rewards are equal", 0, "", "running", "none: a step without gradient, and a warning", "nothing", (
         "tests/rollout/test_buffer.py::test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits",
-        "tests/rollout/test_batch_advantages.py::test_advantages_of_tokens",
+        "tests/rollout/step/test_batch_advantages.py::test_advantages_of_tokens",
         f"{_END}health.py::test_a_run_that_cannot_learn_stops_and_a_resume_does_not_warn_twice",
     )),
     Row(40, "silent corruption of a weight", 0, "70", "failed", "the tensor, layer and rank", "older checkpoints", (
@@ -207,7 +207,7 @@ ROWS = (
     )),
     Row(41, "one rank is slow", 0, "0", "done", "none: a notice names rank and call", "nothing", (
         f"{_TRAINERS}test_row_41_a_slow_rank_is_reported_with_its_call",
-        "tests/rollout/test_stragglers.py::test_who_is_slow_is_reported_once_with_numbers_and_counted_while_it_lasts",
+        "tests/rollout/pool/test_stragglers.py::test_who_is_slow_is_reported_once_with_numbers_and_counted_while_it_lasts",
     )),
     Row(42, "host memory runs out", 30, "76", "failed", "the rank, out of memory", _LOST, (
         f"{_TRAINERS}test_row_42_host_memory_runs_out",
@@ -225,7 +225,7 @@ ROWS = (
     Row(45, "pickles in checkpoints, weights and dumps", 0, "65", "", "the file and the class", "nothing was run", (
         f"{_END}resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
         "tests/checkpoint/test_convert_refusals.py::test_damage_is_refused_by_name",
-        "tests/training/test_optimizer_state.py::test_extra_states_that_are_pickles_are_not_loaded",
+        "tests/training/state/test_optimizer_state.py::test_extra_states_that_are_pickles_are_not_loaded",
         "tests/groups/test_signed.py::test_a_forged_message_is_refused_and_not_unpickled",
     )),
     Row(46, "model folder with code or paths outside", 0, "65", "", "the file and the path", "nothing was read", (

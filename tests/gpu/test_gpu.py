@@ -271,7 +271,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
     from megarl.config.parallel import ParallelConfig
     from megarl.models.layer_caches import drop_weight_copies
     from megarl.training.state import checkpoint
-    from tests.training.test_checkpoint import build, update
+    from tests.training.state.test_checkpoint import build, update
 
     parallel, found = ParallelConfig(1, 1, 1, 1), {}
     for fp8 in ("none", "blockwise"):

@@ -1,4 +1,4 @@
-"""When the state is copied to host memory, apart from the copies themselves (`training/test_state_copies.py`)."""
+"""When the state is copied to host memory, apart from the copies themselves (`training/state/test_state_copies.py`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megarl.service.messages.requests import AdamSettings
 from megarl.service.messages.wire import Datum
 from megarl.training.state.exchange import trained_parameters
 from tests.rank_pool import RankPool
-from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe
+from tests.training.parts.test_lora import DENSE, SETTINGS, build, lora_recipe
 
 VOCABULARY = 431
 ADAM = AdamSettings(learning_rate=3e-3, weight_decay=0.01, grad_clip_norm=1.0).model_dump()

@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from tests.rank_pool import RankPool
 from tests.service.test_rank_adapters import ADAM, run_call
-from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe
+from tests.training.parts.test_lora import DENSE, SETTINGS, build, lora_recipe
 
 
 def save_twice(recipe: Recipe, parallel: ParallelConfig, full: Path, roomy: Path) -> tuple[list[str | None], bool]:

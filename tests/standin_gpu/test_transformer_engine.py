@@ -23,9 +23,9 @@ from megarl.types import TrainingSequence
 from tests.host_waits import host_waits
 from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
-from tests.training import test_lora as lora
 from tests.training import test_training_engine as training
-from tests.training.test_host_waits import OF_A_PASS, OF_AN_UPDATE, waits
+from tests.training.host.test_host_waits import OF_A_PASS, OF_AN_UPDATE, waits
+from tests.training.parts import test_lora as lora
 
 pytestmark = [
     pytest.mark.standin_gpu,

@@ -15,7 +15,7 @@ from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
 from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
-from tests.training.test_balance import VOCABULARY, make_sequences, recipe_of
+from tests.training.experts.test_balance import VOCABULARY, make_sequences, recipe_of
 
 ONE_RANK = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
 

@@ -16,7 +16,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.training import gradient_reduction
 from tests.rank_pool import RankPool
-from tests.training.test_checkpoint import build, recipe_of, update
+from tests.training.state.test_checkpoint import build, recipe_of, update
 
 LAYOUTS = {
     "dp2": ParallelConfig(1, 1, 2, 1),

@@ -25,8 +25,8 @@ from megarl.training.muon.owners import assign_owners, plan_rounds
 from tests.algorithms.test_muon import by_singular_values
 from tests.rank_pool import RankPool
 from tests.training.invariance import cut_out, join
-from tests.training.test_checkpoint import Sizes, build, layouts_of, parallel_of, recipe_of
-from tests.training.test_state_copies import copied, restored, whole
+from tests.training.state.test_checkpoint import Sizes, build, layouts_of, parallel_of, recipe_of
+from tests.training.state.test_state_copies import copied, restored, whole
 
 MUON = {"name": "muon", "learning_rate": 0.03, "clip_grad_norm": 0.0, "schedule": "constant", "warmup_steps": 0}
 FLOAT32 = {**MUON, "muon": {"products": "float32"}}

@@ -347,7 +347,7 @@ def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         return
     from tests.distributed.test_reshard import drafting_recipe_of
     from tests.engine.test_mtp_drafts import sampled
-    from tests.training.test_mtp import COEFFICIENT, oracle, recipe_of, updated
+    from tests.training.parts.test_mtp import COEFFICIENT, oracle, recipe_of, updated
 
     fields: dict[str, Any] = {**SIZES, **FAMILIES[name].fields, "num_mtp_layers": 1}
     trained = make_tiny_model(work / "trained", family=name, **fields)
@@ -517,8 +517,8 @@ def prove_preference(name: str, folder: Path, pool: RankPool, work: Path) -> Fou
 def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     from megarl.families.shape import read_model_shape
     from megarl.preflight.algorithm.learning import check_adapters
-    from tests.training.test_lora import lora_recipe, trained
-    from tests.training.test_lora_saved import export
+    from tests.training.parts.test_lora import lora_recipe, trained
+    from tests.training.parts.test_lora_saved import export
     from tests.training.test_training_engine import distance, make_updates
 
     shape = read_model_shape(folder)

@@ -10,7 +10,7 @@ from megarl.planner.memory.memory_table import MemoryTable
 
 DRIVER_BYTES = LIBRARY_BYTES + 10**9
 """Host memory of the driver, on any node: its libraries, and a step's samples, at most a gigabyte
-(tests/rollout/test_driver_bytes.py).
+(tests/rollout/step/test_driver_bytes.py).
 """
 
 

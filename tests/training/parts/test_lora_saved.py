@@ -21,7 +21,7 @@ from megarl.types import TrainingSequence
 from tests.checkpoint.model_folders import tensors_of
 from tests.rank_pool import RankPool
 from tests.token_batches import by_sequence, row_batches
-from tests.training.test_lora import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
+from tests.training.parts.test_lora import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
 from tests.training.test_training_engine import make_updates
 
 Updates = list[list[TrainingSequence]]

@@ -13,7 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.reshard.forecast.resize import StateSettings, forecast_resize
 from tests.rank_pool import RankPool
-from tests.training.test_checkpoint import Sizes, build, parallel_of, recipe_of, update
+from tests.training.state.test_checkpoint import Sizes, build, parallel_of, recipe_of, update
 
 
 def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any]]:

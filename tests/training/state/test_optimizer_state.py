@@ -21,7 +21,7 @@ from megarl.training.model import FrozenModel
 from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks
 from megarl.training.state.checkpoint import restore_optimizer, without_pickles
 from tests.rank_pool import RankPool
-from tests.training.test_checkpoint import build, parallel_of, recipe_of, update
+from tests.training.state.test_checkpoint import build, parallel_of, recipe_of, update
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])

@@ -12,7 +12,7 @@ import pytest
 from megarl.rollout.step.advantages import compute_advantages
 from megarl.types import ConfigError, Trajectory
 from tests.rollout.batches import batch_of, of_sequences, recipe
-from tests.rollout.test_batch_advantages import episode, turns
+from tests.rollout.step.test_batch_advantages import episode, turns
 
 ENVIRONMENT = {"rollout": {"environment": "games.py:Game"}}
 

@@ -23,8 +23,8 @@ from megarl.rollout.step.teacher_prompts import Opening, join_openings
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
+from tests.training.distillation.test_distillation_targets import LAYOUTS, distance, rows_of
 from tests.training.invariance import cut_out, join
-from tests.training.test_distillation_targets import LAYOUTS, distance, rows_of
 
 LENGTHS = [5, 9, 14, 3, 11, 7, 8, 12]
 VOCABULARY = 431

@@ -13,7 +13,7 @@ import torch
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from tests.rank_pool import RankPool
-from tests.training.test_checkpoint import build, recipe_of, update
+from tests.training.state.test_checkpoint import build, recipe_of, update
 
 LAYOUT = ParallelConfig(1, 1, 4, 1, ep=2)
 

@@ -15,7 +15,7 @@ from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
 from tests.training.invariance import parallel_of
-from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe, rows_of
+from tests.training.parts.test_lora import DENSE, SETTINGS, build, lora_recipe, rows_of
 from tests.training.test_training_engine import make_updates
 
 LAYOUTS = [

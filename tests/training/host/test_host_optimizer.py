@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarl.checkpoint.torch_dist_reader import check_harmless
 from megarl.config import Recipe
 from tests.rank_pool import RankPool
-from tests.training.test_checkpoint import build, load_and_go_on, parallel_of, recipe_of, save_and_go_on, update
+from tests.training.state.test_checkpoint import build, load_and_go_on, parallel_of, recipe_of, save_and_go_on, update
 
 SIZES = (1, 1, 2)
 FRACTIONS = (0.0, 0.4, 1.0)

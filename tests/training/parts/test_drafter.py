@@ -23,7 +23,7 @@ from megarl.tracking.metrics import merge, values
 from tests.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
 from tests.token_batches import own_rows
-from tests.training.test_checkpoint import build
+from tests.training.state.test_checkpoint import build
 from tests.training.uneven_sequences import make_sequences
 
 STEPS, DECAY = 3, 0.8
