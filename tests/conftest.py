@@ -52,7 +52,9 @@ _is_interrupted = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=2, help="how often the run of end_to_end/test_resume.py is killed")
+    parser.addoption(
+        "--kills", type=int, default=2, help="how often the run of end_to_end/recovery/test_resume.py is killed"
+    )
     parser.addoption("--leftover-seconds", type=float, default=20.0, help="how long processes may take to end at last")
 
 

@@ -170,27 +170,27 @@ ROWS = (
         "tests/files/test_model_folder.py::test_the_largest_token",
     )),
     Row(33, "reward function raises", 0, "", "running", "the first failure, with an example", "nothing", (
-        "tests/rewards/test_reward_pool.py::test_a_failure_is_told_and_scores_zero",
+        "tests/rewards/scoring/test_reward_pool.py::test_a_failure_is_told_and_scores_zero",
         "tests/rollout/test_evaluate.py::test_completions_that_could_not_be_scored_are_counted_and_end_a_run_where_they_are_too_many",
     )),
     Row(34, "reward function hangs and ignores signals", 10, "", "running", "the limit", "none of what it started", (
-        "tests/rewards/test_limits.py::test_a_hang_that_ignores_signals_is_killed_with_what_it_started",
-        "tests/rewards/test_limits.py::test_a_computation_that_never_returns_to_python_is_killed",
+        "tests/rewards/scoring/test_limits.py::test_a_hang_that_ignores_signals_is_killed_with_what_it_started",
+        "tests/rewards/scoring/test_limits.py::test_a_computation_that_never_returns_to_python_is_killed",
         f"{_HANGS}test_row_34_a_stopped_reward_process",
         f"{_HANGS}test_a_stopped_environment_process",
     )),
     Row(35, "reward is NaN, None, huge or of a wrong form", 0, "", "running", "the value, the sample", "nothing", (
-        "tests/rewards/test_results.py::test_what_is_no_reward_is_refused",
-        "tests/rewards/test_results.py::test_a_score_that_float32_cannot_hold_sums_of_is_refused",
-        "tests/rewards/test_results.py::test_a_reply_that_is_no_reward_is_refused",
+        "tests/rewards/scoring/test_results.py::test_what_is_no_reward_is_refused",
+        "tests/rewards/scoring/test_results.py::test_a_score_that_float32_cannot_hold_sums_of_is_refused",
+        "tests/rewards/scoring/test_results.py::test_a_reply_that_is_no_reward_is_refused",
     )),
     Row(36, "reward service fails, hangs or drops calls", 10, "", "running", "kinds, counted", "no connection", (
-        "tests/rewards/test_http_rewards.py::test_errors_and_hangs_are_counted_exactly",
-        "tests/rewards/test_http_rewards.py::test_a_failure_of_either_side_fails_the_completion",
+        "tests/rewards/scoring/test_http_rewards.py::test_errors_and_hangs_are_counted_exactly",
+        "tests/rewards/scoring/test_http_rewards.py::test_a_failure_of_either_side_fails_the_completion",
     )),
     Row(37, "attacks by code that a model wrote", 10, "", "running", "reward 0", "no file, process or setting", (
         "tests/sandbox/test_attacks.py::test_an_attack_is_contained",
-        "tests/rewards/test_code.py::test_an_attack_earns_nothing",
+        "tests/rewards/functions/test_code.py::test_an_attack_earns_nothing",
         f"{_HANGS}test_a_stopped_sandbox",
     )),
     Row(38, "loss or gradient not finite", 0, "70", "failed", "the norm, the number of updates", "older checkpoints", (

@@ -32,7 +32,7 @@ from megarl.processes.process_tree import descendants
 from megarl.tracking.draws import account
 from megarl.types import PeerLostError
 from tests.child_processes import process_name
-from tests.end_to_end.test_recovery import RECIPE
+from tests.end_to_end.recovery.test_recovery import RECIPE
 from tests.held_run import PATIENCE_SECONDS, REWARD, HeldRun, difference
 from tools import runs
 from tools.make_dataset import make_dataset

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_bit_flips import flip_in_copy, versions
+from tests.end_to_end.recovery.test_bit_flips import flip_in_copy, versions
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
 

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from megarl.rewards.maths.agreement import agreement, is_within_caps
-from tests.rewards.math_pairs import RIGHT, WRONG
+from tests.rewards.maths.math_pairs import RIGHT, WRONG
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.child_processes import rank_processes
-from tests.end_to_end.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, assert_bit_equal, await_moment
+from tests.end_to_end.recovery.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, assert_bit_equal, await_moment
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 

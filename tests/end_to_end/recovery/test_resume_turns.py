@@ -20,7 +20,7 @@ from tools.make_dataset import make_dataset
 
 pytestmark = pytest.mark.end_to_end
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 STEPS = 4
 RECIPE = """
 name: whole

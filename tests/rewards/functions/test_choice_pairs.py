@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megarl.rewards.functions.multiple_choice import multiple_choice
-from tests.rewards.choice_pairs import CHOICES, RIGHT, WRONG
+from tests.rewards.functions.choice_pairs import CHOICES, RIGHT, WRONG
 
 
 @pytest.mark.parametrize("text", RIGHT)
