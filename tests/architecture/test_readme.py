@@ -260,7 +260,7 @@ def test_every_code_block_is_checked() -> None:
     assert {language for page in PAGES for language, _ in _FENCED.findall(text_of(page))} <= checked
     assert all(text_of(page).count("\n```") % 2 == 0 for page in PAGES)
     # One text block is the quickstart's table: tests/tools/test_quickstart_curve.py compares it with the curve. One is
-    # the path of a tensor below. One is an attempt's sequences: tests/serving/test_credit.py makes them.
+    # the path of a tensor below. One is an attempt's sequences: tests/serving/agents/test_credit.py makes them.
     assert len(blocks("text")) == 3
 
 
@@ -404,7 +404,7 @@ PROGRAMS = {
     "class Echo": check_environment,
     "OpenAI()": check_agent,
     "def leaky": check_formulas,
-    # A run needs an endpoint: tests/serving/client_harness.py runs the same command.
+    # A run needs an endpoint: tests/serving/agents/client_harness.py runs the same command.
     "MSWEA_CONFIGURED": lambda source: compile(source, "run.py", "exec"),
 }
 

@@ -96,9 +96,9 @@ ROWS = (
         "tests/training/experts/test_routed_experts.py::test_held_experts_survive_a_checkpoint_in_a_world_of_another_size",
     )),
     Row(15, "resume with changed data or recipe", 0, "2 or 65", "failed", "the field or file", "nothing", (
-        "tests/loops/test_resume.py::test_changes_are_named_and_another_model_is_refused",
-        "tests/loops/test_resume.py::test_changed_training_data_is_refused_and_changed_validation_data_told",
-        "tests/loops/test_resume.py::test_other_records_left_out_are_refused",
+        "tests/loops/saving/test_resume.py::test_changes_are_named_and_another_model_is_refused",
+        "tests/loops/saving/test_resume.py::test_changed_training_data_is_refused_and_changed_validation_data_told",
+        "tests/loops/saving/test_resume.py::test_other_records_left_out_are_refused",
     )),
     Row(16, "SIGTERM to ranks or driver", 0, "75", "stopped", "the signal; saved after which step", "nothing", (
         f"{_CLUSTER}ask.py::test_a_signal_to_a_rank_is_reported_with_its_next_answer",
@@ -166,7 +166,7 @@ ROWS = (
         f"{_DATA}sampler.py::test_each_epoch_holds_every_item_once",
     )),
     Row(32, "tokenizer does not fit the model", 0, "65", "", "the token and the vocabulary", "nothing", (
-        "tests/preflight/test_models.py::test_a_token_beyond_the_vocabulary",
+        "tests/preflight/model/test_models.py::test_a_token_beyond_the_vocabulary",
         "tests/files/test_model_folder.py::test_the_largest_token",
     )),
     Row(33, "reward function raises", 0, "", "running", "the first failure, with an example", "nothing", (
@@ -236,7 +236,7 @@ ROWS = (
     Row(47, "secrets in the environment", 0, "2", "", "the field, not the value", "no secret in files or logs", (
         "tests/config/test_recipe.py::test_a_secret_in_clear_is_refused_and_not_repeated",
         "tests/config/test_recipe.py::test_what_comes_from_the_environment_is_written_as_a_reference",
-        "tests/serving/test_agents.py::test_a_program_gets_the_variables_that_are_named_and_no_others",
+        "tests/serving/agents/test_agents.py::test_a_program_gets_the_variables_that_are_named_and_no_others",
         "tests/sandbox/test_attacks.py::test_an_attack_is_contained",
     )),
     Row(48, "strangers connect to control or engine ports", 0, "", "running", "nothing: they are ignored", "nothing", (
@@ -251,7 +251,7 @@ ROWS = (
     )),
     Row(50, "leftovers", 20, "", "", "each process, file and segment", "nothing", (
         "tests/test_leftovers.py::test_what_tests_leave_fails_the_run_and_is_removed",
-        "tests/cluster/test_local.py::test_temporary_files_of_ranks_are_private_and_go_with_the_group",
+        "tests/cluster/launchers/test_local.py::test_temporary_files_of_ranks_are_private_and_go_with_the_group",
         "tests/engine/test_engine.py::test_no_shared_memory_is_held_that_a_kill_would_leave",
     )),
     Row(51, "random faults over one run", 50, "0", "done", "each fault's own", "nothing; metrics and weights equal", (
@@ -269,17 +269,17 @@ ROWS = (
     )),
     Row(55, "recovery without a checkpoint", 0, "", "running", "the step, in status.json", "nothing", (
         f"{_RECOVERIES}test_rows_52_to_55_losses_and_a_signal_during_a_recovery",
-        "tests/loops/test_resume.py::test_a_recovery_from_copies_reads_no_checkpoint",
+        "tests/loops/saving/test_resume.py::test_a_recovery_from_copies_reads_no_checkpoint",
     )),
     Row(56, "loss soon after a recovery", 30, "", "running", "the lost rank", "a new copy of the state, at once", (
-        "tests/loops/test_state_replication.py::test_a_restored_state_is_copied_again_at_once",
+        "tests/loops/saving/test_state_replication.py::test_a_restored_state_is_copied_again_at_once",
     )),
     Row(57, "bit flipped in a copy in memory", 0, "", "running", "the copy's node, rank and step", "other copies", (
         f"{_CLUSTER}memory_files.py::test_files_outlive_their_rank_and_damaged_ones_are_found_and_dropped",
         f"{_CLUSTER}memory_files.py::test_each_rank_reads_the_copies_of_its_node_also_those_of_a_node_that_leaves",
     )),
     Row(58, "data or model changed before a recovery", 0, "2 or 65", "failed", "the field or file", "nothing", (
-        "tests/loops/test_resume.py::test_a_recovery_refuses_what_a_resume_refuses",
+        "tests/loops/saving/test_resume.py::test_a_recovery_refuses_what_a_resume_refuses",
     )),
 )  # fmt: skip
 NUM_ROWS = 58

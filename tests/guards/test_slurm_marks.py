@@ -52,7 +52,7 @@ def test_all_tests_that_start_a_cluster_are_marked() -> None:
 
 
 def test_the_guard_follows_fixtures_and_functions() -> None:
-    source = (TESTS / "cluster/test_slurm.py").read_text(encoding="utf-8")
+    source = (TESTS / "cluster/launchers/test_slurm.py").read_text(encoding="utf-8")
     assert "test_a_job_avoids_the_nodes_that_it_found_faulty" in unmarked_starters(source.replace("@needs_slurm\n", ""))
     starts = "from tests.cluster.local_slurm import Cluster as C\ndef start():\n    C.start()\n"
     assert unmarked_starters(f"{starts}def test_one():\n    start()\ndef test_two():\n    pass\n") == ["test_one"]

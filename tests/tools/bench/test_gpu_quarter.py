@@ -20,7 +20,7 @@ from tools.bench.measured import run_plan, traces
 from tools.bench.parts import device_parts
 from tools.bench.quarter import item_choice, quarter_items, quarter_sizes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import os, time
 from tools.bench.quarter.item_lines import ItemLines, LeftOutError, options_of

@@ -16,8 +16,8 @@ from megarl.data.kinds.preferences import Judged, Pairs
 from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples, read_records
 from megarl.types import DataError
+from tests.data.kinds.test_record_keys import TOOL, texts_of
 from tests.data.templates import tokenizer_of
-from tests.data.test_record_keys import TOOL, texts_of
 
 Q = {"role": "user", "content": "q"}
 R = {"role": "user", "content": "r"}

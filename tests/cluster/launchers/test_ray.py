@@ -249,7 +249,7 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
 async def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     async with nodes_on_ray(cluster, NodeKind(0, 2, 2), tmp_path) as nodes, group_on(nodes, tmp_path, 4) as group:
         await see_who_is_late(group, 2.0)
 
@@ -260,7 +260,7 @@ async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
 ) -> None:
     from megarl.cluster.launchers.ray import RayNodes
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     try:
         await play(scene, RayNodes(NodeKind(0, 2, 2), {}, (), cluster.address), tmp_path)
     finally:
@@ -279,7 +279,7 @@ async def test_no_rank_on_ray_is_placed_on_a_faulty_node(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes have room. The ranks are on the one that is not named, whichever is named."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
 
     async def node_without(*names: str) -> str:
         async with (
@@ -299,7 +299,7 @@ async def test_a_node_that_dies_is_replaced_by_another(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a free node the size that the run had is not reached again."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     ray_nodes = [cluster.add_node(num_cpus=1, resources={"own": 1.0}) for _ in range(2)]
     kind = NodeKind(0, 2, 1, ray_resources={"own": 0.001})
     try:

@@ -238,7 +238,7 @@ def test_values_against_annotations(annotation: str, fitting: list[Any], others:
 
 def test_fallbacks_of_the_guide_are_names_of_vllm() -> None:
     """The table of launch/recipes/README.md: overrides that a start accepts, and variables that vLLM reads."""
-    folder = Path(__file__).resolve().parents[2] / "launch/recipes"
+    folder = Path(__file__).resolve().parents[3] / "launch/recipes"
     _, _, section = (folder / "README.md").read_text().partition("## First run on several GPUs")
     table, _, _ = section.partition("\n## ")
     overrides = re.findall(r"`(rollout\.vllm\.[^`]+)`", table)

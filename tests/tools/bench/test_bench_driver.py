@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "tools" / "bench"
 RANKS, SAMPLES, TOKENS = 32, 64, 800
 
 

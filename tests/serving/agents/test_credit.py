@@ -162,7 +162,7 @@ async def test_the_final_segment_has_all_answers_that_it_continues() -> None:
     ],
 )
 async def test_the_guide_s_drawing_is_what_is_trained(credit: str, sequences: list[list[str]]) -> None:
-    drawing = (Path(__file__).parents[2] / "megarl/environments/README.md").read_text().partition("```text\nmain")[2]
+    drawing = (Path(__file__).parents[3] / "megarl/environments/README.md").read_text().partition("```text\nmain")[2]
     labels = re.findall(r"-> ([AB]\d)", drawing.partition("```")[0])
     assert sorted(labels) == ["A1", "A2", "A3", "A4", "A5", "B1", "B2"]
 

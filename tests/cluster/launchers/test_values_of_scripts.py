@@ -12,7 +12,7 @@ from megarl.config.recipe import load
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, FaultyNodeError
 
-RECIPE = Path(__file__).resolve().parents[2] / "launch/recipes/qwen3_32b_grpo.yaml"
+RECIPE = Path(__file__).resolve().parents[3] / "launch/recipes/qwen3_32b_grpo.yaml"
 HOSTILE = [
     "n1\nscontrol shutdown",
     "n1\n",

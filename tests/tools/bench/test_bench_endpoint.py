@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+BENCH = Path(__file__).resolve().parents[3] / "tools" / "bench"
 
 
 @pytest.mark.long

@@ -415,7 +415,7 @@ def start_seconds(tmp_path_factory):
         await group.close()
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
         begun = time.monotonic()
         asyncio.run(drive())
     return time.monotonic() - begun
@@ -443,7 +443,7 @@ def test_ranks_die_with_the_driver(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(
         "import asyncio, sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from tools.local_group import LocalGroup\n"
         "async def drive():\n"
         "    from pathlib import Path\n"

@@ -16,7 +16,7 @@ from megarl.datasets.reward_trials import check_rewards
 from megarl.families.shape import read_model_shape
 from megarl.preflight import check
 from megarl.types import ConfigError, DataError
-from tests.preflight.test_models import with_value_head
+from tests.preflight.model.test_models import with_value_head
 
 
 @pytest.fixture

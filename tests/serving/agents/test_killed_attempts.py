@@ -24,9 +24,9 @@ import pytest
 from megarl.rollout.journal.state import JournalState
 from megarl.rollout.journal.token_account import TokenAccount
 from tests.rewards.pools import wait_until
-from tests.serving.killed_driver import OUTLIVE_SECONDS
+from tests.serving.agents.killed_driver import OUTLIVE_SECONDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NUM_ATTEMPTS_A_STEP = 10
 KINDS = ("container", "agent", "endpoint", "driver")
 KEEPER = "megarl.sandbox.containers.keeper"
@@ -36,7 +36,7 @@ KEEPER = "megarl.sandbox.containers.keeper"
 def drivers() -> Iterator[subprocess.Popen[bytes]]:
     """The process that forks drivers (`killed_driver.start_drivers`)."""
     forking = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving.killed_driver"],
+        [sys.executable, "-m", "tests.serving.agents.killed_driver"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
