@@ -31,9 +31,9 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import disable_collector
 from megarl.processes.fork_server import end_fork_servers
 from tests.forked_command import MEGARL
-from tests.hidden_slurm import path_without_slurm
 from tests.leftovers import WITHOUT_SLURM, Watch
 from tests.shared_fork_servers import shared_fork_servers
+from tests.stand_ins.hidden_slurm import path_without_slurm
 from tools import runs
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from tests.checkpoint.model_folders import tensors_of
 from tests.distributed.weight_updates import update
-from tests.eagle3 import make_eagle3
+from tests.models.drafts.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed

@@ -1,6 +1,6 @@
 """A model's way from the Hub and back: fetch by name, train, export, push, load again; and a fork of the run.
 
-The Hub is a stand-in on this machine (`tests/hub_server.py`); its client is the real huggingface_hub.
+The Hub is a stand-in on this machine (`tests/stand_ins/hub_server.py`); its client is the real huggingface_hub.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from megarl.report.page import write_report
 from megarl.tracking.run_record import RunRecord
 from tests.forked_command import MEGARL
-from tests.hub_server import TOKEN, Hub, hub_server
 from tests.logged_steps import logged_steps
+from tests.stand_ins.hub_server import TOKEN, Hub, hub_server
 
 pytestmark = pytest.mark.end_to_end
 

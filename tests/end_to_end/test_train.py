@@ -21,7 +21,7 @@ from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
 from tests.logged_steps import logged_steps
-from tests.terminal_screen import run_in_terminal, shown
+from tests.stand_ins.terminal_screen import run_in_terminal, shown
 from tools.make_dataset import make_dataset
 from tools.runs import run_megarl
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config import RolloutConfig
 from megarl.tracking.metrics import values
 from megarl.types import Completion, Request, SamplingSettings
-from tests.eagle3 import make_eagle3
+from tests.models.drafts.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
 
 PROMPTS = ([7, 11, 13] * 4 + [7], [31, 5, 19, 2, 44])

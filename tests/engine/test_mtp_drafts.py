@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config import RolloutConfig
 from megarl.tracking.metrics import values
 from megarl.types import Completion, Request, SamplingSettings
-from tests.mtp_layer import MtpOracle
+from tests.models.drafts.mtp_layer import MtpOracle
 from tests.rank_pool import RankPool
 
 PROMPTS = ([7, 11, 13] * 4 + [7], [31, 5, 19, 2, 44])

@@ -250,7 +250,7 @@ ROWS = (
         f"{_HANGS}test_row_49_few_modules_read_the_wall_clock",
     )),
     Row(50, "leftovers", 20, "", "", "each process, file and segment", "nothing", (
-        "tests/test_leftovers.py::test_what_tests_leave_fails_the_run_and_is_removed",
+        "tests/self_tests/test_leftovers.py::test_what_tests_leave_fails_the_run_and_is_removed",
         "tests/cluster/launchers/test_local.py::test_temporary_files_of_ranks_are_private_and_go_with_the_group",
         "tests/engine/test_engine.py::test_no_shared_memory_is_held_that_a_kill_would_leave",
     )),

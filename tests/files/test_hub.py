@@ -14,7 +14,7 @@ from megarl.files import hub
 from megarl.files.hub import cached_folder, check_push, download, push
 from megarl.files.model_folder import UNREAD
 from megarl.types import ConfigError, DataError, StorageError
-from tests.hub_server import TOKEN, Hub, hub_server
+from tests.stand_ins.hub_server import TOKEN, Hub, hub_server
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"more weights"}
 DATA = {"main/train-00000-of-00001.jsonl": b"{}\n", "other/train-00000-of-00001.jsonl": b"{}\n"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.local_slurm import Cluster
-from tests.hidden_slurm import PROGRAMS, path_without_slurm
+from tests.stand_ins.hidden_slurm import PROGRAMS, path_without_slurm
 
 TESTS = Path(__file__).resolve().parents[1]
 MARKS = {"needs_slurm", "pytest.mark.slurm"}

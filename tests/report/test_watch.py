@@ -27,7 +27,7 @@ from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError, StorageError
-from tests.terminal_screen import run_in_terminal, shown
+from tests.stand_ins.terminal_screen import run_in_terminal, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCH = [sys.executable, "-m", "megarl", "watch"]

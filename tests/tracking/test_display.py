@@ -17,7 +17,7 @@ from rich.console import Console
 from megarl.tracking.display import MOST_LINES, Closing, Display
 from megarl.tracking.step_table import StepTable, left_text, short_number
 from megarl.types import ConfigError
-from tests.terminal_screen import run_in_terminal, shown
+from tests.stand_ins.terminal_screen import run_in_terminal, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """

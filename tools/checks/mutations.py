@@ -41,7 +41,7 @@ from typing import Any, Final
 
 from megarl.files.atomic import replace_text
 from megarl.processes.process_tree import kill_tree
-from tests.hidden_slurm import path_without_slurm
+from tests.stand_ins.hidden_slurm import path_without_slurm
 from tools.mutation.forked_pytest import VARIABLES
 from tools.mutation.marked_statements import mark_statements, name_at, statements_of
 from tools.mutation.mutants import Mutant, find_mutants, python_files

@@ -34,9 +34,9 @@ from tests.child_processes import processes_writing_to
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.cluster.losing import scenes
 from tests.logged_steps import logged_steps
+from tests.self_tests.test_leftovers import end_pytest
 from tests.service.served import run_program
 from tests.serving.tool_model import make_tool_model
-from tests.test_leftovers import end_pytest
 from tools.make_dataset import make_dataset
 
 _skip_without_slurm = pytest.mark.skipif(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.eagle3 import make_eagle3
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
 from tests.end_to_end.train_command import train, write_inputs
+from tests.models.drafts.eagle3 import make_eagle3
 
 pytestmark = pytest.mark.end_to_end
 

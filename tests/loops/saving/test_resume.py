@@ -29,7 +29,7 @@ from megarl.loops.saving.run_inputs import Inputs
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.run_record import DRIVER, SCHEMA, RunRecord
 from megarl.types import ConfigError, DataError, StorageError
-from tests.eagle3 import make_eagle3
+from tests.models.drafts.eagle3 import make_eagle3
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from megarl.preflight import check
 from megarl.preflight.libraries.vllm_limits import HOST_DRAFTERS, _find_drafter_faults
 from megarl.preflight.model.trained_drafter import check_trained_drafter
 from megarl.types import ConfigError
-from tests.eagle3 import make_eagle3
+from tests.models.drafts.eagle3 import make_eagle3
 from tests.shapes import small_shape
 
 

@@ -20,7 +20,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.tracking.metrics import merge, values
-from tests.eagle3 import make_eagle3
+from tests.models.drafts.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
 from tests.token_batches import own_rows
 from tests.training.state.test_checkpoint import build

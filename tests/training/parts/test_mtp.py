@@ -19,7 +19,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
-from tests.mtp_layer import MtpOracle
+from tests.models.drafts.mtp_layer import MtpOracle
 from tests.rank_pool import RankPool
 from tests.token_batches import own_rows
 from tests.training.invariance import cut_out, join

@@ -25,7 +25,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
 from tests.checkpoint.model_folders import assert_equal_bits, tensors_of
-from tests.eagle3 import make_eagle3
+from tests.models.drafts.eagle3 import make_eagle3
 from tests.rank_pool import RankPool
 from tests.token_batches import row_batches, weighed
 

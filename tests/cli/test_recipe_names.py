@@ -12,7 +12,7 @@ from megarl.cli import app
 from megarl.config.recipe import load
 from megarl.files import shipped
 from megarl.types import ConfigError
-from tests.test_help import COMMANDS
+from tests.cli.test_help import COMMANDS
 
 ARGUMENTS = [
     pytest.param(command, parameter, id=" ".join(path))

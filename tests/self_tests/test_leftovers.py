@@ -18,7 +18,7 @@ from tests.leftovers import MARK, marked_processes, memory_names
 
 pytestmark = pytest.mark.distributed
 
-PROBES = Path(__file__).with_name("probes")
+PROBES = Path(__file__).parents[1] / "probes"
 
 
 def start_pytest(probe: str, folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
