@@ -28,7 +28,7 @@ from megarl.models.layer_caches import drop_weight_copies
 from megarl.models.policy import PackedModel, evaluating
 from megarl.platform import device
 from megarl.reshard.layouts.megatron import chunk_prefix
-from megarl.training.host_arena import HostArena
+from megarl.training.host.host_arena import HostArena
 from megarl.training.model_parts import ModelParts
 from megarl.training.replica import Replica
 from megarl.training.rows.choice import make_microbatch

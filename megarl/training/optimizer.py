@@ -22,7 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
-from megarl.training.host_optimizer import set_host_fraction
+from megarl.training.host.host_optimizer import set_host_fraction
 
 
 class UpdateRule(Protocol):

@@ -30,11 +30,11 @@ from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.outcomes import Update
 from megarl.tracking.spikes import UpdateLimits
 from megarl.training.gradient_reduction import GradientReduction, overlaps_backward
-from megarl.training.host_arena import HostArena
+from megarl.training.host.host_arena import HostArena
+from megarl.training.host.offload import MergedWeights, Offloadable
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.not_finite import find_not_finite
 from megarl.training.objective import StepNumbers
-from megarl.training.offload import MergedWeights, Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule
 from megarl.training.optimizer_step import OptimizerStep
 from megarl.training.parts.choice import build_engine_parts, select_model_parts, select_update_rule

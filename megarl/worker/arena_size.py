@@ -10,7 +10,7 @@ from megarl.planner.memory.devices import Platform
 from megarl.planner.memory.models import read_models
 from megarl.planner.memory.rank_memory import RankMemory
 from megarl.platform import device
-from megarl.training.host_arena import ALIGNMENT, HostArena
+from megarl.training.host.host_arena import ALIGNMENT, HostArena
 
 
 def start_arena(

@@ -13,7 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.models.configuration import name_refused_overrides, uses_transformer_engine
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
-from megarl.training.host_arena import HostArena
+from megarl.training.host.host_arena import HostArena
 from megarl.training.model import ModelShard
 from megarl.training.replica import Replica
 from megarl.training.training_engine import TrainingEngine

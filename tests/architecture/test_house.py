@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,9 @@ CODE_FOLDERS = ("megarl", "tools", "checkpoints_convert")
 TOP_LEVEL = {*CODE_FOLDERS, "launch", "tests", "pyproject.toml", "README.md", "LICENSE"}
 MANY_LINES_OF_A_FILE = 500
 MANY_LINES_OF_A_FUNCTION = 80
+MOST_FILES_OF_A_FOLDER = 20
+FULL_FOLDERS = {"launch/recipes"}
+"""Folders that may hold more: users start recipes by these paths."""
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 FORBIDDEN_TEXT = {
     "runs code of a model folder": r"trust_remote_code\s*=\s*True|[\"']trust_remote_code[\"']\s*:\s*True",
@@ -84,6 +88,21 @@ def test_long_files_and_functions_are_pointed_out() -> None:
 def test_names_say_what_is_inside() -> None:
     words = {name: set(re.split(r"[/_.]", name)) for name in code_files()}
     assert {name: found for name, parts in words.items() if (found := parts & FORBIDDEN_NAMES)} == {}
+
+
+def full_folders(names: Iterable[str]) -> dict[str, int]:
+    counts = Counter(str(Path(name).parent) for name in names)
+    return {folder: count for folder, count in counts.items() if count > MOST_FILES_OF_A_FOLDER}
+
+
+def test_folders_can_be_surveyed() -> None:
+    """A folder of more files gets subfolders, which a newcomer would guess."""
+    assert full_folders(tracked()).keys() == FULL_FOLDERS
+
+
+def test_a_full_folder_is_noticed() -> None:
+    names = [f"a/{number}.py" for number in range(21)]
+    assert full_folders(names) == {"a": 21} and full_folders([*names[1:], "a/b/0.py"]) == {}
 
 
 @pytest.mark.parametrize("pattern", [pytest.param(text, id=why) for why, text in FORBIDDEN_TEXT.items()])

@@ -494,7 +494,7 @@ def test_diagrams_name_their_participants(source: str) -> None:
 
 
 def test_places_of_the_gpu_guide_are_in_the_code() -> None:
-    """A row names files of the package, or a name in one: `training/offload.py`, `platform/device.cuda_toolkit`."""
+    """A row names files of the package, or a name in one: `models/policy.py`, `platform/device.cuda_toolkit`."""
     guide = (ROOT / "tests/gpu/README.md").read_text(encoding="utf-8").partition("## What to look at first")[2]
     cells = re.findall(r"^\| (`.*?) \|", guide, re.MULTILINE)
     assert len(cells) > 20

@@ -23,7 +23,7 @@ class Row(NamedTuple):
     proofs: tuple[str, ...]
 
 
-_CLUSTER, _DATA, _END = "tests/cluster/test_", "tests/data/test_", "tests/end_to_end/test_"
+_CLUSTER, _DATA, _END = "tests/cluster", "tests/data", "tests/end_to_end"
 _HANGS, _TRAINERS, _SAVES = (
     "tests/faults/test_hangs.py::",
     "tests/faults/test_trainers.py::",
@@ -35,46 +35,46 @@ _LOST = "processes and shared memory none; checkpoints intact"
 ROWS = (
     Row(1, "trainer rank killed in mid-step", 30, "76", "failed", "the rank, its signal, the call", _LOST, (
         f"{_TRAINERS}test_row_1_a_rank_killed_between_forward_and_backward_pass",
-        f"{_END}train.py::test_a_killed_worker_ends_the_run_and_is_named",
-        f"{_END}resume.py::test_a_run_that_is_killed_again_and_again_ends_bit_equal",
+        f"{_END}/test_train.py::test_a_killed_worker_ends_the_run_and_is_named",
+        f"{_END}/recovery/test_resume.py::test_a_run_that_is_killed_again_and_again_ends_bit_equal",
     )),
     Row(2, "trainer rank stopped", 50, "76", "failed", "the first silent rank, the call, the limit", _LOST, (
         f"{_TRAINERS}test_row_2_a_rank_stopped_in_an_update",
         f"{_HANGS}test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all",
         f"{_HANGS}test_a_stopped_fork_server_is_named_and_replaced",
-        f"{_CLUSTER}agents.py::test_a_stopped_process_is_named_by_what_does_not_answer",
+        f"{_CLUSTER}/agents/test_agents.py::test_a_stopped_process_is_named_by_what_does_not_answer",
     )),
     Row(3, "trainer rank raises", 30, "70", "failed", "the rank's error once, not its peers'", _LOST, (
         f"{_TRAINERS}test_row_3_a_rank_that_raises",
-        f"{_CLUSTER}local.py::test_the_first_cause_is_named_and_not_the_echo",
+        f"{_CLUSTER}/launchers/test_local.py::test_the_first_cause_is_named_and_not_the_echo",
     )),
     Row(4, "driver and all ranks killed", 30, "-9", "running", "none: nobody is left to write it", _LOST, (
-        f"{_CLUSTER}local.py::test_ranks_die_with_the_driver",
-        f"{_END}resume.py::test_a_run_that_is_killed_again_and_again_ends_bit_equal",
+        f"{_CLUSTER}/launchers/test_local.py::test_ranks_die_with_the_driver",
+        f"{_END}/recovery/test_resume.py::test_a_run_that_is_killed_again_and_again_ends_bit_equal",
     )),
     Row(5, "killed during a save", 30, "76", "failed", "the rank and its signal", "a partial save, removed on resume", (
-        f"{_END}resume.py::test_a_run_that_is_killed_again_and_again_ends_bit_equal",
+        f"{_END}/recovery/test_resume.py::test_a_run_that_is_killed_again_and_again_ends_bit_equal",
     )),
     Row(6, "killed between data, manifest and latest", 0, "-9", "running", "none: the driver died", "a partial save", (
         f"{_SAVES}test_row_6_killed_between_data_manifest_and_latest",
     )),
     Row(7, "truncated shard of a checkpoint", 0, "", "", "the file, its bytes", "NAME.damaged, to be inspected", (
-        f"{_END}resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
+        f"{_END}/recovery/test_resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
         "tests/checkpoint/test_convert_refusals.py::test_damage_is_refused_by_name",
     )),
     Row(8, "bit flipped in a checkpoint", 0, "", "", "the file, its sha256", "NAME.damaged, to be inspected", (
-        f"{_END}resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
+        f"{_END}/recovery/test_resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
         "tests/checkpoint/test_convert_refusals.py::test_a_flipped_bit_of_weights_fails_the_hash_or_the_checksum_of_its_chunk",
     )),
     Row(9, "shard missing, or of another step", 0, "", "", "the file, its sha256", "NAME.damaged, to be inspected", (
         f"{_SAVES}test_row_9_a_shard_of_another_step",
         "tests/checkpoint/test_convert_refusals.py::test_damage_is_refused_by_name",
-        f"{_END}resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
+        f"{_END}/recovery/test_resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
     )),
     Row(10, "disk full during a save", 0, "74", "failed", "the folder, bytes needed and free", "older checkpoints", (
         "tests/training/state/test_checkpoint.py::test_a_full_disk_is_named_before_and_while_it_is_written_to",
         "tests/tracking/test_full_disk.py::test_status_is_true_although_its_own_disk_is_full",
-        f"{_CLUSTER}local.py::test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver",
+        f"{_CLUSTER}/launchers/test_local.py::test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver",
     )),
     Row(11, "disk read-only, over quota or silent", 33, "76 or 74", "failed", "the rank, the file", "checkpoints", (
         f"{_SAVES}test_row_11_a_file_system_that_does_not_answer",
@@ -84,11 +84,11 @@ ROWS = (
     )),
     Row(12, "the only good checkpoint, and the next save fails", 30, "74", "failed", "the disk", "the good one", (
         f"{_SAVES}test_row_12_a_failed_save_never_removes_the_only_good_checkpoint",
-        f"{_END}resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
+        f"{_END}/recovery/test_resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
     )),
     Row(13, "resume, bit for bit", 0, "0", "done", "none", "nothing", (
-        f"{_END}resume.py::test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal",
-        f"{_END}resume_turns.py::test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill",
+        f"{_END}/recovery/test_resume.py::test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal",
+        f"{_END}/recovery/test_resume_turns.py::test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill",
         "tests/training/state/test_checkpoint.py::test_a_run_goes_on_bit_equal_at_the_same_layout",
     )),
     Row(14, "resume with other tp, pp, ep, dp", 0, "0", "done", "none", "nothing", (
@@ -101,22 +101,22 @@ ROWS = (
         "tests/loops/saving/test_resume.py::test_other_records_left_out_are_refused",
     )),
     Row(16, "SIGTERM to ranks or driver", 0, "75", "stopped", "the signal; saved after which step", "nothing", (
-        f"{_CLUSTER}ask.py::test_a_signal_to_a_rank_is_reported_with_its_next_answer",
-        f"{_END}resume.py::test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal",
+        f"{_CLUSTER}/calls/test_ask.py::test_a_signal_to_a_rank_is_reported_with_its_next_answer",
+        f"{_END}/recovery/test_resume.py::test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal",
         "tests/loops/test_stopping.py::test_the_first_signal_ends_a_run_with_75",
     )),
     Row(17, "SIGTERM or SIGINT twice", 10, "130", "interrupted", "both signals; not saved", "no partial checkpoint", (
-        f"{_END}resume.py::test_a_second_signal_ends_a_run_at_once",
+        f"{_END}/recovery/test_resume.py::test_a_second_signal_ends_a_run_at_once",
         "tests/loops/test_stopping.py::test_a_second_ctrl_c_ends_a_run_at_once",
     )),
     Row(18, "Slurm's time limit", 0, "75", "stopped", "SIGUSR1; saved after which step", "nothing", (
-        f"{_CLUSTER}slurm.py::test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone",
+        f"{_CLUSTER}/launchers/test_slurm.py::test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone",
     )),
     Row(19, "Slurm preempts the job", 0, "75", "stopped", "SIGTERM; saved after which step", "nothing", (
-        f"{_CLUSTER}slurm.py::test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone",
+        f"{_CLUSTER}/launchers/test_slurm.py::test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone",
     )),
     Row(20, "Slurm loses a node", 30, "76", "failed", "a rank and its node", "nothing on the other nodes", (
-        f"{_CLUSTER}slurm.py::test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint",
+        f"{_CLUSTER}/launchers/test_slurm.py::test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint",
     )),
     Row(21, "requeued again and again without progress", 0, "70", "failed", "restarts, the step", "nothing", (
         "tests/tracking/test_run_folder.py::test_a_resumed_folder_forgets_what_came_after_its_checkpoint",
@@ -125,45 +125,45 @@ ROWS = (
         "tests/tracking/test_run_folder.py::test_a_folder_in_use_is_refused_until_its_owner_dies",
     )),
     Row(23, "engine killed while it samples", 12, "", "running", "the rank and its signal", "no process", (
-        f"{_END}lost_engines.py::test_the_run_goes_on_and_the_engine_comes_back",
+        f"{_END}/recovery/test_lost_engines.py::test_the_run_goes_on_and_the_engine_comes_back",
     )),
     Row(24, "engine stopped while it samples", 90, "76", "failed", "the rank, `advance`, the limit", _LOST, (
         f"{_ENGINES}test_row_24_a_stopped_engine",
-        f"{_END}lost_engines.py::test_the_run_goes_on_and_the_engine_comes_back",
+        f"{_END}/recovery/test_lost_engines.py::test_the_run_goes_on_and_the_engine_comes_back",
     )),
     Row(25, "engine dies during a weight update", 30, "", "running", "the rank, in `reshard`", "no process", (
         "tests/distributed/test_broken_reshard.py::test_the_others_have_the_newest_weights",
-        f"{_CLUSTER}run_ranks.py::test_nobody_waits_in_a_cross_world_group_for_a_lost_rank",
+        f"{_CLUSTER}/test_run_ranks.py::test_nobody_waits_in_a_cross_world_group_for_a_lost_rank",
         "tests/distributed/test_overlapping_reshard.py::test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back",
     )),
     Row(26, "every engine dies", 30, "76", "failed", "the last engine's rank, with the end of its log", _LOST, (
-        f"{_END}lost_engines.py::test_without_any_engine_the_run_ends",
+        f"{_END}/recovery/test_lost_engines.py::test_without_any_engine_the_run_ends",
     )),
     Row(27, "wrong weights after a reshard", 0, "70", "failed", "the first wrong parameter", "nothing", (
         "tests/distributed/test_reshard.py::test_verification_names_the_parameter_that_differs",
         "tests/distributed/test_reshard.py::test_the_probe_finds_spoiled_weights_of_an_engine_that_converts_them",
-        f"{_END}bit_flips.py::test_a_flip_in_an_engine_is_named_before_its_samples_are_trained",
+        f"{_END}/recovery/test_bit_flips.py::test_a_flip_in_an_engine_is_named_before_its_samples_are_trained",
     )),
     Row(28, "prompt longer than the limit", 0, "65", "", "the line; or counted in data/dropped", "nothing", (
         "tests/preflight/test_formats.py::test_what_is_too_long_is_left_out_and_counted_where_that_is_wanted",
-        f"{_DATA}problems.py::test_a_prompt_at_the_limit_passes_and_one_above_is_refused",
+        f"{_DATA}/kinds/test_problems.py::test_a_prompt_at_the_limit_passes_and_one_above_is_refused",
         "tests/rollout/test_attempt.py::test_case_n1_a_prompt_that_does_not_fit_ends_its_attempt_and_no_other",
     )),
     Row(29, "empty prompt, special tokens, bad Unicode, no template", 0, "65", "", "the line and field", "nothing", (
-        f"{_DATA}records.py::test_faulty_messages",
-        f"{_DATA}records.py::test_bytes_that_are_not_utf8",
-        f"{_DATA}chat.py::test_special_tokens_in_messages_are_text_and_the_templates_are_tokens",
-        f"{_DATA}chat.py::test_templates_that_can_serve_nobody",
+        f"{_DATA}/test_records.py::test_faulty_messages",
+        f"{_DATA}/test_records.py::test_bytes_that_are_not_utf8",
+        f"{_DATA}/test_chat.py::test_special_tokens_in_messages_are_text_and_the_templates_are_tokens",
+        f"{_DATA}/test_chat.py::test_templates_that_can_serve_nobody",
     )),
     Row(30, "bad line of JSON, truncated Parquet", 0, "65", "", "the file and line", "nothing", (
-        f"{_DATA}records.py::test_faulty_files",
-        f"{_DATA}rows.py::test_faulty_files",
-        f"{_DATA}survey.py::test_all_faults_are_told_with_their_lines",
+        f"{_DATA}/test_records.py::test_faulty_files",
+        f"{_DATA}/sources/test_rows.py::test_faulty_files",
+        f"{_DATA}/test_survey.py::test_all_faults_are_told_with_their_lines",
     )),
     Row(31, "empty data set, fewer rows than a batch", 0, "2 or 65", "", "the field and file", "nothing", (
         "tests/preflight/test_sources.py::test_faults_of_recipe_and_files_come_together",
-        f"{_DATA}streamed.py::test_an_empty_source_and_faults",
-        f"{_DATA}sampler.py::test_each_epoch_holds_every_item_once",
+        f"{_DATA}/test_streamed.py::test_an_empty_source_and_faults",
+        f"{_DATA}/test_sampler.py::test_each_epoch_holds_every_item_once",
     )),
     Row(32, "tokenizer does not fit the model", 0, "65", "", "the token and the vocabulary", "nothing", (
         "tests/preflight/model/test_models.py::test_a_token_beyond_the_vocabulary",
@@ -199,10 +199,10 @@ ROWS = (
     Row(39, "all rewards are equal", 0, "", "running", "none: a step without gradient, and a warning", "nothing", (
         "tests/rollout/test_buffer.py::test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits",
         "tests/rollout/step/test_batch_advantages.py::test_advantages_of_tokens",
-        f"{_END}health.py::test_a_run_that_cannot_learn_stops_and_a_resume_does_not_warn_twice",
+        f"{_END}/test_health.py::test_a_run_that_cannot_learn_stops_and_a_resume_does_not_warn_twice",
     )),
     Row(40, "silent corruption of a weight", 0, "70", "failed", "the tensor, layer and rank", "older checkpoints", (
-        f"{_END}bit_flips.py::test_a_flip_in_the_trainer_is_named_before_the_update",
+        f"{_END}/recovery/test_bit_flips.py::test_a_flip_in_the_trainer_is_named_before_the_update",
         "tests/reshard/checks/test_version_checksums.py::test_the_majority_names_the_wrong_copy_and_two_copies_name_both",
     )),
     Row(41, "one rank is slow", 0, "0", "done", "none: a notice names rank and call", "nothing", (
@@ -223,7 +223,7 @@ ROWS = (
         "tests/tracking/test_wandb.py::test_a_run_is_written_offline",
     )),
     Row(45, "pickles in checkpoints, weights and dumps", 0, "65", "", "the file and the class", "nothing was run", (
-        f"{_END}resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
+        f"{_END}/recovery/test_resume.py::test_a_damaged_checkpoint_is_named_and_the_one_before_it_used",
         "tests/checkpoint/test_convert_refusals.py::test_damage_is_refused_by_name",
         "tests/training/state/test_optimizer_state.py::test_extra_states_that_are_pickles_are_not_loaded",
         "tests/groups/test_signed.py::test_a_forged_message_is_refused_and_not_unpickled",
@@ -240,9 +240,9 @@ ROWS = (
         "tests/sandbox/test_attacks.py::test_an_attack_is_contained",
     )),
     Row(48, "strangers connect to control or engine ports", 0, "", "running", "nothing: they are ignored", "nothing", (
-        f"{_CLUSTER}agents.py::test_strangers_neither_delay_nor_enter",
-        f"{_CLUSTER}local.py::test_ranks_of_one_machine_listen_on_loopback_only",
-        f"{_CLUSTER}run_ranks.py::test_a_group_with_another_key_cannot_join_a_cross_world_group",
+        f"{_CLUSTER}/agents/test_agents.py::test_strangers_neither_delay_nor_enter",
+        f"{_CLUSTER}/launchers/test_local.py::test_ranks_of_one_machine_listen_on_loopback_only",
+        f"{_CLUSTER}/test_run_ranks.py::test_a_group_with_another_key_cannot_join_a_cross_world_group",
         "tests/serving/test_endpoint.py::test_who_has_no_session_or_a_wrong_key_is_told_so",
     )),
     Row(49, "clock steps, daylight saving time", 12, "", "running", "nothing: deadlines are monotonic", "nothing", (
@@ -275,8 +275,8 @@ ROWS = (
         "tests/loops/saving/test_state_replication.py::test_a_restored_state_is_copied_again_at_once",
     )),
     Row(57, "bit flipped in a copy in memory", 0, "", "running", "the copy's node, rank and step", "other copies", (
-        f"{_CLUSTER}memory_files.py::test_files_outlive_their_rank_and_damaged_ones_are_found_and_dropped",
-        f"{_CLUSTER}memory_files.py::test_each_rank_reads_the_copies_of_its_node_also_those_of_a_node_that_leaves",
+        f"{_CLUSTER}/agents/test_memory_files.py::test_files_outlive_their_rank_and_damaged_ones_are_found_and_dropped",
+        f"{_CLUSTER}/agents/test_memory_files.py::test_each_rank_reads_the_copies_of_its_node_also_those_of_a_node_that_leaves",
     )),
     Row(58, "data or model changed before a recovery", 0, "2 or 65", "failed", "the field or file", "nothing", (
         "tests/loops/saving/test_resume.py::test_a_recovery_refuses_what_a_resume_refuses",

@@ -151,7 +151,7 @@ def test_transformer_engine_accumulates_gradients_in_place() -> None:
 
 
 def lend_memory() -> tuple[int, int, int, bool]:
-    from megarl.training.offload import Offloadable
+    from megarl.training.host.offload import Offloadable
 
     torch.cuda.set_device(0)
     whole = torch.arange(1 << 26, device="cuda", dtype=torch.float32)

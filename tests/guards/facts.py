@@ -217,7 +217,7 @@ SOURCES = (
         "megatron", "core/optimizer/distrib_optimizer.py", "DistributedOptimizer._get_main_param_and_optimizer_states",
         "if isinstance(self.optimizer, HybridDeviceOptimizer): tensors[k] = self.optimizer.state[sharded_model_param]"
         "[k] continue",
-        "what is on the host is saved in place: training.host_optimizer",
+        "what is on the host is saved in place: training.host.host_optimizer",
     ),
     Source(
         "megatron", "core/optimizer/cpu_offloading/hybrid_optimizer.py",
@@ -231,7 +231,7 @@ SOURCES = (
         "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo",
         'new_state[orig_param] = optimizer.state[param] if self.param_update_in_fp32: '
         'new_state[orig_param]["master_param"] = param',
-        "the state of both is one dictionary: training.host_optimizer fills that of the parts",
+        "the state of both is one dictionary: training.host.host_optimizer fills that of the parts",
     ),
     Source(
         "megatron", "core/optimizer/__init__.py", "_get_megatron_optimizer_based_on_param_groups",

@@ -109,7 +109,7 @@ def microbatches(rank: int) -> None:
 
 def checkpoint_blocks(rank: int) -> None:
     """Copy tensors to page-locked blocks and to the host, as a save does, and read them there."""
-    from megarl.training.offload import copy_to_pinned_blocks
+    from megarl.training.host.offload import copy_to_pinned_blocks
 
     shards = [torch.full((size,), 1.0 + rank, device="cuda") for size in (3000, 5, 2000)]
     copies = copy_to_pinned_blocks(shards, pin=True, block_bytes=1 << 16)

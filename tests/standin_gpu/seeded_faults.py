@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 STAGING, TRANSPORT, VERIFY, FINGERPRINT = (
     f"megarl/reshard/{name}.py" for name in ("staging", "transport", "checks/verify", "checks/fingerprint")
 )
-LOGPROBS, OFFLOAD = "megarl/models/logprobs.py", "megarl/training/offload.py"
+LOGPROBS, OFFLOAD = "megarl/models/logprobs.py", "megarl/training/host/offload.py"
 FAULTS = {
     "wrong device index": Fault(
         "logprobs",

@@ -24,7 +24,7 @@ simulation with expandable segments. Ordinary segments have 0.67.
 """
 PINNED_BLOCK_BYTES = 1 << 30
 """Checkpoints are staged in blocks of page-locked host memory with this many bytes. Equal to
-`training.offload.BLOCK_BYTES`.
+`training.host.offload.BLOCK_BYTES`.
 """
 LIBRARY_BYTES = 500 << 20
 """Bytes of host memory for a rank's libraries, before any weight is loaded."""

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from megarl.families.lora_rules import LINEARS
 from megarl.models import lora as lora_modules
+from megarl.training.host.offload import ScaledAdapters
 from megarl.training.model import ModelShard
-from megarl.training.offload import ScaledAdapters
 from megarl.training.parts.engine_part import EnginePart
 
 

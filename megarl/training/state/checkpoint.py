@@ -37,10 +37,10 @@ from megarl.checkpoint.manifest import ManifestWriter
 from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.lora import shard_adapters
 from megarl.platform import device
-from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
+from megarl.training.host.host_optimizer import allocate_moments, is_hybrid, set_step
+from megarl.training.host.offload import copy_to_pinned_blocks
 from megarl.training.model import FrozenModel
 from megarl.training.muon.optimizer import MuonWithAdam
-from megarl.training.offload import copy_to_pinned_blocks
 from megarl.training.parts.lora import LoraPart
 from megarl.training.state.optimizer_state import copy_to_optimizer, sharded_optimizer_state
 from megarl.training.training_engine import TrainingEngine

@@ -20,7 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megarl.reshard.boxes import flat_boxes
-from megarl.training.host_optimizer import is_hybrid, without_hybrid_settings
+from megarl.training.host.host_optimizer import is_hybrid, without_hybrid_settings
 from megarl.training.muon.optimizer import MOMENTUM
 
 _TENSORS = ("param", "exp_avg", "exp_avg_sq", MOMENTUM)

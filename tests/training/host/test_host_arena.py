@@ -17,9 +17,9 @@ import torch
 
 from megarl.models.policy import PackedModel
 from megarl.platform.memory import page_lock
-from megarl.training.host_arena import ALIGNMENT, HostArena, aligned_bytes
+from megarl.training.host.host_arena import ALIGNMENT, HostArena, aligned_bytes
+from megarl.training.host.offload import Offloadable
 from megarl.training.model import FrozenModel
-from megarl.training.offload import Offloadable
 from megarl.types import ConfigError
 from megarl.worker import trainer_worker
 

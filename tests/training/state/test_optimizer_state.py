@@ -17,8 +17,8 @@ import torch
 
 from megarl.planner.memory.devices import PINNED_BLOCK_BYTES
 from megarl.reshard.boxes import flat_boxes
+from megarl.training.host.offload import BLOCK_BYTES, copy_to_pinned_blocks
 from megarl.training.model import FrozenModel
-from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks
 from megarl.training.state.checkpoint import restore_optimizer, without_pickles
 from tests.rank_pool import RankPool
 from tests.training.state.test_checkpoint import build, parallel_of, recipe_of, update

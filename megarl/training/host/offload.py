@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megarl.models.lora import Adapter, adapters_of
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.reshard.reshard_report import MergeRounding
-from megarl.training.host_arena import HostArena, HostCopy, aligned_bytes
+from megarl.training.host.host_arena import HostArena, HostCopy, aligned_bytes
 
 
 class Offloadable:
