@@ -12,7 +12,7 @@ from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from megarl.tracking.prometheus import RunMetrics
+    from megarl.tracking.live.prometheus import RunMetrics
 
 
 class RunMonitor:
@@ -53,7 +53,7 @@ class RunMonitor:
     async def _start_monitor(self) -> RunMetrics:
         # Imported here: aiohttp takes a while to import, and few runs need it.
         from megarl.serving.monitor import EngineLoad, Monitor, registry_of
-        from megarl.tracking.prometheus import RunMetrics
+        from megarl.tracking.live.prometheus import RunMetrics
 
         metrics = RunMetrics(self._recipe.name, self._recipe.train.steps, lambda: self._folder.status)
         monitor = Monitor(self._recipe.monitor, registry_of(metrics, EngineLoad(self._engine_load)), metrics.health)

@@ -30,8 +30,8 @@ from megarl.files.atomic import (
 from megarl.files.folder_lock import HOME, FolderLock
 from megarl.files.strict_json import loads
 from megarl.tracking.draws import LEDGER
+from megarl.tracking.live.run_status import RunStatus, State, describe_end
 from megarl.tracking.run_record import RunRecord, attempt_folders
-from megarl.tracking.run_status import RunStatus, State, describe_end
 from megarl.tracking.step_lines import StepLine, numbers_of, read_steps
 from megarl.types import (
     ConfigError,

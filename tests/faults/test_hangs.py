@@ -250,7 +250,7 @@ WALL_CLOCK = {
     "megarl/service/handlers/sessions.py": "dates of sessions and models in listings",
     "megarl/tracking/trackers/hparams.py": "dates of records",
     "megarl/tracking/trackers/mlflow.py": "dates of records",
-    "megarl/tracking/prometheus.py": "dates of records",
+    "megarl/tracking/live/prometheus.py": "dates of records",
     "megarl/tracking/trackers/tensorboard.py": "dates of records",
 }
 """Modules that read the wall clock, and for what. None of them waits by it."""

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megarl.config.sections.monitor import MonitorConfig
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.monitor import EngineLoad, Monitor, registry_of
-from megarl.tracking.prometheus import RunMetrics
+from megarl.tracking.live.prometheus import RunMetrics
 from megarl.types import ConfigError
 
 TOKEN = "0123456789abcdef"

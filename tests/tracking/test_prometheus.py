@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megarl.tracking.prometheus import RunMetrics, prometheus_name
+from megarl.tracking.live.prometheus import RunMetrics, prometheus_name
 
 
 def scraped(metrics: RunMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric, StateSetMetricFamily
 
+from megarl.tracking.live.run_status import State
 from megarl.tracking.metric_table import find_row
-from megarl.tracking.run_status import State
 
 PREFIX = "megarl_"
 _STATES: Sequence[State] = ("starting", "running", "done", "failed", "interrupted", "stopped")
