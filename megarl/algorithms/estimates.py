@@ -85,8 +85,9 @@ def _drawn_majority_at_k(num_correct: int, wrong_counts: tuple[int, ...], num_si
 
 @lru_cache(maxsize=1 << 14)
 def _exact_majority_at_k(num_correct: int, wrong_counts: tuple[int, ...], num_silent: int, k: int) -> float:
-    """Return majority@k exactly. The counts are of correct attempts, of each wrong answer (ascending), and of no
-    answer.
+    """Return the exact probability that the most frequent answer of k drawn attempts is correct. Ties are fair draws.
+
+    The counts are of correct attempts, of each wrong answer (ascending), and of attempts without an answer.
     """
     weighted_wins = 0.0
     for votes in range(1, min(num_correct, k) + 1):

@@ -88,7 +88,7 @@ class FolderReader:
                 self._files[piece.box.name] = stored.path
 
     def read_storage(self, name: str) -> Tensor:
-        """Return a storage, flat: [elements]. It is a stored tensor, or an expert of an MXFP4 tensor in bfloat16."""
+        """Return the values of a stored tensor, or of one expert of an MXFP4 tensor as bfloat16, flat: [elements]."""
         if name in self._experts:
             packed, expert = self._experts[name]
             stored = self._stored[packed]

@@ -81,7 +81,7 @@ def find_stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str
                 faults += _find_fault_of_untrained(path, name, model, prefixes)
             else:
                 doubled = _find_doubled(path, name, stored[name].path if name in stored else None)
-                faults += doubled or _find_fault_of_trained(path, name, code, shape, shapes[name])
+                faults += doubled or _find_fault_of_trained_tensor(path, name, code, shape, shapes[name])
                 stored[name] = Stored(path, code)
     faults += _join_quantised(quantised_parts, stored)
     faults += [
@@ -115,7 +115,7 @@ def _find_fault_of_untrained(path: Path, name: str, model: ModelShape, copied_pr
     return [Fault("extra", f"{path}: {name} has no place in a {model.family} model.")]
 
 
-def _find_fault_of_trained(
+def _find_fault_of_trained_tensor(
     path: Path, name: str, code: str, shape: tuple[int, ...], expected_shape: tuple[int, ...]
 ) -> list[Fault]:
     """Return a fault if a tensor's dtype cannot be trained, or its shape is not the model's."""

@@ -368,8 +368,8 @@ class _Metadata:
                 )
             if info.transform_descriptors or shape[:depth] != (1,) * depth:
                 raise DataError(
-                    f"{self._path}: {key} is compressed, or one chunk holds several layers. Save the checkpoint again "
-                    "without compression, with one layer per chunk."
+                    f"{self._path}: {key} is compressed, or one of its files' chunks has several layers. Save the "
+                    "checkpoint again without compression, with one layer per chunk."
                 )
             path, end = self._path.with_name(info.relative_path), info.offset + info.length
             if self._file_bytes(path) < end:

@@ -177,8 +177,8 @@ def print_token_account(account: TokenAccount) -> None:
     console.print("lost: of tries that a kill ended, or of steps that a resumed run undid", style="dim")
     if account.unreported_calls:
         console.print(
-            f"{account.unreported_calls} calls may have further tokens that nobody knows: they are under way, or were "
-            "when their driver was killed or their engine was lost",
+            f"{account.unreported_calls} calls may have sampled tokens that are not recorded: they are still running, "
+            "or were when their driver was killed or their engine was lost",
             style="dim",
         )
 

@@ -39,8 +39,9 @@ from megarl.types import DataError
 BY_FORMAT = FieldNames()
 """Field names of a recipe without any: the first record shows the format."""
 _LABEL = re.compile(r"[\w.-]{0,20}", re.ASCII)
-"""Matches a label in place of reasoning: empty, or one short word such as off. Only ASCII, because some scripts write
-whole sentences without spaces.
+"""Matches a text that stands where reasoning would, but is none: empty, or one short word such as off.
+
+Only ASCII, because some scripts write whole sentences without spaces.
 """
 
 

@@ -137,7 +137,7 @@ class FolderLock:
         )
 
     def _is_owner(self) -> bool:
-        """Return whether the newest file is this process's: another owner's may have its name."""
+        """Return whether this process wrote the newest file, by its content: another owner may use its name."""
         with suppress(FileNotFoundError):
             return _newest_owner_file(self._home) == self._file and _read_owner_file(self._file)[0] == self._content
         return False

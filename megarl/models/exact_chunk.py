@@ -13,7 +13,10 @@ from megarl.models.rotary import frequencies
 
 
 def complete_exact_model(model: PolicyModel, shape: ModelShape, num_blocks: int) -> None:
-    """Make a chunk of exact layers round like the engine. A product has `num_blocks` blocks over all ranks."""
+    """Make a chunk of exact layers round like the engine, bit for bit.
+
+    `num_blocks`: parts in which a matrix product is summed, over all tensor-parallel ranks.
+    """
     inv_freq = frequencies(shape.rotary, shape.rotary_channels)
     table = RotaryTable(inv_freq, shape.max_position_embeddings, model.config.params_dtype)
     decoder: Any = model.decoder

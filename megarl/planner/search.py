@@ -45,7 +45,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A combination of moves, with one alternative of each."""
+    """Changes of several recipe fields that are made together: one of the possible values for each move."""
 
     values: Mapping[str, Any]
     cost: float = 0.0

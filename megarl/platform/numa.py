@@ -225,7 +225,7 @@ class _Binding:
 
 
 def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SYS) -> None:
-    """Bind this rank to the cores of its place, unless cluster.bind_to_numa = false.
+    """Bind this rank's threads to the cores near its GPU, unless cluster.bind_to_numa = false.
 
     `gpus` returns the PCI addresses of the visible GPUs. Without binding the rank is only slower, so a failure is a
     notice.

@@ -80,7 +80,10 @@ class StepDemand:
         return self._choose_first_complete(state)
 
     def _choose_first_drawn(self, state: RLState) -> list[Group] | None:
-        """Return the groups drawn first. None: an earlier group is still in flight, or, in a synchronous step, any."""
+        """Return the waiting groups drawn first. None: too few of them were drawn before all groups in flight.
+
+        In a synchronous step no group may be in flight.
+        """
         if self.policy.is_synchronous and state.started:
             return None
         first_in_flight = min(state.started, default=None)

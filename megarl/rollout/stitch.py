@@ -42,14 +42,16 @@ class Chain:
 
 
 def stitch(calls: Sequence[ModelCall], trained: Sequence[int] | None = None) -> tuple[Segment, ...]:
-    """Merge model calls into training segments, ordered by start. Each sampled token is trained in exactly one segment.
+    """Merge model calls into training segments, in the order of their first calls.
+
+    Each sampled token is trained in exactly one segment.
 
     `trained` are the indices of the calls to train, in ascending order; None: all. Other calls serve only as context.
 
     A call extends the segment that is the longest prefix of its prompt. Tokens between two completions (observations)
     are masked. If no segment is a prefix, the call opens a new segment with its whole prompt masked. This happens after
-    a rewritten history, or if another call has extended the prefix. The running time is linear in the tokens of all
-    calls. Raises ValueError without calls.
+    a rewritten history, or if another call already extended the segment that would match. The running time is linear in
+    the tokens of all calls. Raises ValueError without calls.
     """
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")

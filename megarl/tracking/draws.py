@@ -169,7 +169,7 @@ class _LedgerCheck:
     def __init__(self) -> None:
         self.faults: list[str] = []
         self._epochs: dict[tuple[str, int], Epoch] = {}
-        """Epochs by source and number."""
+        """Epochs by (source, number of the epoch)."""
         self._num_drawn: dict[str, int] = {}
         """Number of prompts that each source's stream has drawn or skipped."""
         self._skipped: Counter[str] = Counter()

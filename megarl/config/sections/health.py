@@ -49,8 +49,8 @@ class HealthConfig(Section):
     """Mean distance of trainer and engine log-probs, in nats per token, below which the health rule `mismatch_rising`
     never warns."""
     validation_drop: Annotated[Share, OnlyIf(RL, EVALUATED)] = 0.05
-    """Fall of the metric val/SET/accuracy below its best value from which the health rule `validation_falling` warns,
-    in two consecutive evaluations."""
+    """The health rule `validation_falling` warns if val/SET/accuracy is this far below its best value in two
+    consecutive evaluations."""
     reward_rise: Annotated[PositiveFloat, OnlyIf(RL, EVALUATED)] = 0.05
     """Minimum rise of the metric reward/mean since the best evaluation, in units of the reward, for the health rule
     `validation_falling` to warn."""

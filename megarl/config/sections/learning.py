@@ -418,7 +418,8 @@ class AlgorithmConfig(Section):
         float, Field(gt=0.0, le=1.0), OnlyIf(*REFERENCE, non_empty("algorithm.reference_update_steps", "64"))
     ] = 1.0
     """Weight alpha of the policy in an updated reference model: alpha * policy + (1 - alpha) * reference, in
-    model.dtype. 1 (default): copy the policy. In bfloat16, rounding removes most of the change below 0.01."""
+    model.dtype. 1 (default): copy the policy. In bfloat16 with alpha
+    below 0.01, rounding removes most of the change."""
     importance_sampling: Annotated[
         str | None,
         OnlyIf(*ADVANTAGES),
@@ -456,9 +457,9 @@ class AlgorithmConfig(Section):
     sample others instead. With dynamic_sampling_metric reward: only groups with rewards that differ by more than low.
     Default: none, train all groups."""
     dynamic_sampling_metric: Annotated[Literal["accuracy", "reward"] | None, OnlyIf(REWARDS_TRAINED, FILTER)] = None
-    """Metric compared by dynamic_sampling. accuracy: share of right answers in a group. reward: largest minus smallest
-    reward. Default: accuracy if a reward function (judges_answer) or the environment judges every answer, else reward.
-    """
+    """Metric by which dynamic_sampling accepts a group. accuracy: share of right answers. reward: largest minus
+    smallest reward. Default: accuracy if the environment, or a reward function with judges_answer, judges every answer;
+    else reward."""
     max_attempts: Annotated[PositiveInt, OnlyIf(REWARDS_TRAINED, FILTER)] = 10
     """Maximum number of prompt batches sampled to fill one step (dynamic_sampling). A step that is still not full ends
     the run."""

@@ -44,9 +44,9 @@ def num_made(source: str) -> int | None:
 
 
 def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None, is_heldout: bool) -> list[Problem]:
-    """Return problems without a prompt: the environment generates each from the problem's number.
+    """Return problems with a placeholder as prompt: the environment makes the real one from the problem's number.
 
-    A problem's `record` has the `split`, train or validation. The user's message is a placeholder for the prompt.
+    A problem's `record` has the `split`, train or validation.
     """
     messages: tuple[dict[str, str], ...] = ({"role": "user", "content": "(a problem of the environment)"},)
     if system_prompt is not None:

@@ -235,7 +235,8 @@ def _refuse_several_configurations(
     same splits. `files` has each file's path inside the folder `path_or_name`. In a local folder, only files named
     after a split, or in a folder named after one, are checked: other files may be in several subfolders.
     """
-    # Without the folders of splits, configuration/train and configuration/test are one folder.
+    # Without the folders of splits, configuration/train and configuration/test are one folder. The first two names of
+    # a path are those of the file and its folder.
     configuration_folders = {
         "/".join(part for part in inside.parts[:-1] if part not in SPLITS)
         for inside in files.values()

@@ -297,9 +297,10 @@ class Library:
         return errors
 
     async def stop_environment(self, trial_name, settings, session, values):
-        """Stop an environment that another process started. Harbor's environments find it by its session.
+        """Stop an environment that another process started. The session's id tells which containers are its own.
 
-        `values` describe it (`describe_environment`): a verifier's own environment has other files than the task's.
+        `values` are those of `describe_environment`. Needed, because a verifier's environment has other files than the
+        task's.
         """
         extra_files = {"extra_docker_compose": values["extra_docker_compose"]}
         config = self.configs.EnvironmentConfig.model_validate(settings | extra_files)

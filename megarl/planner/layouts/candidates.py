@@ -116,7 +116,8 @@ class Candidates:
         for tp, ep in product(
             divisors(num_ranks, limit=self.shape.num_heads), (is_whole_in_recipe, not is_whole_in_recipe)
         ):
-            # The cost model treats whole and split experts alike, so prefer the recipe's choice.
+            # The cost model treats whole and split experts alike. So try the other choice only if the recipe's is
+            # refused, and if it makes a difference.
             if ep != is_whole_in_recipe and (
                 tp == 1 or not self.shape.num_experts or EngineSizes(tp, is_whole_in_recipe) in engine_sizes
             ):
@@ -208,7 +209,7 @@ class Candidates:
 SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp", "vpp", "ep", "etp")} | {
     "trainer.dp": None
 }
-"""Trainer sizes of 1, for checking engines alone."""
+"""Parallel sizes of the trainer that fit everywhere, for checks of the engines' sizes."""
 
 
 def _find_batch_faults(recipe: Recipe) -> Iterator[str]:

@@ -106,9 +106,9 @@ class LayoutCosts:
         row_tokens: NDArray[np.float64],
         keeps_logits: bool,
     ) -> CauseSeconds:
-        """Return the seconds of all updates of a step by cause, each [layouts].
+        """Return the seconds of all updates of a step by cause (compute, communication, ...), each [layouts].
 
-        `recomputations` has one item per layout. `row_tokens` [layouts]: capacity of a row.
+        `recomputations` has one item per layout. `row_tokens` [layouts]: most tokens of a packed row.
         """
         recomputed_shares = Recomputed(
             attention=np.array([recomputation.attention_share for recomputation in recomputations]),

@@ -434,7 +434,7 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
 
 
 def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes saved by the head: the last norm, the hidden states of all tokens, and tensors for log-probs."""
+    """Return the bytes that the head stores for the backward pass: last norm, hidden states, tensors for log-probs."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     sequence_parts = _count_sequence_parts(parallel, settings)
     # If shared prefixes are stored once, the head also copies a hidden state for each prediction, about one per token.

@@ -120,7 +120,7 @@ def _list_norm_communicators(
 
 
 def _make_matrix_communicator(parallel: ParallelConfig, ranks_per_node: int) -> Communicator:
-    """Return the group in which the ranks of a pipeline stage gather whole weight matrices for Muon."""
+    """Describe the group in which the ranks of a pipeline stage gather whole weight matrices for Muon."""
     stage_ranks = parallel.world_size // parallel.pp
     num_peers = min(stage_ranks, ranks_per_node) - 1
     return Communicator(

@@ -234,7 +234,7 @@ class TrainerCost:
         return min(projection_flops, work.layer_flops)
 
     def _tensor_exchange_seconds(self, layouts: Layouts, *, rank_tokens: Numbers, stage_layers: Numbers) -> Numbers:
-        """Return the seconds of the tensor-parallel exchange in one half of a stage's layers, such as attention."""
+        """Return the seconds of tensor-parallel exchange around one half (attention, say) of a stage's layers."""
         hidden_bytes = rank_tokens * self.work.shape.hidden_size * self.item_bytes
         link_bytes_per_second = self._link_bytes_per_second(layouts.tp)
         # A gather before this half of a layer, and a reduction after it.

@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Record a write of vLLM's loader: padding, or a piece copied from a checkpoint tensor.
 
-        Raises DirectWriteError for others.
+        Raises DirectWriteError for any other operation.
         """
         name, parameter = named_parameter
         operation = func.overloadpacket.__name__
@@ -154,6 +154,7 @@ class Recorder(TorchDispatchMode):
             )
         elif target.numel():
             piece = self._trace_copy(name, parameter, target, arguments["src"])
+            # The loader may zero a part of the checkpoint's tensor first, and then copy it.
             if piece.box.name in self._zeroed:
                 self._padding[name] += target.numel()
             else:

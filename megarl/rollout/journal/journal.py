@@ -401,10 +401,10 @@ class AttemptLog:
         return is_known and not self._origins.get(_digest(call))
 
     def admit_call(self, call: RecordedCall) -> bool:
-        """Count the tokens of an unanswered call in a checkpoint. Return whether this try may continue the call.
+        """Count the tokens that a checkpoint has of an unfinished call. Return whether this try may continue the call.
 
-        False if the sampling parameters have changed, or if a later driver started from the same checkpoint and has
-        answered the call. The answer then has its tokens.
+        It may not if the sampling parameters have changed, or if an earlier driver that started from the same
+        checkpoint has finished the call: its tokens are then counted with that answer.
         """
         identity, num_tokens = call.identity, num_sampled(call.parts)
         earlier_try = self._earlier or self._try

@@ -108,7 +108,7 @@ def read_completion(
     if values["sets"] is not None:
         counts, set_tokens = map(decode_tokens, values["sets"])
         if len(counts) != len(token_ids) or counts.sum() != len(set_tokens):
-            raise ValueError("the sampling sets do not fit the tokens")
+            raise ValueError("the retained token sets of top-p or top-k are not one set per sampled token")
         sets = RetainedSets(counts, set_tokens)
     return Completion(
         name, token_ids.astype(np.int64), logprobs, values["finish"], versions, retained_sets=sets

@@ -136,7 +136,7 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
 
 
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
-    """Return reward metrics per data source, named by `field` of the records. Unscored trajectories are omitted."""
+    """Return reward metrics per data source, named by a record's `field`. Unscored trajectories are left out."""
     rewarded = [t for t in trajectories if t.reward is not None]
     # A source may stop having verdicts within a step. The mean of its earlier verdicts would be biased.
     unjudged_environments = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}

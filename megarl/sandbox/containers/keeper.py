@@ -60,10 +60,10 @@ def main() -> NoReturn:
 def _keep_machine_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
-    """Run programs as processes of this machine, without isolation."""
+    """Serve a container whose programs are plain processes of this machine, without isolation."""
     url, address = _url(settings["address"]), tuple(settings["address"])
     if listener is not None:
-        # Without a driver, the relay lets connections wait.
+        # Programs reach the driver through the relay. Without a driver, it lets their connections wait.
         relay_listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         Relay(relay_listener, address, settings["lease_seconds"])
         url = _url(relay_listener.getsockname())

@@ -106,7 +106,7 @@ class TrainingCalls(RequestHandlers):
         return self._ledger.fail_in_turn(model_id, number, error, is_training=is_training)
 
     def save_weights_external(self, values: dict[str, Any], owner: str) -> Promise:
-        """Use the number of this request, and return a promise that fails: external formats are not supported."""
+        """Return a promise that fails: external formats are not supported. The request's number counts as used."""
         address, model = self._sessions.read_address(values, owner)
 
         async def fail() -> Reply:

@@ -13,7 +13,7 @@ from megarl.types import ConfigError
 # The file holds hashes of keys, so reading it gives no access.
 _LINE = re.compile(r"^([A-Za-z0-9._-]{1,64})\s+([0-9a-f]{64})$")
 LOCAL = "local"
-"""Account of all clients of a service without a file of keys."""
+"""Name of the account that all clients share if the service has no file of keys."""
 
 
 class Accounts:

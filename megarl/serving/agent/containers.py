@@ -364,7 +364,7 @@ class Containers:
             await self._memory.notify_change()
 
     def _make_node(self, agent: AgentLink) -> Node:
-        """Return the node of an agent. Its programs reach the endpoint at the driver's address."""
+        """Return the node of a node's agent, with the address at which programs there reach the endpoint."""
 
         async def ask_agent(verb: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
             return await agent.request("container", verb=verb, fields=dict(fields))

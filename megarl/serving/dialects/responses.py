@@ -209,14 +209,15 @@ def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list
 
 
 def _make_part_events(
-    part_kind: str, text_kind: str, index: str, part: dict[str, Any]
+    part_kind: str, text_kind: str, index_name: str, part: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and fields of each event that streams one part of an item: added, deltas, done."""
     logprobs = {"logprobs": []} if text_kind == "output_text" else {}
-    yield f"response.{part_kind}.added", {index: 0, "part": part | {"text": ""}}
+    yield f"response.{part_kind}.added", {index_name: 0, "part": part | {"text": ""}}
     for piece in split_text(part["text"]):
-        yield f"response.{text_kind}.delta", {index: 0, "delta": piece, **logprobs}
-    yield f"response.{text_kind}.done", {index: 0, "text": part["text"], **logprobs}
-    yield f"response.{part_kind}.done", {index: 0, "part": part}
+        yield f"response.{text_kind}.delta", {index_name: 0, "delta": piece, **logprobs}
+    yield f"response.{text_kind}.done", {index_name: 0, "text": part["text"], **logprobs}
+    yield f"response.{part_kind}.done", {index_name: 0, "part": part}
 
 
 def _make_argument_events(name: str, arguments: str) -> Iterator[tuple[str, dict[str, Any]]]:

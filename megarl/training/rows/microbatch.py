@@ -135,9 +135,13 @@ def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multi
 def unpack_row(
     values: NDArray[np.float32], lengths: NDArray[np.int64], padded: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return values of a padded row in the batch's order: float32 [tokens], zero on first tokens."""
+    """Return values of a padded row in the batch's order: float32 [tokens], zero on the first token of a sequence.
+
+    `lengths` and `padded` [sequences]: their lengths in the batch and in the row.
+    """
     predicted = is_predicted(borders(lengths))
     unpacked = np.zeros(len(predicted), np.float32)
+    # A token's value is at the position before it, which predicts it.
     unpacked[predicted] = values[indices_in_row(lengths, padded)[predicted] - 1]
     return unpacked
 
