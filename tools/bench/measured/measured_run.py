@@ -46,21 +46,21 @@ class MeasuredRun(Run):
         return super().remaining_steps if self.plan is None else range(1, len(self.plan) + 1)
 
     @asynccontextmanager
-    async def step(self, number: int, evaluate: Evaluate, state: RLState | None = None) -> AsyncIterator[Step]:
+    async def step(self, step_number: int, evaluate: Evaluate, state: RLState | None = None) -> AsyncIterator[Step]:
         began = time.monotonic()
         if self.plan is not None:
-            settings = self.plan[number - 1]
+            settings = self.plan[step_number - 1]
             await self.ranks.trainers.call("change_settings", settings.offload, settings.recompute)
         [products, *_] = await self.ranks.trainers.call("gemm_tflops", self.gemm_width, GEMM_ROUNDS)
         # They are a part of the time since the previous step, which the tracker counts for all steps but the first.
-        own_seconds = time.monotonic() - began if number > self.remaining_steps.start else 0.0
+        own_seconds = time.monotonic() - began if step_number > self.remaining_steps.start else 0.0
         self.samples_of_gpu.take()
-        async with super().step(number, evaluate, state) as step:
+        async with super().step(step_number, evaluate, state) as step:
             yield step
             means = means_of(self.samples_of_gpu.take())
             step.log({f"bench/{name}": value for name, value in means.items()})
             step.log({"bench/gemm_tflops": statistics.median(products), "bench/own_seconds": own_seconds})
-        self.on_step(number)
+        self.on_step(step_number)
 
 
 def with_measurements(run: Run, samples: GpuSamples, **fields: Any) -> MeasuredRun:
