@@ -29,8 +29,12 @@ async def train(run: Run) -> None:
                 groups = await rollout.sample(step)
                 with phase("logprobs"):
                     groups = await rollout.buffer.add_old_logprobs(groups, policy.forward)
-                    truncated = algorithm.mask_truncated
-                    batch = RLBatch.from_groups(groups, mask_truncated=truncated, needs_rewards=recipe.trains_rewards)
+                    batch = RLBatch.from_groups(
+                        groups,
+                        mask_truncated=algorithm.mask_truncated,
+                        needs_rewards=recipe.trains_rewards,
+                        replays_routes=recipe.trainer.router_replay,
+                    )
                     teachers.assign(batch)
                     step.log(teachers.write_prompts(batch, groups))
                     if algorithm.old_logprobs == "rollout":

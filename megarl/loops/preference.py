@@ -74,44 +74,51 @@ async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
 
     It is the mean log-ratio of mismatched answers.
     """
-    if _has_one_prompt(batch):
+    batch, num_own = mismatch_answers(batch)
+    if num_own:
         run.tracker.notice_once(
             "kto",
-            "preference.loss = kto: all answers of a step are to one prompt, but the KL (kl/reference) should be "
-            "estimated on answers to other prompts; set data.shuffle=true, or raise train.prompts_per_step",
+            f"preference.loss = kto: the KL (kl/reference) should be estimated on answers to other prompts, but "
+            f"{num_own} of {batch.num_sequences} answers of a step have none; set data.shuffle=true, or raise "
+            "train.prompts_per_step",
         )
-    batch = mismatch_answers(batch)
     with run.tracker.phase("logprobs"):
         await _add_reference_logprobs(run, batch)
         logprobs = await run.models["policy"].forward(batch)
     return max(0.0, float(np.mean(answer_scores(batch, logprobs, by_length=False))))
 
 
-def mismatch_answers(batch: TokenBatch) -> TokenBatch:
-    """Return the prompts of judged answers, each with the next answer of the batch that is to another prompt.
+def mismatch_answers(batch: TokenBatch) -> tuple[TokenBatch, int]:
+    """Return the prompts of judged answers, each with the answer some places later in the batch.
 
-    If all answers are to one prompt, it is the next answer.
+    The distance is the shortest at which the fewest prompts get an answer to themselves. Returns their number too. All
+    answers are used once, so good and bad ones keep their shares.
     """
     longest = int(batch.lengths.max())
     answers = [ids[mask] for ids, mask in _split_by_sequence(batch)]
     prompts = _prompts_of(batch)
+    distance, num_own = _find_distance(prompts)
     sequences = []
     for index, prompt in enumerate(prompts):
-        followers = [*range(index + 1, len(prompts)), *range(index)]
-        # Records made from pairs have each prompt twice, maybe one after the other.
-        follower = next(
-            (follower_index for follower_index in followers if not np.array_equal(prompts[follower_index], prompt)),
-            followers[0],
-        )
         # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
-        mismatched_tokens = np.concatenate([prompt, answers[follower]])[:longest]
+        mismatched_tokens = np.concatenate([prompt, answers[(index + distance) % len(prompts)]])[:longest]
         sequences.append(TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt)))
-    return TokenBatch.from_sequences(sequences)
+    return TokenBatch.from_sequences(sequences), num_own
 
 
-def _has_one_prompt(batch: TokenBatch) -> bool:
-    first, *others = _prompts_of(batch)
-    return all(np.array_equal(prompt, first) for prompt in others)
+def _find_distance(prompts: Sequence[NDArray[np.int64]]) -> tuple[int, int]:
+    """Return the distance for `mismatch_answers`, and how many prompts equal the prompt at this distance."""
+    numbers_by_prompt: dict[bytes, int] = {}
+    numbers = np.array([numbers_by_prompt.setdefault(p.tobytes(), len(numbers_by_prompt)) for p in prompts])
+    best_distance, fewest_own = 0, len(prompts)
+    for distance in range(1, len(prompts)):
+        num_own = int((numbers == np.roll(numbers, -distance)).sum())
+        if num_own < fewest_own or not best_distance:
+            best_distance, fewest_own = distance, num_own
+        # Records made from pairs have each prompt twice, maybe one after the other: distance 2 then has none.
+        if not fewest_own:
+            break
+    return best_distance, fewest_own
 
 
 def _prompts_of(batch: TokenBatch) -> list[NDArray[np.int64]]:

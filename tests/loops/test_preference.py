@@ -38,10 +38,14 @@ def test_mismatched_answers_are_to_other_prompts() -> None:
     tokens = [np.array([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
     masks = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(tokens, prompts, strict=True)]
     batch = TokenBatch.from_sequences(list(map(TrainingSequence, tokens, masks)))
-    mismatched = mismatch_answers(batch)
+    mismatched, num_own = mismatch_answers(batch)
     sequences = [ids.tolist() for ids in np.split(mismatched.token_ids, mismatched.cu_seqlens[1:-1])]
-    # The longest sequence has 4 tokens, so the first two are cut.
-    assert sequences == [[1, 2, 14, 15], [1, 2, 14, 15], [3, 17], [4, 5, 11, 12]]
-    assert mismatched.loss_mask.tolist() == [False, False, True, True] * 2 + [False, True] + [False, False, True, True]
+    # Each answer is used once, two places before its own. The longest sequence has 4 tokens, so the first is cut.
+    assert sequences == [[1, 2, 14, 15], [1, 2, 17], [3, 11, 12], [4, 5, 13]]
+    is_answer = [[0, 0, 1, 1], [0, 0, 1], [0, 1, 1], [0, 0, 1]]
+    assert mismatched.loss_mask.tolist() == [bool(value) for sequence in is_answer for value in sequence]
+    assert num_own == 0
     # With one prompt there is no other answer to choose.
-    assert mismatch_answers(batch.select([0, 1])).token_ids.tolist() == [1, 2, 13, 1, 2, 11, 12]
+    of_one_prompt, num_own = mismatch_answers(batch.select([0, 1]))
+    assert of_one_prompt.token_ids.tolist() == [1, 2, 13, 1, 2, 11, 12]
+    assert num_own == 2

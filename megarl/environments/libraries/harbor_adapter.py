@@ -297,10 +297,9 @@ class Library:
         return errors
 
     async def stop_environment(self, trial_name, settings, session, values):
-        """Stop an environment that another process started. The session's id tells which containers are its own.
+        """Stop an environment that another process started. Its containers have the session's id.
 
-        `values` are those of `describe_environment`. Needed, because a verifier's environment has other files than the
-        task's.
+        `values` come from `describe_environment`: the environment of a verifier has other files than the task's.
         """
         extra_files = {"extra_docker_compose": values["extra_docker_compose"]}
         config = self.configs.EnvironmentConfig.model_validate(settings | extra_files)

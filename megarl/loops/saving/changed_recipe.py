@@ -174,8 +174,9 @@ def _refuse_other_vocabulary(driver_state: Mapping[str, Any], recipe: Recipe, in
     # Checkpoints of earlier versions have no identity of the vocabulary.
     if driver_state.get("vocabulary") in (None, inputs.vocabulary):
         return
+    change = "has other tokens or ids than" if inputs.vocabulary is not None else "is missing, and was there"
     raise ConfigError(
-        f"model.path = {recipe.model.folder}: its tokenizer.json has other tokens or ids than when the run began, so "
+        f"model.path = {recipe.model.folder}: its tokenizer.json {change} when the run began, so "
         "texts would become other tokens. Restore that file, choose another name=NAME, or start over with --restart"
     )
 

@@ -1,4 +1,4 @@
-"""Predicted bytes of an update's passes through a trained EAGLE-3 drafter (`models.drafter`)."""
+"""Predicted bytes of an update's passes through a trained EAGLE-3 drafter (`models.drafts.drafter`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megarl.families.eagle3 import DrafterShape
 from megarl.planner.memory.activations import PassSettings
 
 _FLOAT32 = 4
-_CHUNK_QUERIES = 128  # As in `models.drafter`, which imports torch.
+_CHUNK_QUERIES = 128  # As in `models.drafts.drafter`, which imports torch.
 _SCORE_COPIES = 3
 """Arrays as large as a chunk's scores: the scores, their softmax and its gradient."""
 

@@ -62,10 +62,13 @@ class RLBatch(TokenBatch):
         *,
         mask_truncated: bool = False,
         needs_rewards: bool = True,
+        replays_routes: bool = True,
     ) -> RLBatch:
         """Return the batch made of these groups (one group per prompt).
 
         `mask_truncated` excludes trajectories ended by a limit from training, `needs_rewards` unscored ones.
+        `replays_routes` False: the engine's experts are left out. Groups that waited since before a resume can have
+        them though `trainer.router_replay` is off now.
         `old_logprobs` exist if any segment has them. In other segments they are NaN on sampled tokens.
         """
         trajectories = [trajectory for group in groups for trajectory in group]
@@ -85,8 +88,8 @@ class RLBatch(TokenBatch):
             cu_seqlens=borders(lengths),
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
-            experts=_collect_experts(segments),
-            expert_digests=_collect_expert_digests(segments),
+            experts=_collect_experts(segments) if replays_routes else None,
+            expert_digests=_collect_expert_digests(segments) if replays_routes else None,
             retained_sets=join_retained([(len(segment), segment.retained_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
@@ -211,8 +214,15 @@ def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant
 def split_evenly(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     """Split sample indices, int64 [samples], into `count` arrays. Their sizes differ by at most 1, the larger first.
 
-    They differ if groups waited since before a resume with another train.samples_per_prompt.
+    They differ if groups waited since before a resume with another train.samples_per_prompt. Raises MegarlError if
+    there are fewer samples than arrays: an update needs a sample.
     """
+    if len(samples) < count:
+        raise MegarlError(
+            f"the step has {len(samples)} samples for {count} updates, because its groups were sampled before a resume "
+            "with another train.samples_per_prompt; set train.updates_per_step and critic.updates_per_step to at most "
+            f"{len(samples)}"
+        )
     return np.array_split(samples, count)
 
 
@@ -287,7 +297,8 @@ def _collect_experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
     if any(segment.routed_experts is None and segment.loss_mask.any() for segment in segments):
         raise MegarlError(
             "trainer.router_replay = True: some sampled tokens of the step have no experts from an engine, as in "
-            "groups that were sampled before the field was set; set trainer.router_replay=false"
+            "groups that were sampled before the field was set, and in completions that a resume cut by a lower "
+            "rollout.sampling.max_new_tokens; set trainer.router_replay=false"
         )
     return np.array([segment.routed_experts or NO_EXPERTS for segment in segments], np.int64)
 

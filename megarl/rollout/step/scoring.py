@@ -43,7 +43,9 @@ async def score(
 
     With a reward model, the rewards of the returned groups include its scores.
     """
-    batch = RLBatch.from_groups(groups, mask_truncated=recipe.algorithm.mask_truncated)
+    batch = RLBatch.from_groups(
+        groups, mask_truncated=recipe.algorithm.mask_truncated, replays_routes=recipe.trainer.router_replay
+    )
     await score_tokens(batch, models, recipe, weight_version)
     if "reward_model" not in models:
         return list(groups), batch, {}
@@ -116,7 +118,9 @@ async def complete_logprobs(
     lacks_entropies = [needs_entropies and _lacks_entropies(trajectory) for trajectory in trajectories]
     if indices := [index for index, needs in enumerate(zip(lacks_values, lacks_entropies, strict=True)) if any(needs)]:
         # Join all in one batch, because each forward pass is a call to every rank.
-        batch = RLBatch.from_groups([[trajectories[index] for index in indices]])
+        batch = RLBatch.from_groups(
+            [[trajectories[index] for index in indices]], replays_routes=recipe.trainer.router_replay
+        )
         values_by_row = [
             iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))
         ]

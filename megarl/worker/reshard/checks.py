@@ -25,7 +25,7 @@ from megarl.worker.reshard.planning import ReshardEnds, ReshardPlan
 
 
 class ReshardChecks:
-    """Checks of the engine's weights after the reshards of a `plan`, on one rank with one or both of the `ends`."""
+    """Checks of an engine's weights after the reshards of a `plan`, on a rank with one or both `reshard_ends`."""
 
     def __init__(self, reshard_ends: ReshardEnds, plan: ReshardPlan) -> None:
         self._reshard_ends, self._plan = reshard_ends, plan

@@ -13,6 +13,7 @@ from megarl.algorithms.importance import mismatch_moments
 from megarl.algorithms.policy_losses import clipped
 from megarl.config import AlgorithmConfig
 from megarl.rollout.step.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.step.rl_batch import RLBatch, split_evenly
 from megarl.rollout.step.step_metrics import (
     data_source_metrics,
     reward_metrics,
@@ -377,5 +378,16 @@ def test_an_attempt_without_a_sampled_token_leaves_router_replay_to_the_others()
     assert batch.experts is not None and batch.experts.tolist() == [[1, 5], list(NO_EXPERTS)]
     assert batch.expert_digests is not None and batch.expert_digests.tolist() == [*digests, 0, 0]
     assert batch_of([failed, failed]).experts is None and batch_of([attempt(0, 1.0, 2)]).expert_digests is None
+    waiting, new = replace(routed, segments=(segment,)), attempt(0, 1.0, 1)
     with pytest.raises(MegarlError, match=r"^trainer.router_replay = True: "):
-        batch_of([replace(routed, segments=(segment,)), attempt(0, 1.0, 1)])
+        batch_of([waiting, new])
+    # After a resume with trainer.router_replay=false, only groups that waited since before it have experts.
+    without_replay = RLBatch.from_groups([[waiting, new]], replays_routes=False)
+    assert without_replay.experts is None and without_replay.expert_digests is None
+
+
+def test_a_step_with_fewer_samples_than_updates_is_an_error() -> None:
+    """Groups of one sample waited since before a resume with more samples per prompt."""
+    assert list(map(len, split_evenly(np.arange(5), 2))) == [3, 2]
+    with pytest.raises(MegarlError, match="the step has 2 samples for 4 updates"):
+        split_evenly(np.arange(2), 4)
