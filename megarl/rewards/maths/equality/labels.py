@@ -32,17 +32,17 @@ def is_label(node: Node) -> bool:
 
 
 def is_of_other_variable(label: Node, value: Node) -> bool:
-    """Return whether a label is a function of another variable than the value's, or of a formula: N(s) = 2t."""
-    is_function = label.kind == "apply" and label.value != "derivative"
-    if is_function and any(part.symbols() and not _is_variable(part) for part in label.parts):
-        return True
+    """Return whether a label is a function of another variable, N(s) = 2t for t, or of a power: f(x^2) = x."""
     names = value.symbols()
+    if label.kind == "apply" and any(_is_power_of(part, names) for part in label.parts):
+        return True
     arguments = {part.value for part in label.parts} if label.kind == "apply" else set()
     return bool(names and arguments) and names | arguments <= _VARIABLES and names.isdisjoint(arguments)
 
 
-def _is_variable(argument: Node) -> bool:
-    return argument.kind in ("symbol", "index")
+def _is_power_of(argument: Node, names: Collection[str]) -> bool:
+    """Return whether an argument is a power of one of `names`. f(x^2) = x has another argument than f(x)."""
+    return argument.kind == "power" and argument.parts[0].kind == "symbol" and argument.parts[0].value in names
 
 
 def may_be_asked_for(node: Node) -> bool:
@@ -70,8 +70,8 @@ def same_label(first: Node, second: Node) -> bool:
     derivative, other_derivative = _read_derivative(first), _read_derivative(second)
     if derivative is not None or other_derivative is not None:
         return derivative is not None and other_derivative is not None and derivative.may_be(other_derivative)
-    is_function = all(node == symbol("y") or all(map(_is_variable, node.parts)) for node in (first, second))
-    return {first.kind, second.kind} == {"symbol", "apply"} and symbol("y") in (first, second) and is_function
+    has_power = any(part.kind == "power" for node in (first, second) for part in node.parts)
+    return {first.kind, second.kind} == {"symbol", "apply"} and symbol("y") in (first, second) and not has_power
 
 
 class _Derivative(NamedTuple):
@@ -235,10 +235,21 @@ def has_other_domain(gold: Node, domain: Node | None, prediction: Node, predicte
     name, numbers = predicted_domain.parts
     if domain is not None:
         return bool(domain.parts[1] != numbers)
-    is_coefficient = is_equation(gold) and not (gold.parts[-1].symbols() - {name.value}).isdisjoint(_VARIABLES)
+    is_coefficient = is_equation(gold) and _is_coefficient(name, gold.parts[-1])
     if is_coefficient or any(map(_is_inequality, (gold, *gold.parts, prediction, *prediction.parts))):
         return numbers != symbol("mathbbR")
     return name.value in NAMES_OF_WHOLE_NUMBERS and numbers.value in _DOMAINS_OF_FRACTIONS
+
+
+def _is_coefficient(name: Node, formula: Node) -> bool:
+    r"""Return whether a letter is a coefficient of a variable: k in kx and k/x, but not in x + 2k\pi and x^k.
+
+    Other letters than those of whole numbers are coefficients too: b in kx + b.
+    """
+    terms = [node for node in formula.walk() if node.kind in ("product", "quotient") and name in node.parts]
+    if name.value not in NAMES_OF_WHOLE_NUMBERS:
+        terms = [formula]
+    return any(not (term.symbols() - {name.value}).isdisjoint(_VARIABLES) for term in terms)
 
 
 def _is_inequality(node: Node) -> bool:

@@ -143,10 +143,26 @@ def as_congruence(node: Node, domain: Node | None) -> Node:
     parameter = symbol(*parameters)
     if domain is not None and domain.parts != (parameter, symbol("mathbbZ")):
         return node
-    first, second, third = (exact(replace_node(formula, parameter, number(place))) for place in range(3))
-    if first is None or second is None or third is None or not second - first == third - second != 0:
+    if not _is_linear(formula, parameter):
+        return node
+    first, second = (exact(replace_node(formula, parameter, number(place))) for place in range(2))
+    if first is None or second is None or first == second:
         return node
     return Node("congruence", (name, number(first), number(abs(second - first))))
+
+
+def _is_linear(formula: Node, parameter: Node) -> bool:
+    """Return whether a formula is written as a linear one: the parameter is multiplied by numbers only."""
+    if formula == parameter or parameter.value not in formula.symbols():
+        return True
+    if formula.kind in ("sum", "negative"):
+        return all(_is_linear(part, parameter) for part in formula.parts)
+    if formula.kind not in ("product", "quotient"):
+        return False
+    factors = [part for part in formula.parts if parameter.value in part.symbols()]
+    # A quotient's parameter stands above the line.
+    is_above = formula.kind == "product" or factors[0] is formula.parts[0]
+    return len(factors) == 1 and is_above and _is_linear(factors[0], parameter)
 
 
 def as_quotient(node: Node) -> Node | None:
