@@ -46,6 +46,10 @@ _NARROW_NUMPY: dict[str, Callable[[float], Any]] = {"float": np.float32, "halffl
 """NumPy's types of Arrow's numbers with fewer bits than Python's float, by Arrow's name."""
 _ARROW_ROWS = 32
 """Rows of a Parquet or Arrow file read at once. Few, because a row with long texts may have megabytes."""
+_LONGEST_SHORTENED_LIST = 64
+"""Maximum numbers of a list with shortest decimals. Longer lists are embeddings: no gold answer is a text of them, and
+a conversion takes a microsecond for each of their numbers.
+"""
 # Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
 _ARROW_BUFFER_BYTES = 1 << 20
 # 128 Mi characters in a CSV cell; Python's default of 131,072 is shorter than many conversations.
@@ -428,6 +432,8 @@ def _shorten_floats(value: Any, kind: Any) -> Any:
         types = _item_types(kind, value)
         return {name: _shorten_floats(item, types[name]) for name, item in value.items()}
     if isinstance(value, list):
+        if len(value) > _LONGEST_SHORTENED_LIST and str(kind.value_type) in _NARROW_NUMPY:
+            return value
         return [_shorten_floats(item, kind.value_type) for item in value]
     return value
 

@@ -11,10 +11,10 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megarl.rewards.functions.function_score import FunctionScore
+from megarl.rewards.scoring.results import is_number
 
 if TYPE_CHECKING:
     from asyncio import Runner
@@ -194,10 +194,10 @@ def _convert_verl_score(result: Any) -> Any:
         raise TypeError(f"the function returned a dict without 'score': {result!r:.200}")
     accuracy, score = result.get("acc"), result["score"]
     return FunctionScore(
-        float(score) if isinstance(score, bool) else score,
+        float(score) if is_number(score) else score,
         answer_correct=bool(accuracy) if accuracy in (True, False) else None,
         # verl only prints all other values, such as the answer's text.
-        metrics={name: float(value) for name, value in result.items() if name != "score" and isinstance(value, Real)},
+        metrics={name: float(value) for name, value in result.items() if name != "score" and is_number(value)},
     )
 
 

@@ -61,7 +61,7 @@ def check_result(result: Any) -> FunctionScore | None:
     if isinstance(result, FunctionScore):
         return _check_function_score(result)
     if not isinstance(result, Reward):
-        if not _is_number(result):
+        if not is_number(result):
             raise TypeError(f"the function returned {result!r:.200}; return a number, None or a megarl.types.Reward")
         return FunctionScore(_check_score(result, result))
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
@@ -229,7 +229,8 @@ def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
     return metrics
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value of a reward function is a number or a truth value, also of numpy."""
     # numpy's bool is not a Real. Compare its class by name: importing numpy would take half of the process's start.
     kind = type(value)
     return isinstance(value, Real) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
@@ -238,7 +239,7 @@ def _is_number(value: Any) -> bool:
 def _check_metrics(metrics: Any) -> dict[str, float]:
     """Return a reward function's metrics. Raises TypeError or ValueError if they are not finite numbers by name."""
     if not isinstance(metrics, Mapping) or not all(
-        isinstance(name, str) and _is_number(value) for name, value in metrics.items()
+        isinstance(name, str) and is_number(value) for name, value in metrics.items()
     ):
         raise TypeError(f"the function returned metrics that are not numbers by name: {metrics!r:.200}")
     if replaced := SCORE_METRICS & metrics.keys():

@@ -52,6 +52,10 @@ def verl_of_any_values(solution_str, ground_truth, **kwargs):
     ("function", "record", "kwargs", "score"),
     [
         pytest.param(lambda solution_str: {"score": True}, {}, {}, FunctionScore(1.0), id="a truth value as score"),
+        pytest.param(
+            lambda solution_str: {"score": np.True_, "acc": np.False_}, {}, {},
+            FunctionScore(1.0, answer_correct=False, metrics={"acc": 0.0}), id="truth values of numpy",
+        ),
         pytest.param(verl_of_any_values, OF_VERL, {}, FunctionScore(0.25), id="**kwargs"),
         pytest.param(verl, OF_VERL, {}, FunctionScore(0.5), id="number"),
         pytest.param(verl_with_kwargs, {}, {"data_source": "other", "scale": 2}, FunctionScore(2.0), id="kwargs"),
