@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode_rendered, num_tokens, render, special_tokens
-from megarl.data.templates.written_texts import check_message_written, check_tools_written
+from megarl.data.templates.message_names import unwritten_names, without_unwritten_names
+from megarl.data.templates.written_texts import check_messages_written, check_tools_written
 from megarl.data.tools.calls import ParsedTurn, parse, parser_of_template
 from megarl.data.tools.formats import PARSERS
 from megarl.thoughts import ALL_MARKS, MARKS, ends_in_thoughts
@@ -53,12 +54,20 @@ class Dialogue:
         """Return the text of messages and tools, up to the opening of the assistant's turn.
 
         Raises ValueError if the template fails on them, or leaves out a tool or a text. An earlier turn of the
-        assistant may lose its reasoning.
+        assistant may lose its reasoning. Names are left out if the template writes none: see `unwritten_names`.
         """
+        messages = without_unwritten_names(self.tokenizer, messages)
         text = render(self.tokenizer, messages, generation_prompt=True, tools=tools)
         check_tools_written(tools, text)
-        _check_written(messages, text)
+        check_messages_written(messages, text)
         return text
+
+    def unwritten_names(self, messages: Messages) -> list[Any]:
+        """Return the names of messages that prompts lack, because the template writes no names for these roles."""
+        return unwritten_names(self.tokenizer, messages)
+
+    def without_unwritten_names(self, messages: Messages) -> tuple[Mapping[str, Any], ...]:
+        return without_unwritten_names(self.tokenizer, messages)
 
     def encode_text(self, text: str) -> NDArray[np.int32]:
         return np.array(encode_rendered(self.tokenizer, text), np.int32)
@@ -85,12 +94,13 @@ class Dialogue:
         with the turn's end token. All messages are rendered together, because a template may join the results of
         several tool calls. Raises ValueError if the template cannot write messages after a turn, or leaves out a text.
         """
+        messages = without_unwritten_names(self.tokenizer, messages)
         # Templates render a turn with calls differently, so the turn before the answers must be rendered with calls.
         answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
         following = self._after_calls(answers, messages, tools) if answers else None
         if following is None:
             following = self._after_turn(messages, tools)
-        _check_written(messages, following)
+        check_messages_written(messages, following)
         added = np.array(encode_rendered(self.tokenizer, following), np.int32)
         return added[self._num_sampled(token_ids, added) :]
 
@@ -218,13 +228,6 @@ class Dialogue:
             return following.index(end_of_turn.group())
         first_special = special.search(alone)
         return first_special.start() if first_special else len(alone)
-
-
-def _check_written(messages: Messages, rendered: str) -> None:
-    """Raise ValueError for a text of a message missing in the rendered text, except those of the assistant."""
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            check_message_written(number, message, rendered)
 
 
 def _turns_with_calls(tool_results: Messages) -> Iterator[Mapping[str, Any]]:

@@ -30,7 +30,7 @@ def checked_start(start: object) -> Start:
     if not isinstance(start, Start):
         raise TypeError(f"the environment's reset returned {start!r:.80}; return a megarl.environments.Start")
     _check_messages(start.messages, "reset")
-    if not _are_mappings(start.tools):
+    if not _are_mappings(start.tools) or not all(map(_has_function, start.tools)):
         raise TypeError(f"the environment's reset returned tools that are not JSON schemas: {start.tools!r:.80}")
     _check_state(start.state, "reset")
     if start.role is not None and not (isinstance(start.role, str) and re.fullmatch(r"[\w.-]+", start.role)):
@@ -86,6 +86,15 @@ def _check_state(state: object, method: str) -> None:
 def _check_messages(messages: object, method: str) -> None:
     if not _are_mappings(messages) or not all("role" in message for message in messages):
         raise TypeError(f"the environment's {method} returned messages without role and content: {messages!r:.80}")
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if not _are_mappings(calls) or not all(map(_has_function, calls)):
+            raise TypeError(f"the environment's {method} returned tool_calls without function.name: {calls!r:.80}")
+
+
+def _has_function(tool_or_call: Mapping[str, Any]) -> bool:
+    function = tool_or_call.get("function")
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _are_mappings(values: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:

@@ -399,7 +399,8 @@ def _call_with_environment_data(method: Callable[..., Result], *data: Any) -> Re
     """Pass data from the environment to a method. Raises _AttemptError if the data are invalid."""
     try:
         return method(*data)
-    except (TypeError, ValueError) as error:
+    # OverflowError: a number beyond floats. RecursionError: lists within lists without end.
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _AttemptError(_failure_text(error)) from error
 
 

@@ -125,7 +125,14 @@ class GroupSampler:
         make_environment: Callable[[], Environment],
         score: Score,
     ) -> Trajectory:
-        return await attempt(task, make_environment, engine, budget, self.dialogue, score, self.history)
+        trajectory = await attempt(task, make_environment, engine, budget, self.dialogue, score, self.history)
+        if names := self.dialogue.unwritten_names([message for new in trajectory.messages for message in new]):
+            self.notify_once(
+                f"{trajectory.environment}: name of a message",
+                f"environment {trajectory.environment} gave a message the name {names[0]!r:.40}; the chat template "
+                "writes no names, so the policy does not see it: write it into the content",
+            )
+        return trajectory
 
     def _report(self, trajectory: Trajectory) -> None:
         """Notify the user of the first error of each kind."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -94,6 +95,12 @@ class Codec:
         return await self._in_thread(
             lambda: [self._dialogue.text_with_special_tokens(token) for token in single_tokens]
         )
+
+    def without_unwritten_names(self, conversation: Conversation) -> tuple[Conversation, list[str]]:
+        """Return a conversation without the names of messages that the template does not write, and these names."""
+        names = self._dialogue.unwritten_names(conversation.messages)
+        messages = self._dialogue.without_unwritten_names(conversation.messages)
+        return (replace(conversation, messages=messages), names) if names else (conversation, names)
 
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
         """Raise RequestError for tools that are not JSON schemas, or if the format of tool calls is unknown."""

@@ -191,7 +191,10 @@ class Endpoint:
         chat, without_effect = dialect.as_chat(body)
         parameters = self._read_sampling(chat, session)
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, _NO_EFFECT)
-        conversation, caller = read_conversation(chat), dialect.caller(request.headers)
+        conversation, names = self._sessions.codec.without_unwritten_names(read_conversation(chat))
+        if names:
+            self._note_overridden(session, {"messages.name": names[0]}, "the chat template writes no names")
+        caller = dialect.caller(request.headers)
         call = session.chat(conversation, parameters.sampling, identity, caller, is_retry=_is_retry(request))
         assert self._sender is not None, "requests come after the start"
         return await self._sender.send(dialect, request, session, call, parameters, body)
@@ -210,7 +213,8 @@ class Endpoint:
         """Return the length of a conversation's prompt, without sampling."""
         session, _, body = await self._read_request(request)
         chat, _ = MESSAGES.as_chat(body)
-        token_ids = await session.answer_sampler.prompt(read_conversation(chat))
+        conversation, _ = self._sessions.codec.without_unwritten_names(read_conversation(chat))
+        token_ids = await session.answer_sampler.prompt(conversation)
         return web.json_response({"input_tokens": len(token_ids)})
 
     async def _models(self, request: web.Request) -> web.Response:

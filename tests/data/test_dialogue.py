@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data.chat import encode_rendered, render
 from megarl.data.dialogue import Dialogue
+from megarl.data.templates import written_texts
 from megarl.types import ConfigError, ToolCall
 from tests.data.templates import FAMILIES, tokenizer_of
 from tests.data.test_chat import byte_level, with_template
@@ -150,6 +152,55 @@ def test_a_text_that_the_template_drops_is_refused() -> None:
         dialogue.opening([{"role": "system", "content": "Be brief."}, QUESTION])
     with pytest.raises(ValueError, match="does not write the tool, 'f1'"):
         dialogue.opening([QUESTION], [tool("f1")])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (42, "42"),
+        (0, "0"),
+        ([{"type": "text", "text": "first"}, {"type": "text", "text": "second"}], "first"),
+        ({"text": "inside"}, "inside"),
+        ({"degrees": 7}, "degrees"),
+    ],
+)
+def test_a_content_that_is_no_text_is_written_or_refused(content: Any, expected: str) -> None:
+    """Environments give numbers, parts and objects. An error of another kind would end the run."""
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
+    tokenizer = with_template(byte_level(), template, ["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
+    message = {"role": "user", "content": content}
+    assert expected in tokenizer.decode(Dialogue(tokenizer).opening([message]))
+    if content == {"degrees": 7}:
+        return
+    tokenizer.chat_template = template.replace("~ m.content ~", "+")
+    with pytest.raises(ValueError, match=rf"the content of messages\[0\], '{expected}'"):
+        Dialogue(tokenizer).opening([message])
+
+
+def test_names_are_left_out_of_prompts_whose_template_writes_none() -> None:
+    template = "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+    tokenizer = with_template(byte_level(), template, ["</s>"], eos_token="</s>")
+    dialogue = Dialogue(tokenizer)
+    messages = [QUESTION | {"name": "Ada"}, {"role": "assistant", "name": "Bo", "content": "30"}, ON]
+    assert dialogue.opening(messages).tolist() == dialogue.opening([QUESTION, messages[1], ON]).tolist()
+    assert dialogue.unwritten_names([*messages, result(1)]) == ["Ada", "Bo"]
+    tokenizer.chat_template = template.replace("m.role +", "m.role + (m.name if m.role == 'user' and m.name else '') +")
+    assert dialogue.unwritten_names(messages) == ["Bo"]
+    assert "userAda" in tokenizer.decode(dialogue.opening(messages))
+
+
+def test_many_results_in_json_strip_the_rendered_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stripped: list[int] = []
+
+    def count(text: str) -> str:
+        stripped.append(len(text))
+        return "".join(text.split())
+
+    monkeypatch.setattr(written_texts, "_without_space", count)
+    messages = [{"role": "tool", "content": f'line {number}\nof "it"'} for number in range(20)]
+    rendered = "".join(json.dumps(message) for message in messages)
+    written_texts.check_messages_written(messages, rendered)
+    assert stripped.count(len(rendered)) == 1 and len(stripped) > 20
 
 
 CALCULATOR = {

@@ -19,6 +19,7 @@ from megarl.rollout.attempt import Budget, Task, attempt
 from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.attempt_messages import AttemptConversation
 from megarl.rollout.evaluate import final_answer
+from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.types import Archive, Completion, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.data.templates import tokenizer_of
@@ -240,6 +241,55 @@ def test_tools_of_the_record_stay_in_the_prompt_of_an_environment_without_tools(
         assert '"name": "f"' in dialogue.text_with_special_tokens(conversation.prompt)
         # The environment answers no calls, so it gets them as text.
         assert not conversation.tools
+
+
+def nested(depth: int) -> list[Any]:
+    lists: list[Any] = []
+    for _ in range(depth):
+        lists = [lists]
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "fault"),
+    [
+        (Start(QUESTION, ({"name": "f"},)), Step(), "TypeError: .* tools that are not JSON schemas"),
+        (Start(({**QUESTION[0], "tool_calls": [{"name": "f"}]},)), Step(), "TypeError: .* without function.name"),
+        (Start(QUESTION), Step(reward=10**400), "OverflowError: "),
+        (Start(QUESTION), Step(({"role": "user", "content": nested(5000)},)), "RecursionError: "),
+        (Start(QUESTION), Step(({"role": "user", "content": 42},)), "ValueError: the chat template refuses"),
+    ],
+)
+def test_unusable_data_of_an_environment_end_its_attempt_alone(start: Start, step: Step, fault: str) -> None:
+    class Giving(Answering):
+        async def reset(self, problem: Problem, seed: int) -> Start:
+            return start
+
+        async def step(self, turn: Turn) -> Step:
+            return step
+
+    policy = Policy(["7"])
+    task = Task("test", Problem(0, QUESTION, (1,), "7"), 0, 0, "s", SamplingSettings(500))
+    dialogue = Dialogue(policy.tokenizer)
+    trajectory = asyncio.run(attempt(task, Giving, AttemptEngine(policy), Budget(9000, 20), dialogue, score))
+    assert trajectory.ended == "error" and re.match(fault, str(trajectory.failure)), trajectory.failure
+
+
+def test_a_name_that_the_template_does_not_write_is_left_out_with_a_notice() -> None:
+    class Naming(Answering):
+        async def reset(self, problem: Problem, seed: int) -> Start:
+            return Start(({**QUESTION[0], "name": "Ada"},))
+
+    policy, notices = Policy(["7"]), list[str]()
+    dialogue = Dialogue(policy.tokenizer)
+    sampler = GroupSampler(
+        policy, dialogue, score, "test", Naming, 9000, notify_once=lambda kind, text: notices.append(text)
+    )
+    task = sampler.task(Problem(0, QUESTION, (1,), "7"), 0, 0, "s", SamplingSettings(500))
+    trajectory = asyncio.run(sampler.attempt(task, AttemptEngine(policy)))
+    assert trajectory.failure is None
+    assert policy.sent[0].prompt_token_ids.tolist() == dialogue.opening(QUESTION).tolist()
+    assert len(notices) == 1 and "'Ada'" in notices[0]
 
 
 @pytest.mark.parametrize(

@@ -352,6 +352,20 @@ async def test_fields_without_effect_are_counted_and_others_are_silent(served: A
         assert sorted(text.split(" = ")[0].split()[-1] for text in s.notices) == sorted(without_effect)
 
 
+async def test_names_that_the_template_does_not_write_are_left_out_and_reported(served: Any) -> None:
+    async with served() as s, aiohttp.ClientSession() as http:
+        session, plain = s.open(), s.open()
+        for client_of, name in ((session, {"name": "Ada"}), (session, {"name": "Bo"}), (plain, {})):
+            url = f"{s.endpoint.url_of(client_of)}/chat/completions"
+            body = {"model": "policy", "max_tokens": 3, "messages": [QUESTION | name]}
+            async with http.post(url, json=body) as response:
+                assert response.status == 200, await response.json()
+        prompts = [answer.call.prompt_token_ids.tolist() for answer in (*session.answers, *plain.answers)]
+        assert prompts == [prompts[0]] * 3
+        assert (session.counts["overridden_fields"], plain.counts["overridden_fields"]) == (2, 0)
+        assert len(s.notices) == 1 and "messages.name = 'Ada'" in s.notices[0]
+
+
 async def test_a_prompt_longer_than_the_context_is_refused_and_its_neighbours_go_on(served: Any) -> None:
     async with served() as s:
         session, other = s.open(), s.open()

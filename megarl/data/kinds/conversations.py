@@ -16,7 +16,7 @@ from megarl.data.records import Record, TooLongError
 from megarl.data.templates.turn_ends import check_opens_turns, end_turn
 from megarl.data.templates.written_texts import (
     check_answer_written,
-    check_message_written,
+    check_messages_written,
     check_tools_written,
     has_texts,
 )
@@ -83,10 +83,8 @@ def encode_conversation(
         if exceeds(tokenizer, text, max_tokens):
             raise _too_long(record, f"{len(text)} characters", max_tokens)
         check_tools_written(tools, text)
-        for number, message in enumerate(messages):
-            # `train_on_assistant` checks the assistant's messages, each in its own turn.
-            if message["role"] != "assistant":
-                check_message_written(number, message, text)
+        # `train_on_assistant` checks the assistant's messages, each in its own turn.
+        check_messages_written(messages, text)
         return train_on_assistant(tokenizer, messages, first_trained=first_trained, tools=tools)
     except ValueError as error:
         raise record.error(str(error)) from error

@@ -58,12 +58,15 @@ def check_answer_written(
     """
     number = len(messages) - 1
     before = render(tokenizer, messages[:number], generation_prompt=False, tools=tools) if number else ""
-    check_message_written(number, messages[number], rendered.removeprefix(before))
+    _check_texts(number, messages[number], _WrittenText(rendered.removeprefix(before)))
 
 
-def check_message_written(number: int, message: Mapping[str, Any], rendered: str) -> None:
-    """Raise ValueError for a text of message `number` missing in the rendered text."""
-    _check_texts(number, message, _WrittenText(rendered))
+def check_messages_written(messages: Sequence[Mapping[str, Any]], rendered: str) -> None:
+    """Raise ValueError for a text of a message missing in the rendered text, except those of the assistant."""
+    texts = _WrittenText(rendered)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            _check_texts(number, message, texts)
 
 
 def _check_texts(number: int, message: Mapping[str, Any], rendered: _WrittenText) -> None:
@@ -97,15 +100,27 @@ def _required_texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
     Arguments of calls are left out, because templates write them in various forms.
     """
-    if content := message.get("content"):
-        yield "content", content
-    if reasoning := message.get(REASONING):
-        yield f"reasoning ({', '.join(REASONING_KEYS)})", reasoning
+    for text in _texts_of(message.get("content")):
+        yield "content", text
+    for text in _texts_of(message.get(REASONING)):
+        yield f"reasoning ({', '.join(REASONING_KEYS)})", text
     # A tool's message may lose its name: the call that it answers has it.
-    if message["role"] != "tool" and (name := message.get("name")):
-        yield "name", name
-    for tool_call in message.get("tool_calls", ()):
+    if message["role"] != "tool":
+        for text in _texts_of(message.get("name")):
+            yield "name", text
+    for tool_call in message.get("tool_calls") or ():
         yield "tool call", tool_call["function"]["name"]
+
+
+def _texts_of(value: Any) -> Iterable[str]:
+    """Yield the texts of a message's value. An environment's message may have parts, a number or an object there.
+
+    Templates write an object in various forms, so only its `text` is required.
+    """
+    for part in value if isinstance(value, list | tuple) else [value]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if text is not None:
+            yield str(text)
 
 
 class _WrittenText:
