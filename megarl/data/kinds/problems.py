@@ -18,7 +18,7 @@ from megarl.data.templates.turn_ends import check_opens_turns
 from megarl.data.templates.written_texts import check_prompt_written
 from megarl.data.tools.schemas import ToolSchema
 from megarl.files.strict_json import shown
-from megarl.types import Problem, TrainingSequence
+from megarl.types import ConfigError, Problem, TrainingSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -46,8 +46,13 @@ def num_made(source: str) -> int | None:
 def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None, is_heldout: bool) -> list[Problem]:
     """Return problems with a placeholder as prompt: the environment makes the real one from the problem's number.
 
-    A problem's `record` has the `split`, train or validation.
+    A problem's `record` has the `split`, train or validation. Raises ConfigError if the chat template ignores
+    `add_generation_prompt`.
     """
+    try:
+        check_opens_turns(tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"model.chat_template: {error}") from None
     messages: tuple[dict[str, str], ...] = ({"role": "user", "content": "(a problem of the environment)"},)
     if system_prompt is not None:
         messages = ({"role": "system", "content": system_prompt}, *messages)

@@ -112,7 +112,7 @@ TERMS = {
     ),
     "checkpoint": Term(
         "weights and optimizer written by the rank, in page-locked blocks of 1 GiB",
-        "training/staging.py",
+        "training/host/offload.py",
     ),
     "copies of the state": Term(
         "weights and optimizer of the rank, and of its partner on another node, after two steps (checkpoint.replicate)",

@@ -25,7 +25,7 @@ METRICS = (
     MetricRow(
         "environment/overridden_fields",
         "count",
-        "sampling fields in an agent's requests replaced by the recipe's values",
+        "fields of an agent's requests without effect, or replaced by the recipe's values",
         PER_ATTEMPT,
     ),
     MetricRow("environment/refused_calls", "count", "refused calls of an agent", PER_ATTEMPT),

@@ -5,7 +5,7 @@ import pytest
 from megarl.data.chat import load_tokenizer
 from megarl.data.kinds.problems import Problems, made_problems, num_made
 from megarl.data.reader import read_examples
-from megarl.types import DataError
+from megarl.types import ConfigError, DataError
 
 USER = {"role": "user", "content": "12 + 3?"}
 
@@ -84,3 +84,6 @@ def test_problems_that_an_environment_makes(tokenizer):
     assert (train[0].record, validation[0].record) == ({"split": "train"}, {"split": "validation"})
     assert [message["role"] for message in train[0].messages] == ["system", "user"]
     assert tokenizer.decode(train[0].prompt_token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(ConfigError, match=r"^model\.chat_template: .* ignores add_generation_prompt"):
+        made_problems(3, tokenizer, system_prompt=None, is_heldout=False)

@@ -28,6 +28,7 @@ from tests.planner.memory.conftest import RECIPES
 
 GIB, MIB = 2**30, 2**20
 MEASURED = Path(__file__).resolve().parents[3] / "tools/bench/results/h200.jsonl"
+PACKAGE = Path(__file__).resolve().parents[3] / "megarl"
 LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))
 
 
@@ -198,3 +199,9 @@ def test_the_memory_measured_on_an_h200_is_predicted(large: Callable[..., Recipe
     )
     table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
     assert table.bytes_by_metric()[phase] / GIB == pytest.approx(measured, rel=0.01)
+
+
+def test_the_sources_of_terms_exist() -> None:
+    sources = {term.source for term in TERMS.values() if term.source.endswith(".py")}
+    assert "models/logprobs.py" in sources
+    assert [source for source in sources if not (PACKAGE / source).is_file()] == []
