@@ -12,6 +12,8 @@ from types import TracebackType
 from megarl.files.machine_lock import MachineLock
 
 _PREFIX = "megarl-run-"
+_ENDED_PREFIX = "megarl-ended-"
+"""Begins the name of a folder while it is removed. A process killed then leaves a folder without a lock."""
 _LOCK = "lock"
 
 
@@ -43,16 +45,29 @@ class PrivateFolder:
 
     def remove(self) -> None:
         if self._lock.is_open:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _delete(self.path)
             self._lock.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Delete this user's private folders whose process has ended: nobody holds their lock."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            with MachineLock(folder / _LOCK, creates=False) as lock:
-                if lock.acquire():
-                    shutil.rmtree(folder, ignore_errors=True)
+    for folder in filter(_is_own, parent.glob(f"{_ENDED_PREFIX}*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in filter(_is_own, parent.glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError), MachineLock(folder / _LOCK, creates=False) as lock:
+            if lock.acquire():
+                _delete(folder)
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether a folder is this user's, and no link."""
+    with contextlib.suppress(OSError):
+        return not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+    return False
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder under another name: its files, the lock among them, do not disappear at one moment."""
+    with contextlib.suppress(OSError):
+        ended_folder = folder.rename(folder.with_name(_ENDED_PREFIX + folder.name.removeprefix(_PREFIX)))
+        shutil.rmtree(ended_folder, ignore_errors=True)

@@ -57,3 +57,16 @@ def test_a_folder_of_another_parent_is_made_and_cleaned_there(tmp_path: Path) ->
     assert folder.path.is_dir()
     PrivateFolder(parent).remove()
     assert list(parent.iterdir()) == []
+
+
+def test_the_next_folder_removes_one_whose_process_was_killed_while_it_removed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock was already gone, the folder not."""
+    folder = PrivateFolder()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path, **_: (Path(path) / "lock").unlink())
+        folder.remove()
+    assert len(list(tmp_path.iterdir())) == 1
+    PrivateFolder().remove()
+    assert list(tmp_path.iterdir()) == []
