@@ -182,11 +182,9 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
         end_fork_servers()
     if _is_interrupted:
         return
-    # The folder of a driver that a test has killed is removed by the next run; none comes after the last test. A folder
-    # is locked while its process lives, so processes that are about to end come first.
-    _leftovers(pytestconfig)
-    PrivateFolder().remove()
-    left = _leftovers(pytestconfig)
+    # The folder of a driver that a test has killed is removed by the next run; none comes after the last test.
+    seconds = pytestconfig.getoption("--leftover-seconds")
+    left = pytestconfig.stash[WATCH].leftovers_at_end(seconds, lambda: PrivateFolder().remove())
     if left:
         pytest.fail("\n".join([LEFT, *left]), pytrace=False)
 

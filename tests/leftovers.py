@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,21 @@ class Watch:
         while True:
             left = self._ask()
             if not any(line.startswith("process") for line in left) or time.monotonic() > ending:
+                return left
+            time.sleep(0.1)
+
+    def leftovers_at_end(self, seconds: float, remove_abandoned: Callable[[], None]) -> list[str]:
+        """Return what the run has left at its end. `remove_abandoned` deletes the private folders of ended processes.
+
+        Waits up to `seconds` for processes that are about to end. Those forked by a server of several runs have no mark
+        of this run, so they are known only by the folders that they hold.
+        """
+        ending = time.monotonic() + seconds
+        while True:
+            left = self.leftovers(max(0.0, ending - time.monotonic()))
+            remove_abandoned()
+            left = [line for line in left if line.startswith("process") or Path(line).exists()]
+            if not left or time.monotonic() > ending:
                 return left
             time.sleep(0.1)
 

@@ -7,14 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megarl.files.private_folder import PrivateFolder
 from tests.child_processes import start_with_default_signals
-from tests.leftovers import MARK, marked_processes, memory_names
+from tests.leftovers import MARK, Watch, marked_processes, memory_names
 
 pytestmark = pytest.mark.distributed
 
@@ -100,6 +102,37 @@ def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path, workers: 
     assert left is not None and "1 passed, 1 error" in output.splitlines()[-1], output
     assert Path(left[3]).name == f"megarl-left-{Path(left[2]).name}"
     wait_until(lambda: not Path(left[3]).exists() and not any((tmp_path / "tmp").iterdir()))
+
+
+def test_the_folder_of_an_unmarked_process_that_is_about_to_end_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of a fork server that several workers share lack the mark of the worker for which they ran."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # `Watch` adds its mark to the variable.
+    monkeypatch.setenv(MARK, os.environ.get(MARK, ""))
+    watch = Watch()
+    monkeypatch.setattr(tempfile, "tempdir", str(watch.folder))
+    hold = "from megarl.files.private_folder import PrivateFolder as F; f = F(); print(flush=True); input()"
+    unmarked = {name: value for name, value in os.environ.items() if name != MARK} | {"TMPDIR": str(watch.folder)}
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], env=unmarked, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        num_calls = 0
+
+        def remove_abandoned() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            PrivateFolder().remove()
+            if num_calls == 1:
+                process.kill()
+                process.wait()
+
+        [left] = watch.leftovers_at_end(0.0, PrivateFolder().remove)
+        assert Path(left).name.startswith("megarl-run-")
+        assert watch.leftovers_at_end(60.0, remove_abandoned) == [] and num_calls == 2
 
 
 @pytest.mark.parametrize(
