@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 MARKS = "\ufdd0", "\ufdd1"
 """Marks around a special token in a message. They are Unicode noncharacters, so no valid text contains them."""
 
+QUESTION: Mapping[str, Any] = {"role": "user", "content": "."}
+"""A short message, to try what a chat template writes. Some refuse a conversation that begins with the assistant."""
+
 PREFIX_CHARACTERS = 4
 """`exceeds` first encodes this number of characters per allowed token. Most texts have fewer characters per token."""
 BORDER_TOKENS = 16

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode_rendered, num_tokens, render, special_tokens
+from megarl.data.chat import QUESTION, encode_rendered, num_tokens, render, special_tokens
 from megarl.data.templates.message_names import unwritten_names, without_unwritten_names
 from megarl.data.templates.written_texts import check_messages_written, check_tools_written
 from megarl.data.tools.calls import ParsedTurn, parse, parser_of_template
@@ -31,8 +31,6 @@ noncharacter."""
 REASONING_OPENINGS = tuple(opening for opening, _ in MARKS)
 REASONING_TOKENS = 8
 """The opening of a reasoning block is searched in this number of tokens at a prompt's end."""
-# Placed before a turn to render, because some templates refuse a conversation that begins with the assistant.
-_QUESTION = {"role": "user", "content": "."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +179,7 @@ class Dialogue:
 
     def _after_turn(self, messages: Messages, tools: Tools) -> str:
         """Return the template's text after a turn without calls, from its end token on."""
-        turn = (_QUESTION, {"role": "assistant", "content": _TURN})
+        turn = (QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
         _, separator, following = text.partition(_TURN)
         if not separator or _TURN in following:
@@ -197,9 +195,9 @@ class Dialogue:
         # Some templates refuse several calls in a turn, so a turn with one call is tried next.
         for turn in _turns_with_calls(tool_results):
             try:
-                text_without_messages = render(self.tokenizer, (_QUESTION, turn), generation_prompt=False, tools=tools)
+                text_without_messages = render(self.tokenizer, (QUESTION, turn), generation_prompt=False, tools=tools)
                 text_with_messages = render(
-                    self.tokenizer, (_QUESTION, turn, *messages), generation_prompt=True, tools=tools
+                    self.tokenizer, (QUESTION, turn, *messages), generation_prompt=True, tools=tools
                 )
             except ValueError as error:
                 refusal = refusal or error
@@ -224,7 +222,7 @@ class Dialogue:
         special = special_tokens(self.tokenizer)
         if special is None:
             return len(alone)
-        if (end_of_turn := special.search(self._after_turn((_QUESTION,), ()))) and end_of_turn.group() in alone:
+        if (end_of_turn := special.search(self._after_turn((QUESTION,), ()))) and end_of_turn.group() in alone:
             return following.index(end_of_turn.group())
         first_special = special.search(alone)
         return first_special.start() if first_special else len(alone)

@@ -41,10 +41,7 @@ from megarl.training.parts.choice import build_engine_parts, select_model_parts,
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.replica import Replica
 from megarl.training.roles import Role, role_of_critic, role_of_policy
-from megarl.training.rows.metrics import (
-    Signal,
-    read,
-)
+from megarl.training.rows.metrics import Signal, read
 from megarl.types import MegarlError
 
 Part = TypeVar("Part", bound=EnginePart)

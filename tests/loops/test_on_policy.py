@@ -18,7 +18,7 @@ from megarl.tracking.run_folder import RunFolder
 
 @pytest.mark.parametrize("has_agents", [True, False], ids=["agents", "no agents"])
 def test_programs_with_an_open_attempt_are_expected_again(tmp_path: Path, has_agents: bool) -> None:
-    """Those that asked nothing of lost weights go on. The containers of the others are named, to be ended."""
+    """A program goes on if no lost weights sampled for it. Else its container is named, so that it is ended."""
     recipe = Recipe.model_validate(
         {"name": "r", "loop": "rl", "runs_folder": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}
     )

@@ -233,7 +233,7 @@ def test_splitting_the_model_changes_nothing(ranks: RankPool, made: Callable[...
 def test_a_rank_whose_rows_are_all_padding_adds_nothing(
     ranks: RankPool, made: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of two ranks each has 32 rows of the padded head, and the first one has the whole vocabulary."""
+    """The padded head has 64 rows, 32 on each rank. The 30 rows of the vocabulary are all on the first rank."""
     whole = made({"family": "qwen3", "tie_word_embeddings": True, "vocab_size": 431})
     folder = with_fields(whole, tmp_path / "small", {"vocab_size": 30, "bos_token_id": 1, "eos_token_id": 2})
     tensors = load_file(folder / "model.safetensors")

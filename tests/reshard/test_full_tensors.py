@@ -1,4 +1,4 @@
-"""Engines that cannot be written in place: recipes that need it are refused, with the field that must change."""
+"""Recipes are refused if their engine takes only whole tensors and a field needs weights written in place."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat import render
+from megarl.data.chat import QUESTION, render
+from megarl.data.templates.written_texts import required_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-_QUESTION = {"role": "user", "content": "."}
 _PROBE_NAME = "qzname"
 
 
@@ -33,10 +33,9 @@ def without_unwritten_names(
 
 
 def _has_unwritten_name(tokenizer: Tokenizer, message: Mapping[str, Any]) -> bool:
-    # A tool's message may lose its name: the call that it answers has it.
-    if message["role"] == "tool" or not message.get("name"):
-        return False
-    return not _writes_name(tokenizer, str(tokenizer.chat_template), str(message["role"]))
+    return bool(required_name(message)) and not _writes_name(
+        tokenizer, str(tokenizer.chat_template), str(message["role"])
+    )
 
 
 @lru_cache(maxsize=32)
@@ -47,7 +46,7 @@ def _writes_name(tokenizer: Tokenizer, template: str, role: str) -> bool:
     """
     named = {"role": role, "name": _PROBE_NAME, "content": "."}
     # Some templates refuse a conversation that begins with the assistant, or has a system message alone.
-    conversation = (named, _QUESTION) if role == "system" else (_QUESTION, named) if role == "assistant" else (named,)
+    conversation = (named, QUESTION) if role == "system" else (QUESTION, named) if role == "assistant" else (named,)
     try:
         return _PROBE_NAME in render(tokenizer, conversation, generation_prompt=False)
     except ValueError:

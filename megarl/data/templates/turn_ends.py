@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat import MARKS, render, special_tokens, tokenizer_of
+from megarl.data.chat import MARKS, QUESTION, render, special_tokens, tokenizer_of
 from megarl.files.model_folder import read_object
 from megarl.thoughts import ALL_MARKS
 
@@ -26,7 +26,6 @@ _GENERATION_CONFIG = "generation_config.json"
 _TURN = "\ufdd2"
 """Placeholder for the text of a turn, or for the last argument of its last call. No valid text has this
 noncharacter."""
-_QUESTION = {"role": "user", "content": "."}
 
 
 def _call_message(*arguments: str, **more: Any) -> Mapping[str, Any]:
@@ -68,10 +67,10 @@ def _unopened_header(tokenizer: Tokenizer, template: str) -> str:
     The opening of thoughts is not a header. `template` is the tokenizer's: it is part of the cache's key.
     """
     try:
-        prompt = render(tokenizer, (_QUESTION,), generation_prompt=True)
-        if prompt != render(tokenizer, (_QUESTION,), generation_prompt=False):
+        prompt = render(tokenizer, (QUESTION,), generation_prompt=True)
+        if prompt != render(tokenizer, (QUESTION,), generation_prompt=False):
             return ""
-        answer = render(tokenizer, (_QUESTION, _ANSWERING), generation_prompt=False)
+        answer = render(tokenizer, (QUESTION, _ANSWERING), generation_prompt=False)
     except ValueError:  # The caller's messages get the template's error.
         return ""
     before, is_written, _ = answer.partition(_TURN)
@@ -109,7 +108,7 @@ def end_turn(
         return stripped
     if following is None or following["role"] == "assistant":
         call_ids = [call.get("id", "") for call in messages[-1].get("tool_calls", ())]
-        following = {**_REPLY, "tool_call_id": call_ids[0]} if call_ids else _QUESTION
+        following = {**_REPLY, "tool_call_id": call_ids[0]} if call_ids else QUESTION
     longer_text = render(tokenizer, (*messages, following), generation_prompt=True, tools=tools)
     if special is not None and longer_text.startswith(stripped):
         next_special = special.search(longer_text, len(stripped))
@@ -197,15 +196,15 @@ def _end_of_answer(tokenizer: Tokenizer) -> str | None:
 
     The answer is first tried as the last turn, then before another question.
     """
-    for following in ((), (_QUESTION,)):
-        if names := _special_after_turn(tokenizer, (_QUESTION, _ANSWERING, *following)):
+    for following in ((), (QUESTION,)):
+        if names := _special_after_turn(tokenizer, (QUESTION, _ANSWERING, *following)):
             return names[0]
     return None
 
 
 def _end_of_calls(tokenizer: Tokenizer) -> str | None:
     """Return the special token after a turn of tool calls, or None."""
-    messages = (_QUESTION, _call_message(_TURN))
+    messages = (QUESTION, _call_message(_TURN))
     # Calls have closing tokens of their own before the end of the turn.
     if names := _special_after_turn(tokenizer, messages):
         return names[-1]
@@ -229,10 +228,10 @@ def _special_after_turn(tokenizer: Tokenizer, messages: Sequence[Mapping[str, An
 
 def _is_inside_turns(tokenizer: Tokenizer, name: str) -> bool:
     """Return whether the template writes a special token inside a sample turn, before its end."""
-    prompt = render(tokenizer, (_QUESTION,), generation_prompt=True)
+    prompt = render(tokenizer, (QUESTION,), generation_prompt=True)
     for turn in _TURNS:
         try:
-            text = render(tokenizer, (_QUESTION, turn), generation_prompt=False)
+            text = render(tokenizer, (QUESTION, turn), generation_prompt=False)
         except ValueError:
             continue
         if text.rpartition(_TURN)[0].count(name) > prompt.count(name):

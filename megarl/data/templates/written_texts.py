@@ -7,14 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat import remove_marks, render
+from megarl.data.chat import QUESTION, remove_marks, render
 from megarl.data.messages import REASONING, REASONING_KEYS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-# Some templates refuse a conversation that begins with the assistant.
-_QUESTION = {"role": "user", "content": "."}
 
 
 def check_prompt_written(
@@ -41,8 +38,8 @@ def _is_written_alone(tokenizer: Tokenizer, message: Mapping[str, Any], tools: S
     names = {call["function"]["name"] for call in message.get("tool_calls", ())}
     called = [tool for tool in tools if tool["function"]["name"] in names]
     try:
-        turn = render(tokenizer, (_QUESTION, message), generation_prompt=False, tools=called)
-        check_answer_written(tokenizer, (_QUESTION, message), called, turn)
+        turn = render(tokenizer, (QUESTION, message), generation_prompt=False, tools=called)
+        check_answer_written(tokenizer, (QUESTION, message), called, turn)
     except ValueError:
         return False
     return True
@@ -104,12 +101,15 @@ def _required_texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "content", text
     for text in _texts_of(message.get(REASONING)):
         yield f"reasoning ({', '.join(REASONING_KEYS)})", text
-    # A tool's message may lose its name: the call that it answers has it.
-    if message["role"] != "tool":
-        for text in _texts_of(message.get("name")):
-            yield "name", text
+    for text in _texts_of(required_name(message)):
+        yield "name", text
     for tool_call in message.get("tool_calls") or ():
         yield "tool call", tool_call["function"]["name"]
+
+
+def required_name(message: Mapping[str, Any]) -> Any:
+    """Return the name that a template must write. None: there is none, or the call that a tool answers has it."""
+    return None if message["role"] == "tool" else message.get("name")
 
 
 def _texts_of(value: Any) -> Iterable[str]:

@@ -36,7 +36,7 @@ def test_boxes_of_every_range_are_its_elements_in_order(shape: tuple[int, ...]) 
 
 
 def test_a_rollback_takes_the_step_count_of_the_checkpoint_and_the_rate_of_the_recipe() -> None:
-    """Of an optimizer that counts its steps in its groups, like Transformer Engine's Adam."""
+    """Transformer Engine's Adam, like this stand-in, counts its steps in its parameter groups."""
     inner = torch.optim.SGD([torch.zeros(2)], lr=0.1)
     [group] = inner.param_groups
     group["step"] = 10
