@@ -1,4 +1,4 @@
-"""Tests of programs, in the formats of ColossalRL, PRIME (APPS and TACO) and LiveCodeBench.
+"""Tests of programs, in the formats of ColossalRL, PRIME (APPS and TACO), LiveCodeBench and Prime Intellect.
 
 - ColossalRL and PRIME: {"inputs": [...], "outputs": [...]}, or the same as JSON text. With "fn_name" a function is
   tested: each input is its arguments, a list or a text with one JSON value a line. Without "fn_name" a program is
@@ -6,6 +6,9 @@
 - LiveCodeBench: [{"input", "output", "testtype": "stdin" or "functional"}, ...] or the same as JSON text, in
   `public_test_cases` and `private_test_cases` of the record. The latter may be packed. The function's name is in
   `metadata`.
+- Prime Intellect: [{"input", "output", "type": "stdin_stdout" or "function_call", "fn_name"}, ...].
+
+Keys that are not read may change what a test means (a weight, a time limit), so they are refused.
 
 A packed list is a pickled text, compressed by zlib and encoded in base64. It is never unpickled: only the text is
 extracted.
@@ -28,6 +31,8 @@ from megarl.files.strict_json import RepeatedKeyError, make_object
 
 # A small packed text may expand enormously, so stop there.
 MAX_UNPACKED_BYTES = 256 << 20
+_IS_CALL_BY_TYPE = {"stdin": False, "functional": True, "stdin_stdout": False, "function_call": True}
+"""Whether a row's `testtype` (LiveCodeBench) or `type` (Prime Intellect) stands for a call of a function."""
 _FORMS = (
     'give {"inputs": [...], "outputs": [...]}, perhaps with "fn_name", or a list of {"input": ..., "output": ...}, '
     "as the answer or in the field test_cases"
@@ -53,13 +58,18 @@ class Case:
 def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None) -> tuple[Case, ...]:
     """Return the tests in a record's `field`, or else in test_cases, LiveCodeBench's fields, or the gold answer.
 
-    Raises ValueError for data in an unknown format.
+    Raises ValueError for data in an unknown format, and for tests in two places.
     """
     if field is not None:
         if field not in record:
             raise ValueError(f"the record has no field {field!r} with the program's tests (kwargs.field); {_FORMS}")
         return _parse_cases(record[field], record)
     lists = [record[name] for name in ("public_test_cases", "private_test_cases") if record.get(name)]
+    if lists and record.get("test_cases"):
+        raise ValueError(
+            "the record has tests in test_cases and in public_test_cases or private_test_cases; name the field with "
+            "the tests in kwargs.field"
+        )
     if lists:
         return tuple(case for value in lists for case in _parse_cases(value, record))
     return _parse_cases(record["test_cases"] if record.get("test_cases") else answer, record)
@@ -94,6 +104,7 @@ def _parse_cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
 
 
 def _read_columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
+    _refuse_unread_keys(value, "inputs", "outputs", "fn_name")
     inputs, outputs = value["inputs"], value["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("the fields inputs and outputs of the record's tests must be lists of equal length")
@@ -105,11 +116,27 @@ def _read_row(row: Any, function_name: str | None) -> Case:
     """Return the test of one row: a call of a function, or a program's input and output."""
     if not isinstance(row, Mapping) or "input" not in row or "output" not in row:
         raise ValueError(f"a test in the record is not an object with input and output: {row!r:.80}; {_FORMS}")
-    function_name = _function_name(row.get("metadata")) or function_name
-    is_function_call = row.get("testtype") == "functional" or ("testtype" not in row and function_name is not None)
-    if is_function_call and function_name is None:
-        raise ValueError("a test of type functional has no function name; set func_name in the record's metadata")
-    return _make_case(row["input"], row["output"], function_name if is_function_call else None)
+    _refuse_unread_keys(row, "input", "output", "testtype", "type", "fn_name", "metadata")
+    function_name = row.get("fn_name") or _function_name(row.get("metadata")) or function_name
+    is_call = function_name is not None
+    for key in ("testtype", "type"):
+        if row.get(key) is not None:
+            if row[key] not in _IS_CALL_BY_TYPE:
+                raise ValueError(f"a test's {key} is {row[key]!r:.80}; give one of {', '.join(_IS_CALL_BY_TYPE)}")
+            is_call = _IS_CALL_BY_TYPE[row[key]]
+    if is_call and function_name is None:
+        raise ValueError(
+            "a test that calls a function has no function name; set fn_name in the test, or func_name in the record's "
+            "metadata"
+        )
+    return _make_case(row["input"], row["output"], function_name if is_call else None)
+
+
+def _refuse_unread_keys(tests: Mapping[str, Any], *read_keys: str) -> None:
+    """Raise ValueError for a key with a value that this module does not read."""
+    for key, value in tests.items():
+        if key not in read_keys and value is not None:
+            raise ValueError(f"the record's tests have a key {key!r:.80} that is not read; remove it")
 
 
 def _make_case(test_input: Any, expected: Any, function: Any) -> Case:
@@ -152,7 +179,11 @@ def _read_finite(digits: str) -> float:
 
 
 def _join_lines(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    """Return a program's input or output as text. Raises ValueError for null and objects, which are no text."""
+    lines = value if isinstance(value, list) else [value]
+    if any(line is None or isinstance(line, list | Mapping) for line in lines):
+        raise ValueError(f"a program's input or output is {value!r:.80}; give a text or a list of lines")
+    return "\n".join(map(str, lines))
 
 
 def _function_name(metadata: Any) -> str | None:

@@ -67,10 +67,27 @@ CALLS = (Case([0, 1], function="two_sum", arguments=([2, 7], 9)), Case("ab", fun
             CALLS[:1],
             id="a list with names",
         ),
+        pytest.param(
+            [
+                {"type": "function_call", "fn_name": "two_sum", "input": [[2, 7], 9], "output": [0, 1]},
+                {"type": "stdin_stdout", "fn_name": None, "input": "2\n3\n", "output": "5\n"},
+            ],
+            {},
+            (CALLS[0], STDIN[0]),
+            id="Prime Intellect",
+        ),
+        pytest.param([{"fn_name": "two_sum", "input": '"a"\n"b"', "output": "ab"}], {}, CALLS[1:], id="fn_name alone"),
     ],
 )
 def test_formats(answer, record, found):
     assert read_cases(answer, record) == found
+
+
+def test_tests_in_two_places_are_refused():
+    record = {"test_cases": COLUMNS, "public_test_cases": [{"input": "1", "output": "1"}]}
+    with pytest.raises(ValueError, match=r"kwargs\.field"):
+        read_cases("", record)
+    assert read_cases("", record, "test_cases") == STDIN
 
 
 def test_a_field_may_be_named():
@@ -92,6 +109,12 @@ class Command:
         pytest.param({"inputs": [], "outputs": []}, "is empty", id="none"),
         pytest.param([{"input": "1"}], "a test in the record", id="without output"),
         pytest.param([{"input": "1", "output": "1", "testtype": "functional"}], "func_name", id="without a name"),
+        pytest.param([{"input": "1", "output": "1", "testtype": "interactive"}], "testtype is", id="unknown testtype"),
+        pytest.param([{"input": "1", "output": "1", "type": "checker"}], "type is", id="unknown type"),
+        pytest.param([{"input": "1", "output": "1", "weight": 2}], "'weight' that is not read", id="key of a row"),
+        pytest.param(COLUMNS | {"assert_case": ["f()"]}, "'assert_case' that is not read", id="key of columns"),
+        pytest.param([{"input": "1", "output": None}], "output is None", id="null"),
+        pytest.param({"inputs": [{"n": 1}], "outputs": ["1"]}, "input or output is", id="object as input"),
         pytest.param(
             base64.b64encode(zlib.compress(pickle.dumps(Command()))).decode(), "not JSON", id="a pickle that runs"
         ),
