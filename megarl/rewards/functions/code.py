@@ -51,9 +51,9 @@ def code(
     """
     if score not in ("all", "fraction"):
         raise ValueError(f"kwargs.score = {score!r}: is not a valid value; set it to all or fraction")
-    if max_tests is not None and max_tests < 1:
+    if max_tests is not None and (type(max_tests) is not int or max_tests < 1):
         raise ValueError(
-            f"kwargs.max_tests = {max_tests}: is not positive; set it to 1 or more, or remove it to run all tests"
+            f"kwargs.max_tests = {max_tests}: is not a number of tests; set it to 1 or more, or remove it to run all"
         )
     cases = read_cases(answer, record, field)[:max_tests]
     source = last_block(final_text(completion_text, in_thoughts=in_thoughts))

@@ -310,10 +310,12 @@ def test_length() -> None:
     assert found == [1.0, 1.0, 0.5, 0.0, 0.0]
     exact = [length(tokens, {"n": 100}, field="n", mode="exact", width=50).score for tokens in (50, 75, 100, 125, 200)]
     assert exact == [0.0, 0.5, 1.0, 0.5, 0.0]
+    assert length(100, {"n": 100.0}, field="n").score == 1.0
     over = length(130, {}, target=100)
     assert over.metrics == {"over": 1.0, "distance_tokens": 30.0} and over.format_valid is None
     for record, given in (
         ({}, {"field": "n"}), ({"n": "x"}, {"field": "n"}), ({}, {}), ({}, {"target": 0}), ({"n": 0.5}, {"field": "n"}),
+        ({"n": 12.7}, {"field": "n"}),
         ({}, {"target": 9, "width": 0}), ({}, {"target": 9, "width": -1}),
     ):  # fmt: skip
         for refuses in (lambda r, g: length(1, r, **g), lambda r, g: check_length(None, r, **g)):
