@@ -39,7 +39,7 @@ QUESTION: Mapping[str, Any] = {"role": "user", "content": "."}
 """A short message, to try what a chat template writes. Some refuse a conversation that begins with the assistant."""
 
 PREFIX_CHARACTERS = 4
-"""`exceeds` first encodes this number of characters per allowed token. Most texts have fewer characters per token."""
+"""Characters per allowed token that `exceeds_token_limit` encodes first. Most texts have fewer per token."""
 BORDER_TOKENS = 16
 """If a text is cut in two, the two parts together have at most this number of tokens more or fewer than the text."""
 
@@ -102,7 +102,7 @@ def load_tokenizer(
         ) from error
     refuse_endless_encoding(tokenizer, definition, tokenizer_file if definition else Path(folder), digest=digest)
     if template is not None:
-        start_tokens = _write_start_tokens(tokenizer) if template == PLAIN else ""
+        start_tokens = _make_start_tokens_template(tokenizer) if template == PLAIN else ""
         tokenizer.chat_template = start_tokens + _read_template(template)
     if not tokenizer.chat_template:
         raise DataError(
@@ -110,7 +110,7 @@ def load_tokenizer(
             "model.chat_template: to a Jinja file, or for a base model to plain (only the messages' texts)"
         )
     if defaults:
-        tokenizer.chat_template = _with_defaults(tokenizer.chat_template, defaults)
+        tokenizer.chat_template = _add_default_values(tokenizer.chat_template, defaults)
     _check_template(folder, tokenizer, digest)
     return tokenizer
 
@@ -144,27 +144,27 @@ def _read_template(path_or_plain: str) -> str:
         raise ConfigError(f"model.chat_template = {path_or_plain}: cannot be read ({error})") from None
 
 
-def _write_start_tokens(tokenizer: Tokenizer) -> str:
-    """Return the text of the tokens that the tokenizer puts before each text, such as BOS. Empty: none.
+def _make_start_tokens_template(tokenizer: Tokenizer) -> str:
+    """Return a Jinja expression for the tokens, such as BOS, that the tokenizer puts before each text. Empty: none.
 
-    The chat template PLAIN begins with it, so that prompts begin as texts did in pretraining.
+    The chat template PLAIN begins with them, so that prompts begin as texts did in pretraining.
     """
     text = "a"
     tokens = tokenizer.encode(text)
     text_tokens = tokenizer.encode(text, add_special_tokens=False)
-    num_added = next(
+    num_start_tokens = next(
         (count for count in range(1, len(tokens)) if tokens[count : count + len(text_tokens)] == text_tokens), 0
     )
-    if not num_added:
+    if not num_start_tokens:
         return ""
-    start = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens[:num_added])))
-    expected_tokens = tokens[: num_added + len(text_tokens)]
+    start_text = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens[:num_start_tokens])))
+    expected_tokens = tokens[: num_start_tokens + len(text_tokens)]
     # Some tokenizers begin a text with a space, but not after a special token.
-    space = "" if tokenizer.encode(start + text, add_special_tokens=False) == expected_tokens else " "
-    return f"{{{{ {_write_jinja_literal(start + space)} }}}}"
+    first_space = "" if tokenizer.encode(start_text + text, add_special_tokens=False) == expected_tokens else " "
+    return f"{{{{ {_to_jinja_literal(start_text + first_space)} }}}}"
 
 
-def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
+def _add_default_values(template: Any, defaults: Mapping[str, Any]) -> str:
     """Return the chat template with default values for variables that its caller does not set."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
@@ -179,13 +179,13 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
         variables = None  # `_check_template` reports the template's syntax error
     for name in defaults:
         if not name.isidentifier() or (variables is not None and name not in variables):
-            read = ", ".join(sorted((variables or set()) - _RESERVED_VARIABLES)) or "none of its own"
+            variable_names = ", ".join(sorted((variables or set()) - _RESERVED_VARIABLES)) or "none of its own"
             raise ConfigError(
-                f"model.chat_template_kwargs.{name}: the chat template has no such variable; it has {read}. Use one of "
-                "these, or remove the field"
+                f"model.chat_template_kwargs.{name}: the chat template has no such variable; it has "
+                f"{variable_names}. Use one of these, or remove the field"
             )
     settings = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_jinja_literal(value)} %}}{{%- endif %}}"
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_to_jinja_literal(value)} %}}{{%- endif %}}"
         for name, value in defaults.items()
     )
     # The last tag ends without a dash, so that white space at the template's beginning stays.
@@ -200,13 +200,13 @@ _RESERVED_VARIABLES = frozenset(
 """Template variables set by megarl or transformers, not by users."""
 
 
-def _write_jinja_literal(value: Any) -> str:
+def _to_jinja_literal(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{', '.join(map(_write_jinja_literal, value))}]"
+        return f"[{', '.join(map(_to_jinja_literal, value))}]"
     if isinstance(value, Mapping):
-        fields = (f"{_write_jinja_literal(name)}: {_write_jinja_literal(item)}" for name, item in value.items())
+        fields = (f"{_to_jinja_literal(name)}: {_to_jinja_literal(item)}" for name, item in value.items())
         return f"{{{', '.join(fields)}}}"
     return json.dumps(value, ensure_ascii=False)
 
@@ -224,7 +224,7 @@ def render(
     Special tokens inside messages or schemas are enclosed in `MARKS`. Raises ValueError if the template fails on the
     conversation, for example on the order of its roles.
     """
-    special_pattern = special_tokens(tokenizer)
+    special_pattern = special_token_pattern(tokenizer)
     fitted_messages = fit_call_arguments(tokenizer, messages)
     try:
         text = tokenizer.apply_chat_template(
@@ -272,10 +272,10 @@ def _raise_panics_as_data_errors(tokenizer: Tokenizer) -> Iterator[None]:
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
     """Return the number of tokens of a text inside a message. Raises ValueError like `render` and `encode_rendered`."""
-    return len(encode_rendered(tokenizer, _add_marks(text, special_tokens(tokenizer))))
+    return len(encode_rendered(tokenizer, _add_marks(text, special_token_pattern(tokenizer))))
 
 
-def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
+def exceeds_token_limit(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     """Return True if rendered text certainly has more than `max_tokens` tokens, False if uncertain.
 
     Encodes prefixes of growing length, because encoding megabytes takes minutes.
@@ -301,32 +301,32 @@ class _LiteralEncoder:
 
     backend: Backend
     special: re.Pattern[str]
-    ids: Mapping[int, int]
-    """Original token ids by this tokenizer's ids of added tokens."""
+    original_ids: Mapping[int, int]
+    """Ids of the original tokenizer's added tokens, by this tokenizer's ids."""
     special_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        # `ids` maps each mark to a special token of the template. Other special ids come from a message.
+        # Only the template's special tokens have keys in `original_ids`. Other special ids come from a message.
         tokens = self.backend.encode(self._mark_template_tokens(text), add_special_tokens=False).ids
-        # Some tokenizers have the special token's name in their ordinary vocabulary too. Then text would become a
-        # control token.
-        if forged := self.special_ids.intersection(tokens) - self.ids.keys():
+        # Some tokenizers have a special token's name in their ordinary vocabulary too. Then a message's text would
+        # become a control token.
+        if message_special_ids := self.special_ids.intersection(tokens) - self.original_ids.keys():
             raise ValueError(
-                f"a message contains the special token {self.backend.id_to_token(min(forged))!r}, which this tokenizer "
-                "cannot write as text; remove it from the message"
+                f"a message contains the special token {self.backend.id_to_token(min(message_special_ids))!r}, which "
+                "this tokenizer cannot write as text; remove it from the message"
             )
-        return [self.ids.get(token, token) for token in tokens]
+        return [self.original_ids.get(token, token) for token in tokens]
 
     def _mark_template_tokens(self, text: str) -> str:
         """Remove the marks around special tokens of messages. Put marks around those that the template has written."""
         opening, closing = MARKS
-        pieces, start = [], 0
+        pieces, piece_start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
             is_of_message = match.group().startswith(opening)
-            pieces.append(remove_marks(text[start : match.start()]))
+            pieces.append(remove_marks(text[piece_start : match.start()]))
             pieces.append(remove_marks(match.group()) if is_of_message else opening + match.group() + closing)
-            start = match.end()
-        return "".join([*pieces, remove_marks(text[start:])])
+            piece_start = match.end()
+        return "".join([*pieces, remove_marks(text[piece_start:])])
 
 
 def remove_marks(text: str) -> str:
@@ -348,7 +348,7 @@ def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
 
 
 @lru_cache(maxsize=8)
-def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+def special_token_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Return a regular expression for the special tokens, longer ones first. None: there are none."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
     # A pattern takes its first alternative: a token that begins another must come after it.
@@ -361,24 +361,25 @@ def _make_literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
     """Rebuild the tokenizer, so that it recognises special tokens only between `MARKS`."""
     from tokenizers import Tokenizer as Backend
 
-    special = special_tokens(tokenizer)
-    original = getattr(tokenizer, "backend_tokenizer", None)
+    special = special_token_pattern(tokenizer)
+    original_backend = getattr(tokenizer, "backend_tokenizer", None)
     # Tokenizers written in Python have no backend to rebuild.
-    if special is None or original is None:
+    if special is None or original_backend is None:
         raise ValueError("a message contains a special token, which this tokenizer cannot write as text; remove it")
-    definition = json.loads(original.to_str())
-    names: dict[str, int] = {}
+    definition = json.loads(original_backend.to_str())
+    ids_by_content: dict[str, int] = {}
     for token in definition["added_tokens"]:
         if token["special"]:
             # The rebuilt tokenizer recognises a special token only between marks.
             token["content"] = MARKS[0] + token["content"] + MARKS[1]
-        names[token["content"]] = token["id"]
+        ids_by_content[token["content"]] = token["id"]
     # The template has written special tokens already, and lengths are checked elsewhere: nothing may add or cut tokens.
     definition |= {"post_processor": None, "truncation": None, "padding": None}
     backend = Backend.from_str(json.dumps(definition))
-    ids = {number: names[name] for name in names if (number := backend.token_to_id(name)) is not None}
+    new_ids = {content: backend.token_to_id(content) for content in ids_by_content}
+    original_ids = {new_id: ids_by_content[content] for content, new_id in new_ids.items() if new_id is not None}
     special_ids = frozenset(token["id"] for token in definition["added_tokens"] if token["special"])
-    return _LiteralEncoder(backend, special, ids, special_ids)
+    return _LiteralEncoder(backend, special, original_ids, special_ids)
 
 
 def _refuse_many_values(folder: Path) -> None:

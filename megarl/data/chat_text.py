@@ -59,8 +59,9 @@ def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
 
 def _quotes_chat(text: str) -> bool:
     """Return whether a text is a chat in JSON followed by other words, like a question about the chat."""
-    is_cut = text.lstrip().startswith("[") and not _CLOSED_LIST.search(text)
-    return not is_cut and not text.rstrip().endswith(("]", "}", ")", '"'))
+    # A list without its closing bracket is a broken chat: its last words are the end of a message.
+    is_cut_off = text.lstrip().startswith("[") and not _CLOSED_LIST.search(text)
+    return not is_cut_off and not text.rstrip().endswith(("]", "}", ")", '"'))
 
 
 def _is_chat(value: Any) -> bool:

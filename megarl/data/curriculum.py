@@ -44,28 +44,27 @@ class Curriculum:
             return cls(config, [str(number) for number in numbers_of(problems)])
         return cls(config, [str(value) for value in values_of(problems, config.by)])
 
-    def draws(self, place: int, rates: Rates, seed: Sequence[int]) -> bool:
-        """Return whether the problem at `place` in the data is drawn. False: it is skipped.
+    def draws_problem(self, data_position: int, rates: Rates, seed: Sequence[int]) -> bool:
+        """Return whether the problem at `data_position` in the data is drawn. False: it is skipped.
 
         `seed` must differ from draw to draw.
         """
         band = self.config.band
-        rate = None if band is None else rates.get(self.buckets[place])
+        rate = None if band is None else rates.get(self.buckets[data_position])
         # A bucket without a measured rate is always drawn: otherwise it would never be measured.
         if band is None or rate is None or band[0] <= rate <= band[1]:
             return True
         # Each draw has its own generator: a resumed run repeats it without replaying earlier draws.
         return bool(np.random.default_rng(seed).random() < self.config.outside)
 
-    def update_rates(self, rates: Rates, place: int, solve_rate: float) -> Rates:
-        """Return the solve rates after a group of attempts at the problem at `place`; `solve_rate` is the group's
-        solved share.
+    def update_rates(self, rates: Rates, data_position: int, solve_rate: float) -> Rates:
+        """Return the solve rates after a group of attempts. `solve_rate` is the group's solved share.
 
         The bucket's new rate is memory * rate + (1 - memory) * solve_rate. Its first rate is `solve_rate`.
         """
-        bucket, memory = self.buckets[place], self.config.memory
-        before = rates.get(bucket, solve_rate)
-        return {**rates, bucket: memory * before + (1 - memory) * solve_rate}
+        bucket, memory = self.buckets[data_position], self.config.memory
+        old_rate = rates.get(bucket, solve_rate)
+        return {**rates, bucket: memory * old_rate + (1 - memory) * solve_rate}
 
     def metrics(self, rates: Rates) -> dict[str, float]:
         """Return the metrics for these solve rates, without the prefix `curriculum/`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import QUESTION, encode_rendered, num_tokens, render, special_tokens
+from megarl.data.chat import QUESTION, encode_rendered, num_tokens, render, special_token_pattern
 from megarl.data.templates.message_names import unwritten_names, without_unwritten_names
 from megarl.data.templates.written_texts import check_messages_written, check_tools_written
 from megarl.data.tools.calls import ParsedTurn, parse, parser_of_template
@@ -77,13 +77,10 @@ class Dialogue:
     def text_as_written(self, token_ids: NDArray[np.int64]) -> str:
         """Return the text of a sampled turn [tokens] with special tokens, except its end token."""
         decoded = self.text_with_special_tokens(token_ids)
-        special = special_tokens(self.tokenizer)
-        last_special_tokens = None if special is None else [*special.finditer(decoded)][-1:]
-        return (
-            decoded[: last_special_tokens[0].start()]
-            if last_special_tokens and last_special_tokens[0].end() == len(decoded)
-            else decoded
-        )
+        special = special_token_pattern(self.tokenizer)
+        matches = [] if special is None else [*special.finditer(decoded)]
+        ends_with_special = bool(matches) and matches[-1].end() == len(decoded)
+        return decoded[: matches[-1].start()] if ends_with_special else decoded
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Return the token ids [new_tokens] of `messages`, the answers to the turn at the end of `token_ids` [tokens].
@@ -95,30 +92,30 @@ class Dialogue:
         messages = without_unwritten_names(self.tokenizer, messages)
         # Templates render a turn with calls differently, so the turn before the answers must be rendered with calls.
         answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
-        following = self._after_calls(answers, messages, tools) if answers else None
-        if following is None:
-            following = self._after_turn(messages, tools)
-        check_messages_written(messages, following)
-        added = np.array(encode_rendered(self.tokenizer, following), np.int32)
-        return added[self._num_sampled(token_ids, added) :]
+        text_after_turn = self._render_after_calls(answers, messages, tools) if answers else None
+        if text_after_turn is None:
+            text_after_turn = self._render_after_turn(messages, tools)
+        check_messages_written(messages, text_after_turn)
+        new_tokens = np.array(encode_rendered(self.tokenizer, text_after_turn), np.int32)
+        return new_tokens[self._count_sampled_tokens(token_ids, new_tokens) :]
 
-    def _num_sampled(self, token_ids: NDArray[np.int32], added: NDArray[np.int32]) -> int:
-        """Return the number of tokens at the beginning of `added` [tokens] not to be added to `token_ids` [tokens].
+    def _count_sampled_tokens(self, token_ids: NDArray[np.int32], new_tokens: NDArray[np.int32]) -> int:
+        """Return how many tokens at the beginning of `new_tokens` [tokens] the policy has sampled in `token_ids`
+        [tokens].
 
-        They are the turn's end token that the template writes, if the policy has sampled it already, and white space
-        before it: Llama 2 writes a space there.
+        They are the turn's end token, and white space that the template writes before it, as Llama 2's does.
         """
-        if not len(token_ids) or not len(added):
+        if not len(token_ids) or not len(new_tokens):
             return 0
         last_token = token_ids[-1]
-        if last_token == added[0]:
+        if last_token == new_tokens[0]:
             return 1
-        special = special_tokens(self.tokenizer)
+        special = special_token_pattern(self.tokenizer)
         if special is None or not special.fullmatch(self.text_with_special_tokens(token_ids[-1:])):
             return 0
-        place = int((added == last_token).argmax())
-        is_space = not self.text_with_special_tokens(added[:place]).strip()
-        return place + 1 if added[place] == last_token and is_space else 0
+        end_token_index = int((new_tokens == last_token).argmax())
+        is_space = not self.text_with_special_tokens(new_tokens[:end_token_index]).strip()
+        return end_token_index + 1 if new_tokens[end_token_index] == last_token and is_space else 0
 
     def text(self, token_ids: NDArray[np.int64]) -> str:
         """Return the text of tokens [tokens], without special tokens."""
@@ -139,7 +136,7 @@ class Dialogue:
             tools,
             turn=turn,
             # Some templates open the reasoning block in the prompt; then only its closing tag is sampled.
-            in_reasoning=True if self._opens_thoughts(prompt_token_ids) else None,
+            in_reasoning=True if self._prompt_opens_thoughts(prompt_token_ids) else None,
         )
 
     def ends_in_thoughts(self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], text: str) -> bool:
@@ -148,13 +145,13 @@ class Dialogue:
         `prompt_token_ids` are [prompt tokens], `token_ids` [new tokens]. `text` is the completion without special
         tokens.
         """
-        special = special_tokens(self.tokenizer)
-        # Marks that are special tokens are missing in `text`. Decoding a long completion again takes milliseconds.
+        special = special_token_pattern(self.tokenizer)
+        # A reasoning mark that is a special token is missing in `text`, so decode again. That takes milliseconds.
         if special is not None and any(map(special.fullmatch, ALL_MARKS)):
             text = self.text_with_special_tokens(token_ids)
-        return ends_in_thoughts(text, begins_in_thoughts=self._opens_thoughts(prompt_token_ids))
+        return ends_in_thoughts(text, begins_in_thoughts=self._prompt_opens_thoughts(prompt_token_ids))
 
-    def _opens_thoughts(self, prompt_token_ids: NDArray[np.int32]) -> bool:
+    def _prompt_opens_thoughts(self, prompt_token_ids: NDArray[np.int32]) -> bool:
         end_of_prompt = self.text_with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
         return end_of_prompt.endswith(REASONING_OPENINGS)
 
@@ -177,7 +174,7 @@ class Dialogue:
         assert isinstance(decoded, str)
         return decoded
 
-    def _after_turn(self, messages: Messages, tools: Tools) -> str:
+    def _render_after_turn(self, messages: Messages, tools: Tools) -> str:
         """Return the template's text after a turn without calls, from its end token on."""
         turn = (QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
@@ -186,49 +183,51 @@ class Dialogue:
             raise ValueError("the chat template does not write an assistant's turn exactly once and unchanged")
         return following
 
-    def _after_calls(self, tool_results: Messages, messages: Messages, tools: Tools) -> str | None:
+    def _render_after_calls(self, tool_results: Messages, messages: Messages, tools: Tools) -> str | None:
         """Return the template's text after a turn with tool calls. `messages` begin with the calls' results.
 
         None: the template does not write tool calls.
         """
-        refusal: ValueError | None = None
+        first_error: ValueError | None = None
         # Some templates refuse several calls in a turn, so a turn with one call is tried next.
-        for turn in _turns_with_calls(tool_results):
+        for turn in _make_turns_with_calls(tool_results):
             try:
                 text_without_messages = render(self.tokenizer, (QUESTION, turn), generation_prompt=False, tools=tools)
                 text_with_messages = render(
                     self.tokenizer, (QUESTION, turn, *messages), generation_prompt=True, tools=tools
                 )
             except ValueError as error:
-                refusal = refusal or error
+                first_error = first_error or error
                 continue
-            _, separator, following = text_with_messages.partition(_TURN)
+            _, separator, text_after_placeholder = text_with_messages.partition(_TURN)
             if not separator:
                 return None
-            if _TURN in following:
+            if _TURN in text_after_placeholder:
                 raise ValueError("the chat template writes the calls of an assistant's turn more than once")
-            # `_TURN` stands for the call's last argument, so `following` begins within the call: skip its rest.
-            return following[self._find_end_of_call(text_without_messages.partition(_TURN)[2], following) :]
-        assert refusal is not None
-        raise refusal
+            # `_TURN` stands for the call's last argument, so the text after it begins within the call: skip its rest.
+            text_without_messages = text_without_messages.partition(_TURN)[2]
+            return text_after_placeholder[self._find_end_of_call(text_without_messages, text_after_placeholder) :]
+        assert first_error is not None
+        raise first_error
 
-    def _find_end_of_call(self, alone: str, following: str) -> int:
-        """Return the index in `following` at which the turn's tool call ends.
+    def _find_end_of_call(self, text_without_messages: str, text_after_placeholder: str) -> int:
+        """Return the index in `text_after_placeholder` at which the turn's tool call ends.
 
-        The placeholder before `following` is the call's last argument. The call ends before the end token of a turn
-        without calls, else before the first special token. Without special tokens, it ends where `alone` ends: the same
-        turn at the end of a conversation.
+        The placeholder is the call's last argument. `text_without_messages` is the text after it if the conversation
+        ends with this turn. The call ends before the end token of a turn without calls, else before the first special
+        token. Without special tokens, it ends where `text_without_messages` ends.
         """
-        special = special_tokens(self.tokenizer)
+        special = special_token_pattern(self.tokenizer)
         if special is None:
-            return len(alone)
-        if (end_of_turn := special.search(self._after_turn((QUESTION,), ()))) and end_of_turn.group() in alone:
-            return following.index(end_of_turn.group())
-        first_special = special.search(alone)
-        return first_special.start() if first_special else len(alone)
+            return len(text_without_messages)
+        end_of_turn = special.search(self._render_after_turn((QUESTION,), ()))
+        if end_of_turn and end_of_turn.group() in text_without_messages:
+            return text_after_placeholder.index(end_of_turn.group())
+        first_special = special.search(text_without_messages)
+        return first_special.start() if first_special else len(text_without_messages)
 
 
-def _turns_with_calls(tool_results: Messages) -> Iterator[Mapping[str, Any]]:
+def _make_turns_with_calls(tool_results: Messages) -> Iterator[Mapping[str, Any]]:
     """Yield two variants of the assistant's turn before these tool results: with all their calls, and with one call.
 
     The second is for templates that refuse several calls in a turn.

@@ -51,7 +51,7 @@ class RecordFormat:
 
     @property
     def names(self) -> frozenset[str]:
-        return _names(self)
+        return _all_field_names(self)
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
         """Return a copy with a user's field names. A field that the user named loses its usual role."""
@@ -66,10 +66,11 @@ class RecordFormat:
     def _select_usual_fields(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return the usual fields of each role that the user did not name, without fields that the user named."""
         named_fields = {name for names in user_names.values() for name in names}
-        # An answer may also be the response (`output` of alpaca): no training reads both.
+        # Outside the prompt, a field may have two roles: `output` of alpaca is the answer of one training and the
+        # response of another.
         named_in_prompt = {name for role, names in user_names.items() if role in _PROMPT_ROLES for name in names}
         usual_fields: dict[str, tuple[str, ...]] = {}
-        roles = [part.name for part in dataclass_fields(self) if part.name != "name"]
+        roles = [role_field.name for role_field in dataclass_fields(self) if role_field.name != "name"]
         for role in roles:
             if role in user_names:
                 continue
@@ -79,7 +80,7 @@ class RecordFormat:
 
 
 @cache
-def _names(format: RecordFormat) -> frozenset[str]:
+def _all_field_names(format: RecordFormat) -> frozenset[str]:
     roles = (getattr(format, field.name) for field in dataclass_fields(format) if field.name != "other_prompts")
     return frozenset(name for names in roles if isinstance(names, tuple) for name in names)
 
@@ -178,7 +179,9 @@ def _has_field(fields: Mapping[str, Any], name: str) -> bool:
     return name in fields or value_at(fields, name) is not None
 
 
-def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
+def missing_fields_message(
+    record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]
+) -> str:
     """Return why a record cannot be read: the missing roles, the names searched, and an override to paste."""
     user_names = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     searched_names = " and ".join(
@@ -197,11 +200,11 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
     read_names = set(fields_by_role.values()) | (set() if "prompt" in missing else set(format.prompt))
     fields_by_role |= _guess_fields({name: value for name, value in record.items() if name not in read_names}, missing)
     remedy = names.remedy.replace(
-        "{}", "{" + ", ".join(f"{role}: {_as_yaml(name)}" for role, name in fields_by_role.items()) + "}"
+        "{}", "{" + ", ".join(f"{role}: {_quote_for_yaml(name)}" for role, name in fields_by_role.items()) + "}"
     )
     return (
-        f"no field for {' and '.join(missing)}; the record has {_first_names(record)}. Looked for {searched_names}, "
-        f"{origin_of_names}. Add what is missing, or name yours: {remedy}"
+        f"no field for {' and '.join(missing)}; the record has {_list_first_names(record)}. Looked for "
+        f"{searched_names}, {origin_of_names}. Add what is missing, or name yours: {remedy}"
     )
 
 
@@ -222,14 +225,15 @@ def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, 
     return {role: guesses[role] for role in roles}
 
 
-def _as_yaml(name: str) -> str:
+def _quote_for_yaml(name: str) -> str:
     """Return a field's name for a mapping in YAML: in quotes if YAML would read another text, as for ` answer`."""
     return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
-def _first_names(fields: Mapping[str, Any]) -> str:
-    first = [repr(shortened(name)) for name in islice(fields, 20)]
-    return ", ".join([*first, f"{len(fields) - 20} more"] if len(fields) > 20 else first) or "none at all"
+def _list_first_names(fields: Mapping[str, Any]) -> str:
+    # 20 names show what the record is. Some tables have hundreds of columns.
+    names = [repr(shortened(name)) for name in islice(fields, 20)]
+    return ", ".join([*names, f"{len(fields) - 20} more"] if len(fields) > 20 else names) or "none at all"
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:
@@ -251,14 +255,14 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
         return None
     value: Any = fields
     for part in name.split("."):
-        value = _object_in_text(value) if isinstance(value, str) else value
+        value = _parse_object(value) if isinstance(value, str) else value
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
 # A text may be a megabyte, and a dozen fields are looked up in it.
 @lru_cache(maxsize=8)
-def _object_in_text(text: str) -> Any:
+def _parse_object(text: str) -> Any:
     """Return the object in a JSON text: table programs save objects as text."""
     if not text.lstrip().startswith("{"):
         return None

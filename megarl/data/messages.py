@@ -78,10 +78,10 @@ def _refuse_split_turns(messages: Sequence[Any], standard: Sequence[Mapping[str,
 
     As two turns, the first would learn to end before its call or the call's result.
     """
-    names = [message.get("role") or message.get("from") for message in messages]
-    if _CALLS not in names:
+    role_names = [message.get("role") or message.get("from") for message in messages]
+    if _CALLS not in role_names:
         return
-    for number, pair in enumerate(pairwise(names), start=1):
+    for number, pair in enumerate(pairwise(role_names), start=1):
         if _CALLS in pair and standard[number - 1]["role"] == standard[number]["role"] == "assistant":
             raise ValueError(
                 f"{field}[{number}]: a message of role {pair[1]} follows a message of role {pair[0]}; merge them into "
@@ -95,7 +95,7 @@ def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) 
 
     Nothing is checked if calls have no ids, or are in another field.
     """
-    # By their texts in Python, because ids may be of any kind. A dict keeps their order.
+    # Keyed by `repr`, because an id may be an unhashable value. A dict keeps the order of the calls.
     call_ids: dict[str, Any] = {}
     for number, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
@@ -167,7 +167,7 @@ def says_nothing(value: Any) -> bool:
     return is_blank(value)
 
 
-def _is_plain(value: Any, is_first: bool) -> bool:
+def _is_plain_message(value: Any, is_first: bool) -> bool:
     """Return whether a message has only a role and a text. Nearly all do, and need no further check."""
     if type(value) is not dict or value.keys() != _PLAIN_KEYS or type(value["content"]) is not str:
         return False
@@ -177,7 +177,7 @@ def _is_plain(value: Any, is_first: bool) -> bool:
 
 def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping[str, Any]:
     """Return the message in the form of the OpenAI API."""
-    if _is_plain(value, is_first):
+    if _is_plain_message(value, is_first):
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"{field_path} is {shown(value)}; give an object with 'role' and 'content'")
@@ -199,7 +199,7 @@ def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping
     # Other names of roles, and messages that are only tool calls.
     role = message.get("role")
     if role == _CALLS:
-        _unify_calls(message, field_path)
+        _move_calls_from_content(message, field_path)
     if isinstance(role, str):
         role = message["role"] = _ROLES_ELSEWHERE.get(role, role)
     if role not in ROLES:
@@ -221,15 +221,17 @@ def _standardize_message(value: Any, field_path: str, is_first: bool) -> Mapping
     return message
 
 
-def _unify_calls(message: dict[str, Any], field_path: str) -> None:
-    """Move a message's content, one call or a list of calls as JSON, to `tool_calls`, and thoughts before it."""
+def _move_calls_from_content(message: dict[str, Any], field_path: str) -> None:
+    """Parse the calls in a message's content (JSON). Move them to `tool_calls`, and thoughts before them to
+    `reasoning_content`.
+    """
     content = message.get("content")
     text = content.strip() if isinstance(content, str) else json.dumps(content)
     if text.startswith("<think>") and "</think>" in text:
         thoughts, _, text = text.removeprefix("<think>").partition("</think>")
         if message.setdefault(REASONING, thoughts) != thoughts:
             raise ValueError(
-                f"{field_path} has thoughts in {REASONING} and other ones before the call; keep one of them"
+                f"{field_path} has different thoughts in {REASONING} and before the call; keep one of them"
             )
     try:
         calls = parse(text.encode(), MEDIUM)

@@ -54,12 +54,12 @@ class SourceStream:
     curriculum: Curriculum
     _epoch: tuple[int, NDArray[np.int64]] | None = None
 
-    def place(self, number: int) -> int:
-        """Return the n-th problem's position in the data."""
-        epoch, place = divmod(number, self.order.num_items)
+    def data_position(self, stream_index: int) -> int:
+        """Return the position in the data of the stream's problem number `stream_index`."""
+        epoch, epoch_position = divmod(stream_index, self.order.num_items)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self.order.epoch(epoch)
-        return int(self._epoch[1][place])
+        return int(self._epoch[1][epoch_position])
 
 
 class Mixture:
@@ -98,21 +98,21 @@ class Mixture:
         credits[name] -= 1
         stream, position = self._streams[name], current_positions[name]
         num_skipped = self._count_skipped(stream, position)
-        number = position.taken + num_skipped
+        stream_index = position.taken + num_skipped
         new_positions = {
             source: Position(current.taken, current.passed, credits[source], current.rates)
             for source, current in current_positions.items()
         }
-        new_positions[name] = Position(number + 1, position.passed + num_skipped, credits[name], position.rates)
-        return stream.problems[stream.place(number)], {**positions, **new_positions}
+        new_positions[name] = Position(stream_index + 1, position.passed + num_skipped, credits[name], position.rates)
+        return stream.problems[stream.data_position(stream_index)], {**positions, **new_positions}
 
     def _count_skipped(self, stream: SourceStream, position: Position) -> int:
         """Return how many problems of a source the curriculum skips at `position`, before the problem to draw."""
         # Each source numbers its own problems, so the seeds of equal numbers differ by the source's name.
         source_seed = stream.name.encode() if len(self._streams) > 1 else b""
         num_skipped = 0
-        while not stream.curriculum.draws(
-            stream.place(position.taken + num_skipped),
+        while not stream.curriculum.draws_problem(
+            stream.data_position(position.taken + num_skipped),
             position.rates,
             [self._seed, _CURRICULUM_SEED, position.taken + num_skipped, *source_seed],
         ):
@@ -125,14 +125,14 @@ class Mixture:
                 )
         return num_skipped
 
-    def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
+    def update_solve_rate(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
         """Return the positions after a group of attempts at a problem. `solve_rate` is the group's solved share."""
         stream, position = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions
-        place = self._places[problem.source].get(problem.index)
-        assert place is not None
-        rates = stream.curriculum.update_rates(position.rates, place, solve_rate)
+        data_position = self._places[problem.source].get(problem.index)
+        assert data_position is not None
+        rates = stream.curriculum.update_rates(position.rates, data_position, solve_rate)
         return {**positions, problem.source: Position(position.taken, position.passed, position.credit, rates)}
 
     def epochs(self, positions: Positions) -> dict[str, float]:

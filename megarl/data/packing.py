@@ -71,21 +71,27 @@ def pack(
     tokens = np.add.reduceat(padded_lengths, starts)
     if tokens.size and tokens.max() > max_tokens:
         largest_set = int(tokens.argmax())
-        first, last = int(starts[largest_set]), int(starts[largest_set] + sizes[largest_set]) - 1
-        subject = f"sequence {first} takes" if first == last else f"sequences {first} to {last} take"
+        first_sequence, last_sequence = int(starts[largest_set]), int(starts[largest_set] + sizes[largest_set]) - 1
+        subject = (
+            f"sequence {first_sequence} takes"
+            if first_sequence == last_sequence
+            else f"sequences {first_sequence} to {last_sequence} take"
+        )
         raise ValueError(
             f"{subject} {tokens.max()} tokens, but a microbatch holds at most {max_tokens}; raise "
             "trainer.max_tokens_per_microbatch"
         )
-    description = f"{len(lengths)} sequences{_order_key(together)}"
+    description = f"{len(lengths)} sequences{_describe_sets(together)}"
     balanced = balance_sets(tokens, set_costs, max_tokens, num_ranks, rows_multiple, description)
-    return expand(balanced.rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    return expand_sets(balanced.rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
 
 
-def expand(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+def expand_sets(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """Return sequence indices by rank and microbatch, in ascending order, from rows of sets."""
     by_rank = zip(*rows, strict=True)
-    return [[sorted(int(sequence) for item in row for sequence in sets[item]) for row in rank] for rank in by_rank]
+    return [
+        [sorted(int(sequence) for set_index in row for sequence in sets[set_index]) for row in rank] for rank in by_rank
+    ]
 
 
 def balance_sets(
@@ -125,21 +131,21 @@ def balance_sets(
     return best_rows
 
 
-def _order_key(together: int | NDArray[np.int64]) -> str:
+def _describe_sets(together: int | NDArray[np.int64]) -> str:
     """Describe, for an error, how sequences are grouped into sets."""
     if isinstance(together, int):
         return f" by {together}" if together > 1 else ""
     return f" in {len(together)} sets" if together.max(initial=1) > 1 else ""
 
 
-def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
+def _fill_tightly(longest_first: list[int], tokens: list[int], max_tokens: int) -> Bins:
     """Put each sequence into the fullest bin with enough space, else into a new bin (best-fit decreasing).
 
     A sequence longer than `max_tokens` gets its own bin.
     """
     bins: Bins = []
     bins_by_free_tokens: list[tuple[int, int]] = []
-    for item in order:
+    for item in longest_first:
         position = bisect_left(bins_by_free_tokens, (tokens[item], 0))
         if position < len(bins_by_free_tokens):
             free_tokens, bin = bins_by_free_tokens.pop(position)
@@ -151,7 +157,7 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
     return bins
 
 
-def _fill_to_common_level(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
+def _fill_to_common_level(longest_first: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
     """Fill bins up to a common level, about the lowest level at which `num_bins` bins suffice (MULTIFIT).
 
     So all bins have free space for later exchanges.
@@ -160,24 +166,24 @@ def _fill_to_common_level(order: list[int], tokens: list[int], max_tokens: int, 
     # Five halvings find the level to 1/32 of its range; the exchanges even out the remainder.
     for _ in range(5):
         level = (low + high) // 2
-        bins = _fill_tightly(order, tokens, level)
+        bins = _fill_tightly(longest_first, tokens, level)
         if len(bins) <= num_bins:
             high, best_bins = level, bins
         else:
             low = level
-    best_bins = best_bins or _fill_tightly(order, tokens, max_tokens)
+    best_bins = best_bins or _fill_tightly(longest_first, tokens, max_tokens)
     return best_bins + [[] for _ in range(num_bins - len(best_bins))]
 
 
 def _fill_evenly(
-    order: list[int], tokens: list[int], costs: list[float], max_tokens: int, num_bins: int
+    longest_first: list[int], tokens: list[int], costs: list[float], max_tokens: int, num_bins: int
 ) -> Bins | None:
     """Put each sequence into the cheapest bin with enough space. None: a sequence fits nowhere."""
     bins: Bins = [[] for _ in range(num_bins)]
     free_tokens = [max_tokens] * num_bins
     loads = [(0.0, bin) for bin in range(num_bins)]
     heapify(loads)
-    for item in order:
+    for item in longest_first:
         full_bins = []
         while loads and free_tokens[loads[0][1]] < tokens[item]:
             full_bins.append(heappop(loads))
@@ -200,7 +206,8 @@ def _balance_rows(
         if not bin and len(fullest_bin := max(bins, key=len)) > 1:
             bin.append(fullest_bin.pop())
     bins = sorted(bins, key=lambda bin: -costs[bin].sum())
-    # Add one empty item per bin after the sequences: exchanging a sequence for it moves the sequence.
+    # One empty item per bin follows the sets: exchanging a set for it only moves the set. The range gives empty item i
+    # to bin i. Its negative entries are placeholders for the sets.
     bin_by_item = np.arange(-len(tokens), len(bins))
     for index, bin in enumerate(bins):
         bin_by_item[bin] = index

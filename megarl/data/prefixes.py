@@ -65,8 +65,8 @@ def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) 
     sort_keys = [sequence.astype(">u8").tobytes() for sequence in sequences]
     order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
-    for rank in range(1, len(order)):
-        shared[rank] = common_prefix(sequences[order[rank - 1]], sequences[order[rank]])
+    for position in range(1, len(order)):
+        shared[position] = common_prefix(sequences[order[position - 1]], sequences[order[position]])
     return np.array(order, np.int64), shared
 
 

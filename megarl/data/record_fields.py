@@ -160,26 +160,29 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
 
 
 def _misspelt_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
-    """Return an error for a field with a name and a value nearly like a system message, history or tools, or None."""
-    parts = (*format.system, *format.history, *format.tools)
+    """Return an error for a misspelt field of a system message, of history or of tools, or None.
+
+    Its name is similar to the expected one, and its value has the expected type.
+    """
+    expected_names = (*format.system, *format.history, *format.tools)
     for name, value in fields.items():
-        part = None if name in format.names else _nearest_part(name, parts)
-        if part is None or says_nothing(value) or not says_nothing(value_at(fields, part)):
+        similar_name = None if name in format.names else _find_similar_name(name, expected_names)
+        if similar_name is None or says_nothing(value) or not says_nothing(value_at(fields, similar_name)):
             continue
-        if part in format.tools:
-            is_part = bool(_read_tools(value))
+        if similar_name in format.tools:
+            has_expected_type = bool(_read_tools(value))
         else:
-            is_part = isinstance(value, list if part in format.history else str)
-        if is_part:
-            return describe_unread(name, value, f"rename it to '{part}', or remove it")
+            has_expected_type = isinstance(value, list if similar_name in format.history else str)
+        if has_expected_type:
+            return describe_unread(name, value, f"rename it to '{similar_name}', or remove it")
     return None
 
 
 @lru_cache(maxsize=1024)
-def _nearest_part(name: str, parts: tuple[str, ...]) -> str | None:
-    """Return the part with nearly this name, or None. Longer names differ in meaning: `system_id`."""
-    part = nearest(name, parts)
-    return part if part is not None and abs(len(part) - len(name)) <= 1 else None
+def _find_similar_name(name: str, expected_names: tuple[str, ...]) -> str | None:
+    """Return the expected name that is similar, or None. Much longer names have other meanings: `system_id`."""
+    similar_name = nearest(name, expected_names)
+    return similar_name if similar_name is not None and abs(len(similar_name) - len(name)) <= 1 else None
 
 
 def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
@@ -189,21 +192,24 @@ def _unread_tools(fields: Mapping[str, Any], format: RecordFormat) -> str | None
     if any(isinstance(value, list) or not is_blank(value) for value in values):
         return None
     # Tools next to a prompt in an inner object: `input.messages` and `input.tools` in OpenAI's preference data.
-    inner_places = (f"{name.rpartition('.')[0]}.tools" for name in format.prompt if "." in name)
+    inner_names = (f"{name.rpartition('.')[0]}.tools" for name in format.prompt if "." in name)
     # Other values under these names are notes, such as the names of tools.
-    known_places = (name for name in (*_TOOLS_ELSEWHERE, *inner_places) if _read_tools(value_at(fields, name)))
-    # Under any other name, only schemas count: Llama's calls have `parameters` too, and lists of names are notes.
-    schema_places = (
+    known_names = (name for name in (*_TOOLS_ELSEWHERE, *inner_names) if _read_tools(value_at(fields, name)))
+    # Under any other name only schemas count as tools. Llama's calls have `parameters` too, and a list of names is a
+    # note.
+    names_with_schemas = (
         name
         for name in fields
         if name not in format.names
         and _NAMES_TOOLS.search(name)
         and any(_is_schema(tool["function"].get("parameters")) for tool in _read_tools(fields[name]))
     )
-    place = next(chain(known_places, schema_places), None)
-    if place is None:
+    name_with_tools = next(chain(known_names, names_with_schemas), None)
+    if name_with_tools is None:
         return None
-    return describe_unread(place, value_at(fields, place), f"{_AS_TOOLS}, or set data.fields.tools={place}")
+    return describe_unread(
+        name_with_tools, value_at(fields, name_with_tools), f"{_AS_TOOLS}, or set data.fields.tools={name_with_tools}"
+    )
 
 
 def _is_schema(parameters: Any) -> bool:
@@ -230,7 +236,7 @@ def unread_problem_field(fields: Mapping[str, Any], environment: str, rewards: C
         return fault
     for name in _SAMPLING_FIELDS:
         value = value_at(fields, name)
-        if not says_nothing(value) and not _is_own(environment):
+        if not says_nothing(value) and not _is_users_environment(environment):
             remedy = "set rollout.sampling in the recipe, for all records alike, and remove the field"
             return describe_unread(name, value, remedy)
     return None if rewards is None else _unread_reward_field(fields, environment, rewards)
@@ -241,26 +247,26 @@ def _unread_reward_field(fields: Mapping[str, Any], environment: str, rewards: C
 
     Rewards and environments of the user's own get the whole record, and may read any field.
     """
-    if _is_own(environment) or any(":" in reward for reward in rewards):
+    if _is_users_environment(environment) or any(":" in reward for reward in rewards):
         return None
-    for place, rewards_of_values in _REWARDS_OF_VALUES.items():
-        if place == _NEEDS_GROUND_TRUTH and "ground_truth" not in fields:
+    for field_path, rewards_of_values in _REWARDS_OF_VALUES.items():
+        if field_path == _NEEDS_GROUND_TRUTH and "ground_truth" not in fields:
             continue
-        value = value_at(fields, place)
-        names = value if isinstance(value, list) else [value]
-        for name in (name for name in names if isinstance(name, str) and name.strip()):
-            fitting_rewards = rewards_of_values.get(name.strip(), () if place in _ALL_VALUES else None)
+        value = value_at(fields, field_path)
+        chosen_rewards = value if isinstance(value, list) else [value]
+        for name in (name for name in chosen_rewards if isinstance(name, str) and name.strip()):
+            fitting_rewards = rewards_of_values.get(name.strip(), () if field_path in _ALL_VALUES else None)
             if fitting_rewards is None or not {*fitting_rewards, *_MODELS}.isdisjoint(rewards):
                 continue
             remedy = f"set it to {' or '.join(fitting_rewards)}" if fitting_rewards else "give a function of your own"
             return (
-                f"'{place}' is {shown(value)}: this record has another reward than reward.functions = "
+                f"'{field_path}' is {shown(value)}: this record has another reward than reward.functions = "
                 f"{', '.join(rewards) or 'none'}; {remedy}, or remove the field"
             )
     return None
 
 
-def _is_own(environment: str) -> bool:
+def _is_users_environment(environment: str) -> bool:
     return ":" in environment or environment == "command"
 
 
@@ -269,11 +275,11 @@ def _unread_environment_field(fields: Mapping[str, Any], environment: str) -> st
 
     Environments and agents of the user's own get the whole record, and may read any field.
     """
-    if _is_own(environment):
+    if _is_users_environment(environment):
         return None
     for name in ENVIRONMENT_FIELDS:
-        for place in (name, f"extra_info.{name}", f"info.{name}"):
-            value = value_at(fields, place)
+        for field_path in (name, f"extra_info.{name}", f"info.{name}"):
+            value = value_at(fields, field_path)
             if says_nothing(value) or value is False or value == _VERL_SINGLE_TURN == f"{environment}_agent":
                 continue
             if name == _MAX_TURNS and value == 1 and environment == "single_turn":
@@ -282,8 +288,8 @@ def _unread_environment_field(fields: Mapping[str, Any], environment: str) -> st
             has_setting = name == _MAX_TURNS and environment != "single_turn"
             remedy = "set rollout.max_turns for all records alike, and " if has_setting else ""
             return (
-                f"'{place}' is {shown(value)}, which rollout.environment = {environment} does not read; {remedy}remove "
-                "the field, or set rollout.environment to an environment of your own, module:Class, which gets the "
-                "record"
+                f"'{field_path}' is {shown(value)}, which rollout.environment = {environment} does not read; {remedy}"
+                "remove the field, or set rollout.environment to an environment of your own, module:Class, which gets "
+                "the record"
             )
     return None

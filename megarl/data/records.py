@@ -17,8 +17,8 @@ from megarl.data.formats import (
     FieldNames,
     RecordFormat,
     first_name_with_value,
+    missing_fields_message,
     missing_roles,
-    missing_text,
     value_at,
 )
 from megarl.data.messages import (
@@ -97,7 +97,7 @@ class Record:
         """
         if missing_roles(self.fields, self.format, roles):
             missing = missing_roles(self.fields, self.format, (*also, *roles))
-            raise self.error(missing_text(self.fields, self.format, self.names, missing))
+            raise self.error(missing_fields_message(self.fields, self.format, self.names, missing))
 
     def answer(self) -> Any:
         """Return the record's gold answer: text (also for a number), or a JSON object or list.
@@ -255,9 +255,9 @@ class Record:
         for name, texts in options.items():
             if all(text.strip().casefold() in _UNWRITTEN_OPTIONS for text in texts):
                 continue
-            if missing_text := next((text for text in texts if _strip_option(text) not in written_text), None):
+            if missing_option := next((text for text in texts if _strip_option(text) not in written_text), None):
                 raise self.error(
-                    f"'{name}' has the option {shown(missing_text)}, but the prompt does not write it; write the "
+                    f"'{name}' has the option {shown(missing_option)}, but the prompt does not write it; write the "
                     "options into the prompt, or rename the field if they are not part of the question"
                 )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.packing import Costs, balance_sets, count_tokens, expand, pack
+from megarl.data.packing import Costs, balance_sets, count_tokens, expand_sets, pack
 from megarl.data.prefixes import lexicographic_order
 
 WORTH_SHARING = 0.05
@@ -76,7 +76,7 @@ def pack_trees(
             continue
         is_filled = all(bin for row in rows for bin in row)
         if is_filled and (best_packing is None or makespan < best_packing[0]):
-            best_packing = makespan, expand(rows, [cluster.sequences for cluster in clusters])
+            best_packing = makespan, expand_sets(rows, [cluster.sequences for cluster in clusters])
         if num_ranks * rows_multiple == 1:
             break
     if best_packing is not None:

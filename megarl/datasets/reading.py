@@ -15,7 +15,7 @@ from megarl.config import Recipe
 from megarl.config.sections.data_sets import DataSet, path_of
 from megarl.data.kinds.conversations import Conversations
 from megarl.data.kinds.preferences import Judged, Pairs
-from megarl.data.kinds.problems import Problems, made_problems, num_made
+from megarl.data.kinds.problems import Problems, make_placeholder_problems, num_made
 from megarl.data.reader import Collect, Example, Kind, in_memory, read_examples
 from megarl.data.record_fields import REWARD_MODEL
 from megarl.data.records import TooLongError
@@ -95,7 +95,9 @@ def read_problems(
     """
     path = path_of(data_set)
     if (count := num_made(path)) is not None:
-        generated_problems = made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
+        generated_problems = make_placeholder_problems(
+            count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout
+        )
         return [replace(problem, source=name) for problem in generated_problems] if name else generated_problems
     curriculum = recipe.data.curriculum
     # The curriculum groups training problems by this field, so each record must have it. Validation has none.

@@ -331,7 +331,9 @@ class GroupBuffer:
         # Failed attempts have no reward. They show nothing about the problem's difficulty.
         judged = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
         if judged:
-            self.state.positions = self._mixture.observe(self.state.positions, problem, sum(judged) / len(judged))
+            self.state.positions = self._mixture.update_solve_rate(
+                self.state.positions, problem, sum(judged) / len(judged)
+            )
 
     @property
     def _has_drawn_enough(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from megarl.data.chat import encode_rendered, exceeds
+from megarl.data.chat import encode_rendered, exceeds_token_limit
 from megarl.data.dialogue import Dialogue
 from megarl.data.tools.calls import ParsedTurn
 from megarl.data.tools.schemas import ToolSchema, check_tools
@@ -123,7 +123,7 @@ class Codec:
         def check_lengths_and_work() -> Result:
             for message in messages:
                 # The check reads only a small part of the text, so a huge text does not block the thread.
-                if exceeds(self._dialogue.tokenizer, message["content"], self._context_tokens):
+                if exceeds_token_limit(self._dialogue.tokenizer, message["content"], self._context_tokens):
                     raise too_long(self._context_tokens)
             return work()
 

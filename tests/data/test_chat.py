@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data import chat
-from megarl.data.chat import encode_rendered, exceeds, load_tokenizer, render
-from megarl.data.kinds.conversations import train_on_assistant
+from megarl.data.chat import encode_rendered, exceeds_token_limit, load_tokenizer, render
+from megarl.data.kinds.conversations import encode_with_assistant_mask
 from megarl.types import ConfigError, DataError
 
 CHATML = (
@@ -151,7 +151,7 @@ def test_the_text_around_a_literal_special_token_is_encoded_as_ever(tokenizer: A
 
 def test_an_answer_that_writes_a_special_token_is_trained_as_text(tokenizer: Any) -> None:
     name = tokenizer.eos_token
-    (sequence,) = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", f"b {name} c")])
+    (sequence,) = encode_with_assistant_mask(tokenizer, [said("user", "a"), said("assistant", f"b {name} c")])
     trained = sequence.token_ids[sequence.loss_mask].tolist()
     assert trained.count(tokenizer.eos_token_id) == 1 and trained[-1] == tokenizer.eos_token_id
     assert f"b {name} c" in tokenizer.decode(trained)
@@ -215,9 +215,9 @@ def test_a_template_that_fails_on_a_conversation_is_a_value_error(tokenizer: Any
 def test_a_text_far_too_long_is_told_from_its_beginning(tokenizer: Any) -> None:
     text = "12 + 3 = ? " * 100_000
     started = time.process_time()
-    assert exceeds(tokenizer, text, 4096)
+    assert exceeds_token_limit(tokenizer, text, 4096)
     assert time.process_time() - started < 2
-    assert not exceeds(tokenizer, "12 + 3", 100)
+    assert not exceeds_token_limit(tokenizer, "12 + 3", 100)
 
 
 THINKING = (
@@ -284,7 +284,7 @@ def test_a_base_model_without_a_template_reads_plain_text(tiny_model: Callable[.
     tokenizer = load_tokenizer(folder, template="plain")
     messages = [said("system", "Add."), said("user", "1 + 2 ="), said("assistant", " 3")]
     assert render(tokenizer, messages[:2], generation_prompt=True) == "Add.\n\n1 + 2 ="
-    (sequence,) = train_on_assistant(tokenizer, messages)
+    (sequence,) = encode_with_assistant_mask(tokenizer, messages)
     trained = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
     assert trained == f" 3{tokenizer.eos_token}"
 
@@ -324,7 +324,7 @@ def test_plain_text_begins_like_a_text_in_pretraining(
     prompt = encode_rendered(tokenizer, render(tokenizer, [said("user", "Sort these.")], generation_prompt=True))
     assert prompt == tokenizer.encode("Sort these.")
     assert prompt.count(tokenizer.bos_token_id) == (1 if start else 0)
-    (sequence,) = train_on_assistant(
+    (sequence,) = encode_with_assistant_mask(
         tokenizer, [said("user", "a"), said("assistant", " b"), said("user", " c"), said("assistant", " d")]
     )
     assert sequence.token_ids.tolist().count(tokenizer.bos_token_id) == (1 if start else 0)

@@ -73,7 +73,7 @@ def test_problems_outside_the_band_are_passed_over_and_tried_again(by: str | Non
     found: list[Problem] = []
     for _ in range(1500):
         problem, positions = mixture.draw(positions)
-        positions = mixture.observe(positions, problem, (0.0, 0.5, 1.0)[problem.index // 30])
+        positions = mixture.update_solve_rate(positions, problem, (0.0, 0.5, 1.0)[problem.index // 30])
         found.append(problem)
     counts = Counter(problem.index // 30 for problem in found[200:])
     assert counts[1] > 0.75 * 1300 and min(counts[0], counts[2]) > 50
@@ -92,7 +92,7 @@ def test_sources_of_equal_size_skip_problems_independently() -> None:
     drawn: dict[str, set[int]] = {"a": set(), "b": set()}
     for _ in range(300):
         problem, positions = mixture.draw(positions)
-        positions = mixture.observe(positions, problem, 0.0)
+        positions = mixture.update_solve_rate(positions, problem, 0.0)
         drawn[problem.source].add(positions[problem.source].taken)
     seen = min(positions[name].taken for name in "ab")
     agree = sum((place in drawn["a"]) == (place in drawn["b"]) for place in range(50, seen))

@@ -125,6 +125,6 @@ def test_draws_and_curricula_are_the_same(read: Callable[..., Any]) -> None:
             if number == 20 and streamed:
                 one = mixture(streamed)
             problem, moved = one.draw(positions)
-            positions: Positions = one.observe(moved, problem, solve_rate=int(problem.answer) % 4 / 4)
+            positions: Positions = one.update_solve_rate(moved, problem, solve_rate=int(problem.answer) % 4 / 4)
             drawn[streamed].append(problem.answer)
     assert drawn[True] == drawn[False] and len(set(drawn[True])) == 4

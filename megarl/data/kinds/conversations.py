@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode_rendered, exceeds, render
+from megarl.data.chat import encode_rendered, exceeds_token_limit, render
 from megarl.data.formats import first_name_with_value
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import REASONING, WEIGHT, have_same_texts, is_blank, without_weights
 from megarl.data.records import Record, TooLongError
-from megarl.data.templates.turn_ends import check_opens_turns, end_turn
+from megarl.data.templates.turn_ends import check_opens_turns, cut_after_turn
 from megarl.data.templates.written_texts import (
     check_answer_written,
     check_messages_written,
@@ -65,14 +65,14 @@ def make_conversation(
     """
     sequences = encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first_trained=first_trained)
     if (longest := max(map(len, sequences))) > max_tokens:
-        raise _too_long(record, f"{longest} tokens", max_tokens)
+        raise _make_too_long_error(record, f"{longest} tokens", max_tokens)
     return sequences
 
 
 def encode_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first_trained: int
 ) -> Conversation:
-    """Return messages as tokens, encoded by `train_on_assistant`.
+    """Return messages as tokens, encoded by `encode_with_assistant_mask`.
 
     Raises DataError, with the line, for invalid messages. Raises TooLongError for a conversation far longer than
     `max_tokens`, before encoding it takes minutes.
@@ -80,17 +80,17 @@ def encode_conversation(
     tools = record.tools()
     try:
         text = render(tokenizer, without_weights(messages), generation_prompt=False, tools=tools)
-        if exceeds(tokenizer, text, max_tokens):
-            raise _too_long(record, f"{len(text)} characters", max_tokens)
+        if exceeds_token_limit(tokenizer, text, max_tokens):
+            raise _make_too_long_error(record, f"{len(text)} characters", max_tokens)
         check_tools_written(tools, text)
-        # `train_on_assistant` checks the assistant's messages, each in its own turn.
+        # `encode_with_assistant_mask` checks the assistant's messages, each in its own turn.
         check_messages_written(messages, text)
-        return train_on_assistant(tokenizer, messages, first_trained=first_trained, tools=tools)
+        return encode_with_assistant_mask(tokenizer, messages, first_trained=first_trained, tools=tools)
     except ValueError as error:
         raise record.error(str(error)) from error
 
 
-def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
+def _make_too_long_error(record: Record, size: str, max_tokens: int) -> DataError:
     return record.error(
         f"the conversation has {size}, trainer.max_tokens_per_microbatch allows {max_tokens} tokens; "
         "raise it, remove the line, or set data.overlong=drop",
@@ -129,10 +129,9 @@ def _refuse_bad_answer(record: Record) -> None:
 def _read_response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """Return the messages that a record's response adds to its prompt. Empty: the prompt is the whole conversation."""
     if record.value(record.format.response) is None:
-        # These names say that the field is a whole conversation. Without an assistant turn it fails later, naming its
-        # line.
-        is_whole = record.field(record.format.prompt) in ("messages", "conversations")
-        if is_whole or any(message["role"] == "assistant" for message in prompt):
+        # A field with one of these names has a whole conversation. If it lacks an answer, a later check names its line.
+        is_whole_conversation = record.field(record.format.prompt) in ("messages", "conversations")
+        if is_whole_conversation or any(message["role"] == "assistant" for message in prompt):
             return ()
     record.require("response")
     field = record.field(record.format.response)
@@ -156,7 +155,7 @@ def new_messages(
     )
 
 
-def train_on_assistant(
+def encode_with_assistant_mask(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -189,23 +188,23 @@ def train_on_assistant(
             continue
         prompt = render(tokenizer, messages[:number], generation_prompt=True, tools=tools)
         up_to_turn = messages[: number + 1]
-        text = render(tokenizer, up_to_turn, generation_prompt=False, tools=tools)
-        if not text.startswith(prompt):
+        rendered = render(tokenizer, up_to_turn, generation_prompt=False, tools=tools)
+        if not rendered.startswith(prompt):
             raise ValueError(
-                f"the chat template writes messages[{number}] otherwise than it begins the turn in sampling, so what "
-                "is trained would never be sampled; use a template that only appends"
+                f"the chat template writes messages[{number}] without the prompt that opens the turn in sampling, so "
+                "the trained tokens would never be sampled; use a template that only appends"
             )
         following = messages[number + 1] if number + 1 < len(messages) else None
-        turn = end_turn(tokenizer, text, up_to_turn, len(prompt), following, tools)
-        if not has_texts(turn[len(prompt) :], message):
+        rendered_to_turn_end = cut_after_turn(tokenizer, rendered, up_to_turn, len(prompt), following, tools)
+        if not has_texts(rendered_to_turn_end[len(prompt) :], message):
             # The generation prompt may contain the message's beginning, so this check renders once more.
-            check_answer_written(tokenizer, up_to_turn, tools, turn)
+            check_answer_written(tokenizer, up_to_turn, tools, rendered_to_turn_end)
         if not prompt.startswith(sequences[-1].text):
             sequences.append(_Sequence())
         sequences[-1].extend(tokenizer, prompt, is_trained=False)
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
-        sequences[-1].extend(tokenizer, turn, is_trained=is_trained[number])
-    trained_sequences = tuple(sequence.to_training() for sequence in sequences if any(sequence.mask))
+        sequences[-1].extend(tokenizer, rendered_to_turn_end, is_trained=is_trained[number])
+    trained_sequences = tuple(sequence.to_training_sequence() for sequence in sequences if any(sequence.mask))
     if not trained_sequences:
         raise ValueError("the assistant's messages have no tokens, so nothing is trained; remove the record")
     return trained_sequences
@@ -235,10 +234,10 @@ def refuse_empty_answers(record: Record, messages: Sequence[Mapping[str, Any]], 
     ]
     for number, message in answers:
         if all(is_blank(message.get(key)) for key in ("content", "tool_calls", REASONING)):
-            by_weight = ', or give "weight": 0 at the message' if len(answers) > 1 else ""
+            weight_remedy = ', or give "weight": 0 at the message' if len(answers) > 1 else ""
             raise record.error(
                 f"messages[{number}] is an assistant's message without text; give the answer, remove the "
-                f"record{by_weight}"
+                f"record{weight_remedy}"
             )
 
 
@@ -262,5 +261,5 @@ class _Sequence:
         self.mask += [is_trained] * len(piece)
         self.text = text
 
-    def to_training(self) -> TrainingSequence:
+    def to_training_sequence(self) -> TrainingSequence:
         return TrainingSequence(np.array(self.tokens, dtype=np.int64), np.array(self.mask, dtype=np.bool_))

@@ -46,7 +46,7 @@ class Pairs(TokenisedKind):
     """Whether only the score at the end of each sequence is trained (`with_score_mask`)."""
 
     def make(self, index: int, record: Record) -> Answers:
-        pair = _make_pair(record, self.tokenizer, system_prompt=self.system_prompt, max_tokens=self.max_tokens)
+        pair = _encode_pair(record, self.tokenizer, system_prompt=self.system_prompt, max_tokens=self.max_tokens)
         if not self.is_scored:
             return pair
         if not all(sequence.loss_mask[-1] for sequence in pair):
@@ -54,10 +54,10 @@ class Pairs(TokenisedKind):
         return tuple(map(with_score_mask, pair))
 
     def parts(self, record: Record) -> list[Any]:
-        return list(map(list, pair_conversations(record, self.system_prompt)))
+        return list(map(list, read_pair(record, self.system_prompt)))
 
     def prompt(self, record: Record) -> Messages:
-        return pair_conversations(record, self.system_prompt)[0]
+        return read_pair(record, self.system_prompt)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Judged(TokenisedKind):
         return list(messages)
 
 
-def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:
+def read_pair(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:
     """Return the chosen and the rejected conversation of a record. Raises DataError."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
@@ -102,7 +102,10 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
         _read_conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
     )
     record.refuse_other_prompts((*chosen, *rejected), with_answers=True)
-    if _prompt_field(record) and not have_same_texts(_system(chosen), _system(rejected)):
+    # Without a prompt field, the comparison of the prompts (below) includes the system messages.
+    if _find_prompt_field(record) and not have_same_texts(
+        _select_system_messages(chosen), _select_system_messages(rejected)
+    ):
         raise record.error("'chosen' and 'rejected' have different system messages; give both the same one")
     record.refuse_reasoning_field((*chosen, *rejected))
     # A rejected answer may be rejected for its call.
@@ -119,7 +122,10 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
 def _count_shared(chosen: Messages, rejected: Messages) -> int:
     """Return how many messages both conversations begin with. These are context, so they are not trained in either."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    return next(
+        (number for number, (chosen_message, rejected_message) in pairs if chosen_message != rejected_message),
+        min(len(chosen), len(rejected)),
+    )
 
 
 def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messages, num_shared: int) -> None:
@@ -136,9 +142,9 @@ def _refuse_different_prompts(record: Record, chosen: Messages, rejected: Messag
         raise record.error(f"'chosen' and 'rejected' answer different prompts, {texts}; give both the same prompt")
 
 
-def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+def _encode_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
     """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
-    chosen, rejected = pair_conversations(record, system_prompt)
+    chosen, rejected = read_pair(record, system_prompt)
     num_shared = _count_shared(chosen, rejected)
     pair = [
         _only_sequence(
@@ -187,8 +193,8 @@ def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequen
 
 def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
     """Return the sequence up to its answer's end, plus one position for the sequence's score."""
-    answer = sequence.loss_mask.nonzero()[0]
-    length = int(answer[-1]) + 1 if len(answer) else len(sequence)
+    answer_indices = sequence.loss_mask.nonzero()[0]
+    length = int(answer_indices[-1]) + 1 if len(answer_indices) else len(sequence)
     # Entry t is predicted from the tokens before t, so any token can stand at the end.
     tokens = np.append(sequence.token_ids[:length], sequence.token_ids[0])
     return TrainingSequence(tokens, np.arange(length + 1) == length)
@@ -196,15 +202,15 @@ def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
 
 def with_score_masks(batch: TokenBatch) -> TokenBatch:
     """Return the batch with each sequence changed like `with_score_mask`."""
-    lengths = batch.lengths + 1
-    cu_seqlens = borders(lengths)
-    is_token = np.ones(cu_seqlens[-1], np.bool_)
-    is_token[cu_seqlens[1:] - 1] = False
-    token_ids = np.empty(len(is_token), np.int64)
-    token_ids[is_token] = batch.token_ids
+    new_lengths = batch.lengths + 1
+    cu_seqlens = borders(new_lengths)
+    is_old_token = np.ones(cu_seqlens[-1], np.bool_)
+    is_old_token[cu_seqlens[1:] - 1] = False
+    token_ids = np.empty(len(is_old_token), np.int64)
+    token_ids[is_old_token] = batch.token_ids
     # Entry t is predicted from the tokens before t, so any token can stand at the end.
-    token_ids[~is_token] = batch.token_ids[batch.cu_seqlens[:-1]]
-    return TokenBatch(token_ids, ~is_token, cu_seqlens, batch.samples)
+    token_ids[~is_old_token] = batch.token_ids[batch.cu_seqlens[:-1]]
+    return TokenBatch(token_ids, ~is_old_token, cu_seqlens, batch.samples)
 
 
 def _read_conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
@@ -212,14 +218,14 @@ def _read_conversation(record: Record, field: str, system_prompt: str | None) ->
 
     The field has the whole conversation, or only the answer, or a repetition of the prompt and the answer.
     """
-    prompt_field = _prompt_field(record)
+    prompt_field = _find_prompt_field(record)
     answer = record.messages(field, role="assistant")
     if not prompt_field:
         prompt_messages, answer = (), record.with_opening(answer, system_prompt)
     else:
-        systems, answer = (answer[:1], answer[1:]) if answer[0]["role"] == "system" else ((), answer)
+        system_messages, answer = (answer[:1], answer[1:]) if answer[0]["role"] == "system" else ((), answer)
         prompt = record.messages(prompt_field, role="user")
-        prompt_messages = record.with_opening((*systems, *prompt), system_prompt)
+        prompt_messages = record.with_opening((*system_messages, *prompt), system_prompt)
     if not any(message["role"] in ("user", "tool") for message in (*prompt_messages, *answer)):
         # The error for a record without any prompt field names the fields to add.
         record.require("prompt")
@@ -236,11 +242,11 @@ def _read_conversation(record: Record, field: str, system_prompt: str | None) ->
     raise record.error(f"'{field}' neither continues '{prompt_field}' nor begins with it; give the answer alone")
 
 
-def _system(messages: Messages) -> Messages:
+def _select_system_messages(messages: Messages) -> Messages:
     return tuple(message for message in messages if message["role"] == "system")
 
 
-def _prompt_field(record: Record) -> str | None:
+def _find_prompt_field(record: Record) -> str | None:
     """Return the field with the prompt, or None.
 
     Messages that repeat an answer's conversation are not the prompt: `ultrafeedback_binarized` has the chosen

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode_rendered, exceeds, render
+from megarl.data.chat import encode_rendered, exceeds_token_limit, render
 from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import says_nothing, without_weights
 from megarl.data.record_fields import describe_unread, unread_problem_field
@@ -43,7 +43,9 @@ def num_made(source: str) -> int | None:
     return int(count)
 
 
-def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None, is_heldout: bool) -> list[Problem]:
+def make_placeholder_problems(
+    count: int, tokenizer: Tokenizer, *, system_prompt: str | None, is_heldout: bool
+) -> list[Problem]:
     """Return problems with a placeholder as prompt: the environment makes the real one from the problem's number.
 
     A problem's `record` has the `split`, train or validation. Raises ConfigError if the chat template ignores
@@ -58,8 +60,8 @@ def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None
         messages = ({"role": "system", "content": system_prompt}, *messages)
     prompt = tuple(encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True)))
     record = {"split": "validation" if is_heldout else "train"}
-    first = FIRST_HELDOUT if is_heldout else 0
-    return [Problem(first + number, messages, prompt, "", record) for number in range(count)]
+    first_index = FIRST_HELDOUT if is_heldout else 0
+    return [Problem(first_index + number, messages, prompt, "", record) for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +92,15 @@ class Problems(TokenisedKind):
         for name, remedy in self.refused_fields.items():
             if not says_nothing(value := record.fields.get(name)):
                 raise record.error(describe_unread(name, value, remedy))
-        for name, source in self.required_fields.items():
+        for name, recipe_field in self.required_fields.items():
             if name not in record.fields:
                 raise record.error(
-                    f"has no field {name!r}, named by {source}; add it to every record, or name another field"
+                    f"has no field {name!r}, named by {recipe_field}; add it to every record, or name another field"
                 )
         messages, answer = self._read_messages_and_answer(record)
         tools = record.tools()
         prompt = self._encode_prompt(record, messages, tools)
-        if tools and (offered := tuple(self.environment_tools())) and offered != tools:
+        if tools and (offered_tools := tuple(self.environment_tools())) and offered_tools != tools:
             raise record.error(
                 f"'{record.field(record.format.tools)}' is {shown(tools)}, but rollout.environment offers "
                 "tools of its own; remove the field, or choose an environment without tools"
@@ -131,8 +133,8 @@ class Problems(TokenisedKind):
             text = render(self.tokenizer, messages, generation_prompt=True, tools=tools)
             check_opens_turns(self.tokenizer)
             check_prompt_written(self.tokenizer, messages, tools, text)
-            # Encoding a text of megabytes takes minutes; `exceeds` refuses it after its beginning.
-            is_long = exceeds(self.tokenizer, text, self.max_tokens)
+            # Encoding a text of megabytes takes minutes; `exceeds_token_limit` refuses it after its beginning.
+            is_long = exceeds_token_limit(self.tokenizer, text, self.max_tokens)
             prompt = [] if is_long else encode_rendered(self.tokenizer, text)
         except ValueError as error:
             raise record.error(str(error)) from error

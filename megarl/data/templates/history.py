@@ -90,16 +90,19 @@ def history_notice(faults: Mapping[str, str], history: str) -> str:
     """Return the notice at a run's start: the effect of `rollout.history` with a template that changes earlier
     turns.
     """
-    rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
-    refused = [kind for kind, fault in faults.items() if fault == REFUSES]
-    refusal = f" It refuses: {'; '.join(refused)}." if refused else ""
-    if not rewritten:
+    rewritten_kinds = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
+    refused_kinds = [kind for kind, fault in faults.items() if fault == REFUSES]
+    refusal = f" It refuses: {'; '.join(refused_kinds)}." if refused_kinds else ""
+    if not rewritten_kinds:
         return f"rollout.history = {history}: the chat template only appends, as sampled tokens require.{refusal}"
-    changes = "; ".join(f"{kind}: {fault}" for kind, fault in rewritten.items())
-    meaning = (
+    changes = "; ".join(f"{kind}: {fault}" for kind, fault in rewritten_kinds.items())
+    consequence = (
         "each rewritten history is a training sequence of its own"
         if history == "render"
         else "the policy sees the tokens as sampled, not the template's text; "
         "rollout.history=render follows the template"
     )
-    return f"rollout.history = {history}: the chat template rewrites earlier turns ({changes}), and {meaning}.{refusal}"
+    return (
+        f"rollout.history = {history}: the chat template rewrites earlier turns ({changes}), and {consequence}."
+        f"{refusal}"
+    )

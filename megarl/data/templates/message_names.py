@@ -44,9 +44,15 @@ def _writes_name(tokenizer: Tokenizer, template: str, role: str) -> bool:
 
     `template` is the tokenizer's template. As a parameter, it is part of the key of `lru_cache`: users may replace it.
     """
-    named = {"role": role, "name": _PROBE_NAME, "content": "."}
+    named_message = {"role": role, "name": _PROBE_NAME, "content": "."}
     # Some templates refuse a conversation that begins with the assistant, or has a system message alone.
-    conversation = (named, QUESTION) if role == "system" else (QUESTION, named) if role == "assistant" else (named,)
+    conversation = (
+        (named_message, QUESTION)
+        if role == "system"
+        else (QUESTION, named_message)
+        if role == "assistant"
+        else (named_message,)
+    )
     try:
         return _PROBE_NAME in render(tokenizer, conversation, generation_prompt=False)
     except ValueError:

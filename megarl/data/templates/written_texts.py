@@ -27,7 +27,7 @@ def check_prompt_written(
     texts = _WrittenText(rendered)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
-            _check_texts(number, message, texts)
+            _check_message_texts(number, message, texts)
         elif not _is_written_alone(tokenizer, message, tools):
             turn = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
             check_answer_written(tokenizer, messages[: number + 1], tools, turn)
@@ -36,10 +36,10 @@ def check_prompt_written(
 def _is_written_alone(tokenizer: Tokenizer, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the template writes all texts of an assistant's message that answers one short question."""
     names = {call["function"]["name"] for call in message.get("tool_calls", ())}
-    called = [tool for tool in tools if tool["function"]["name"] in names]
+    called_tools = [tool for tool in tools if tool["function"]["name"] in names]
     try:
-        turn = render(tokenizer, (QUESTION, message), generation_prompt=False, tools=called)
-        check_answer_written(tokenizer, (QUESTION, message), called, turn)
+        turn = render(tokenizer, (QUESTION, message), generation_prompt=False, tools=called_tools)
+        check_answer_written(tokenizer, (QUESTION, message), called_tools, turn)
     except ValueError:
         return False
     return True
@@ -54,8 +54,8 @@ def check_answer_written(
     generation prompt: this may already open the reasoning.
     """
     number = len(messages) - 1
-    before = render(tokenizer, messages[:number], generation_prompt=False, tools=tools) if number else ""
-    _check_texts(number, messages[number], _WrittenText(rendered.removeprefix(before)))
+    text_before_answer = render(tokenizer, messages[:number], generation_prompt=False, tools=tools) if number else ""
+    _check_message_texts(number, messages[number], _WrittenText(rendered.removeprefix(text_before_answer)))
 
 
 def check_messages_written(messages: Sequence[Mapping[str, Any]], rendered: str) -> None:
@@ -63,10 +63,10 @@ def check_messages_written(messages: Sequence[Mapping[str, Any]], rendered: str)
     texts = _WrittenText(rendered)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
-            _check_texts(number, message, texts)
+            _check_message_texts(number, message, texts)
 
 
-def _check_texts(number: int, message: Mapping[str, Any], rendered: _WrittenText) -> None:
+def _check_message_texts(number: int, message: Mapping[str, Any], rendered: _WrittenText) -> None:
     for key, text in _required_texts(message):
         if not rendered.contains(text):
             raise ValueError(_missing_text_message(f"the {key} of messages[{number}]", text))

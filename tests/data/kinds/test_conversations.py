@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.data.chat import encode_rendered, load_tokenizer, render
-from megarl.data.kinds.conversations import Conversations, train_on_assistant
+from megarl.data.kinds.conversations import Conversations, encode_with_assistant_mask
 from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples
 from megarl.data.token_batch import TokenBatch
@@ -40,7 +40,7 @@ def tokenizer(tiny_model):
 
 
 def test_only_what_the_assistant_says_is_trained(tokenizer):
-    (sequence,) = train_on_assistant(tokenizer, DIALOGUE)
+    (sequence,) = encode_with_assistant_mask(tokenizer, DIALOGUE)
     pieces, start = [], 0
     for end in [*(np.flatnonzero(np.diff(sequence.loss_mask)) + 1), len(sequence)]:
         pieces.append((bool(sequence.loss_mask[start]), tokenizer.decode(sequence.token_ids[start:end])))
@@ -55,7 +55,7 @@ def test_only_what_the_assistant_says_is_trained(tokenizer):
 
 
 def test_each_turn_follows_the_prompt_that_sampling_shows(tokenizer):
-    (sequence,) = train_on_assistant(tokenizer, DIALOGUE)
+    (sequence,) = encode_with_assistant_mask(tokenizer, DIALOGUE)
     starts = np.flatnonzero(np.diff(sequence.loss_mask.astype(int)) == 1) + 1
     for place, start in zip([2, 5], starts, strict=True):
         prompt = tokenizer.apply_chat_template(DIALOGUE[:place], add_generation_prompt=True, return_dict=True)
@@ -71,11 +71,11 @@ def pieces_of(tokenizer, sequence):
 def test_a_template_that_rewrites_history_splits_a_conversation_only_where_it_does(tokenizer):
     tokenizer.chat_template = FORGETFUL
     plain = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "think|d")]
-    (sequence,) = train_on_assistant(tokenizer, plain)
+    (sequence,) = encode_with_assistant_mask(tokenizer, plain)
     assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b<|im_end|>think|d<|im_end|>"
     end = "<|im_end|>"
     thoughtful = [said("user", "a"), said("assistant", "hm|b"), *plain[2:], said("user", "e"), said("assistant", "f")]
-    assert [pieces_of(tokenizer, sequence) for sequence in train_on_assistant(tokenizer, thoughtful)] == [
+    assert [pieces_of(tokenizer, sequence) for sequence in encode_with_assistant_mask(tokenizer, thoughtful)] == [
         (f"[user]a{end}[assistant]hm|b{end}", f"hm|b{end}"),
         (f"[user]a{end}[assistant]b{end}[user]c{end}[assistant]think|d{end}", f"think|d{end}"),
         (f"[user]a{end}[assistant]b{end}[user]c{end}[assistant]d{end}[user]e{end}[assistant]f{end}", f"f{end}"),
@@ -86,14 +86,14 @@ def test_each_turn_of_a_reasoning_model_follows_the_prompt_that_sampling_shows()
     tokenizer = templates.tokenizer_of("forgetful")
     turns = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
     turns[1]["reasoning_content"], turns[3]["reasoning_content"] = "first thought", "second thought"
-    sequences = train_on_assistant(tokenizer, turns)
+    sequences = encode_with_assistant_mask(tokenizer, turns)
     for place, sequence in zip((1, 3), sequences, strict=True):
         prompt = encode_rendered(tokenizer, render(tokenizer, turns[:place], generation_prompt=True))
         assert sequence.token_ids[: len(prompt)].tolist() == prompt and not sequence.loss_mask[: len(prompt)].any()
         assert sequence.loss_mask[len(prompt) :].all()
     # A turn that is not trained needs no sequence.
-    assert len(train_on_assistant(tokenizer, [turns[0], turns[1] | {"weight": 0}, *turns[2:]])) == 1
-    assert len(train_on_assistant(tokenizer, turns, first_trained=3)) == 1
+    assert len(encode_with_assistant_mask(tokenizer, [turns[0], turns[1] | {"weight": 0}, *turns[2:]])) == 1
+    assert len(encode_with_assistant_mask(tokenizer, turns, first_trained=3)) == 1
 
 
 def test_a_template_that_begins_a_turn_otherwise_than_in_sampling_is_refused(tokenizer):
@@ -101,15 +101,15 @@ def test_a_template_that_begins_a_turn_otherwise_than_in_sampling_is_refused(tok
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
     )
-    with pytest.raises(ValueError, match=r"writes messages\[1\] otherwise"):
-        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+    with pytest.raises(ValueError, match=r"writes messages\[1\] without the prompt"):
+        encode_with_assistant_mask(tokenizer, [said("user", "a"), said("assistant", "b")])
 
 
 def test_a_conversation_in_parts_is_one_sample_of_a_batch(tokenizer):
     tokenizer.chat_template = FORGETFUL
     thoughtful = [said("user", "a"), said("assistant", "hm|b"), said("user", "c"), said("assistant", "d")]
     short = [said("user", "a"), said("assistant", "b")]
-    batch = TokenBatch.from_samples([train_on_assistant(tokenizer, turns) for turns in (thoughtful, short)])
+    batch = TokenBatch.from_samples([encode_with_assistant_mask(tokenizer, turns) for turns in (thoughtful, short)])
     assert batch.samples.tolist() == [0, 0, 1] and batch.num_segments.tolist() == [2, 1]
 
 
@@ -135,14 +135,14 @@ ASKED = "{% if add_generation_prompt %}" + OPENED + "{% endif %}"
 def test_a_turn_is_trained_to_its_end_token_and_no_further(tokenizer, template):
     tokenizer.chat_template = template
     chat = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "<|im_end|> d ")]
-    (sequence,) = train_on_assistant(tokenizer, chat)
+    (sequence,) = encode_with_assistant_mask(tokenizer, chat)
     assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b<|im_end|><|im_end|> d <|im_end|>"
 
 
 def test_white_space_after_an_end_token_not_named_by_the_tokenizer_is_not_trained(tokenizer):
     """Gemma's turns end with <end_of_turn>, its texts with <eos>."""
     tokenizer.eos_token = "<|endoftext|>"
-    (sequence,) = train_on_assistant(tokenizer, DIALOGUE)
+    (sequence,) = encode_with_assistant_mask(tokenizer, DIALOGUE)
     assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "15<|im_end|>\n\n30 <|im_end|>"
 
 
@@ -158,7 +158,7 @@ def test_the_next_role_that_ends_a_turn_is_trained():
         said("user", "d"),
         said("assistant", "e"),
     ]
-    (sequence,) = train_on_assistant(tokenizer, chat)
+    (sequence,) = encode_with_assistant_mask(tokenizer, chat)
     trained = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
     assert trained == "\n<tool_call>f\n<arg>x=1</arg>\n</tool_call><|observation|>c<|user|>e<|user|>"
 
@@ -169,13 +169,13 @@ def test_a_template_without_an_end_token_is_refused(tokenizer):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     with pytest.raises(ValueError, match="no special token at the end of an answer"):
-        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+        encode_with_assistant_mask(tokenizer, [said("user", "a"), said("assistant", "b")])
 
 
 def test_a_template_that_leaves_the_header_of_its_turn_to_the_policy_is_refused(tokenizer, tmp_path):
     tokenizer.chat_template = ROLES + "<|im_end|>\n{% endfor %}"
     with pytest.raises(ValueError, match=r"begins an answer with '<\|im_start\|>assistant'"):
-        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+        encode_with_assistant_mask(tokenizer, [said("user", "a"), said("assistant", "b")])
     problem = tmp_path / "rl.jsonl"
     problem.write_text('{"prompt": "a", "answer": "b"}\n')
     with pytest.raises(DataError, match="ignores add_generation_prompt"):
@@ -251,6 +251,6 @@ def test_samples_of_a_run_are_conversations_to_learn(tokenizer, tmp_path):
     [[found]] = read_examples(
         str(tmp_path / "step_000000.jsonl"), Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=64)
     )
-    (expected,) = train_on_assistant(tokenizer, [*problem.messages, said("assistant", "15")])
+    (expected,) = encode_with_assistant_mask(tokenizer, [*problem.messages, said("assistant", "15")])
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.loss_mask.tolist() == expected.loss_mask.tolist()

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.kinds.problems import Problems, made_problems, num_made
+from megarl.data.kinds.problems import Problems, make_placeholder_problems, num_made
 from megarl.data.reader import read_examples
 from megarl.types import ConfigError, DataError
 
@@ -78,7 +78,9 @@ def test_problems_that_an_environment_makes(tokenizer):
     for wrong in ("environment:", "environment:0", "environment:-3", "environment:1e3", "environment:1000001"):
         with pytest.raises(ValueError, match="from 1 to 1000000"):
             num_made(wrong)
-    train, validation = (made_problems(3, tokenizer, system_prompt="Be brief.", is_heldout=h) for h in (False, True))
+    train, validation = (
+        make_placeholder_problems(3, tokenizer, system_prompt="Be brief.", is_heldout=h) for h in (False, True)
+    )
     assert [problem.index for problem in train] == [0, 1, 2]
     assert not {problem.index for problem in train} & {problem.index for problem in validation}
     assert (train[0].record, validation[0].record) == ({"split": "train"}, {"split": "validation"})
@@ -86,4 +88,4 @@ def test_problems_that_an_environment_makes(tokenizer):
     assert tokenizer.decode(train[0].prompt_token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(ConfigError, match=r"^model\.chat_template: .* ignores add_generation_prompt"):
-        made_problems(3, tokenizer, system_prompt=None, is_heldout=False)
+        make_placeholder_problems(3, tokenizer, system_prompt=None, is_heldout=False)

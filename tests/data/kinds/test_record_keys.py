@@ -7,7 +7,7 @@ import pytest
 from megarl.data.chat import render
 from megarl.data.formats import FieldNames
 from megarl.data.kinds.conversations import Conversations
-from megarl.data.kinds.preferences import Judged, Pairs, pair_conversations
+from megarl.data.kinds.preferences import Judged, Pairs, read_pair
 from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples, read_records
 from megarl.data.survey import survey
@@ -496,7 +496,7 @@ def test_a_pair_may_have_its_prompt_in_history(tmp_path):
     record = {"history": "What is 2 + 2?", "human_ref_A": "It is 4.", "human_ref_B": "BAD"}
     fields = {"prompt": "history", "chosen": "human_ref_A", "rejected": "human_ref_B"}
     [read] = read_records(write(tmp_path / "data.jsonl", record), FieldNames(fields=fields))
-    assert pair_conversations(read, None) == ((ASKED, ANSWERED), (ASKED, WRONG))
+    assert read_pair(read, None) == ((ASKED, ANSWERED), (ASKED, WRONG))
 
 
 def test_a_prompt_is_not_its_own_answer(tmp_path):
@@ -539,7 +539,7 @@ def test_an_answer_may_begin_with_what_the_generation_prompt_opens(tmp_path, ope
         for record in ({"messages": [ASKED, answer]}, problem([ASKED, answer, AGAIN])):
             assert f"assistant\n{opening}{rest}<|im_end|>" in texts_of(tmp_path, record)[0]
         # The opening is not a part of another answer.
-        with pytest.raises(DataError, match=r"writes messages\[1\] otherwise"):
+        with pytest.raises(DataError, match=r"writes messages\[1\] without the prompt"):
             texts_of(tmp_path, {"messages": [ASKED, ANSWERED]})
     finally:
         tokenizer.chat_template = template

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.chat import encode_rendered, exceeds
+from megarl.data.chat import encode_rendered, exceeds_token_limit
 from megarl.data.tokenizers.growth import refuse_growth
 from megarl.types import DataError
 
@@ -98,4 +98,4 @@ def test_a_regular_expression_that_panics_names_the_file() -> None:
     with pytest.raises(DataError, match=r"^folder/tokenizer\.json: the tokenizer fails on a text \(Onig: "):
         encode_rendered(tokenizer, "a" * 30 + "c")
     with pytest.raises(DataError, match=r"^folder/tokenizer\.json"):
-        exceeds(tokenizer, ("a" * 30 + "c") * 2, 10)
+        exceeds_token_limit(tokenizer, ("a" * 30 + "c") * 2, 10)
