@@ -35,10 +35,10 @@ async def train(run: Run) -> None:
                         needs_rewards=recipe.trains_rewards,
                         replays_routes=recipe.trainer.router_replay,
                     )
-                    teachers.assign(batch)
+                    teachers.assign_teachers(batch)
                     step.log(teachers.write_prompts(batch, groups))
                     if algorithm.old_logprobs == "rollout":
-                        batch.start_from_rollout(number)
+                        batch.use_engine_logprobs_as_old(number)
                     if has_advantages:
                         step.log(teachers.mask_unknown_tokens(batch))
                         teacher_logprobs = await teachers.score(batch)

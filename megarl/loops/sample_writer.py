@@ -71,5 +71,5 @@ class SampleWriter:
                 self.policy.forward,
                 count=count,
                 weight_version=step,
-                starts_from_rollout=self.recipe.algorithm.old_logprobs == "rollout",
+                has_engine_logprobs=self.recipe.algorithm.old_logprobs == "rollout",
             )

@@ -28,7 +28,7 @@ class Answers:
     has_unjudged: bool = False
 
     def drop_biased_verdict(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory. Its verdict is dropped if this or an earlier answer of the source had none."""
+        """Return the trajectory, without its verdict if this or an earlier answer of the source had none."""
         reward = trajectory.reward
         if reward is None or self.judging != "by_value":
             return trajectory
@@ -49,10 +49,10 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
     if find_recipe_judging(recipe) != "none":
         return None
     is_filtered = recipe.trains_rewards and recipe.algorithm.dynamic_sampling is not None
-    filtered = "; algorithm.dynamic_sampling compares the rewards of a group" if is_filtered else ""
+    filter_text = "; algorithm.dynamic_sampling therefore compares the rewards of a group" if is_filtered else ""
     return (
         f"{source}: no accuracy, pass_at_K or majority_at_K is logged, because no reward function judges the "
-        f"answer{filtered}. {REMEDY_TEXT}."
+        f"answer{filter_text}. {REMEDY_TEXT}."
     )
 
 

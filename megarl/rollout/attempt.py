@@ -110,14 +110,14 @@ class _Clock:
     """Function returning how many seconds the engines have paused since the attempt began."""
     step_started: float | None = None
     """Time when the current call of the environment began; None between calls."""
-    answered_seconds: float = 0.0
+    finished_call_seconds: float = 0.0
     """Seconds spent in finished calls of the environment."""
     is_stopped: bool = False
     """Whether the attempt is over. Its environment may still be running."""
 
     @property
     def environment_seconds(self) -> float:
-        return self.answered_seconds + (0.0 if self.step_started is None else self.now() - self.step_started)
+        return self.finished_call_seconds + (0.0 if self.step_started is None else self.now() - self.step_started)
 
     @property
     def seconds_left(self) -> float | None:
@@ -158,7 +158,8 @@ class _Clock:
         except (Exception, SystemExit) as error:
             raise _AttemptError(_failure_text(error)) from error
         finally:
-            self.answered_seconds = self.environment_seconds
+            # `environment_seconds` includes the current call until `step_started` is reset.
+            self.finished_call_seconds = self.environment_seconds
             self.step_started = None
             if self.is_stopped:  # the environment swallowed its cancellation
                 raise _AttemptError("Timeout: the environment still ran after its attempt was cancelled")
@@ -211,7 +212,7 @@ async def attempt(
         return trajectory
     # If the environment gives rewards, the reward functions are not used.
     if trajectory.turn_rewards:
-        return replace(trajectory, reward=_environment_reward(conversation.steps))
+        return replace(trajectory, reward=_sum_environment_rewards(conversation.steps))
     scored = await score(_make_sample(task, conversation))
     return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
@@ -257,7 +258,7 @@ def _make_sample(task: Task, conversation: AttemptConversation) -> Sample:
         calls[-1].completion if calls else _UNANSWERED,
         turns[-1].completion if turns else "",
         # Reward functions see the whole conversation before the scored completion.
-        prompt_messages=conversation.before_last(),
+        prompt_messages=conversation.messages_before_last(),
         turn=max(len(calls), 1),
         is_in_thoughts=conversation.is_in_thoughts,
     )
@@ -343,11 +344,11 @@ async def _take_turns(
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
     reset_result = await clock.time_call(environment.reset, _copy_problem(task.problem), seed)
     _call_with_environment_data(conversation.start, reset_result, task.problem)
-    num_sampled = num_calls = num_invalid_in_a_row = 0
+    num_sampled = num_tool_calls = num_invalid_in_a_row = 0
     for turn_number in range(budget.max_turns):
         token_ids = conversation.prompt
         sampling = _limit_new_tokens(task.sampling, budget, len(token_ids), num_sampled)
-        # Not an error: the policy used up its context, like a completion cut at its token limit.
+        # The policy used up its context. This is no error, and ends like a completion cut at its token limit.
         if sampling is None:
             return "length"
         is_last = turn_number + 1 == budget.max_turns
@@ -360,8 +361,8 @@ async def _take_turns(
             raise _AttemptError(f"Refused: the engine rejects the request: {completion.error}")
         turn = conversation.add_completion(completion, is_last=is_last)
         num_sampled += len(completion.token_ids)
-        num_calls += len(turn.calls)
-        if budget.tool_calls is not None and num_calls > budget.tool_calls:
+        num_tool_calls += len(turn.calls)
+        if budget.tool_calls is not None and num_tool_calls > budget.tool_calls:
             return "calls"
         step = _call_with_environment_data(conversation.add_step, await clock.time_call(environment.step, turn))
         is_truncated = turn.finish_reason == "length"
@@ -473,7 +474,7 @@ def _as_json(message: Message) -> dict[str, Any]:
         return {"role": str(message["role"]), "content": "(not valid JSON)"}
 
 
-def _environment_reward(steps: Sequence[Step]) -> Reward:
+def _sum_environment_rewards(steps: Sequence[Step]) -> Reward:
     """Return the sum of the steps' rewards. The last verdict counts; without one, the value decides."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     verdicts = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]

@@ -50,7 +50,7 @@ class AttemptEngine:
                 if not log.admit_call(call):
                     # Remove it from the shared list, so that later checkpoints do not have the call either.
                     self._calls.remove(call)
-        # A program still running since an earlier driver has its earlier answers. Only the answer it still waits for
+        # A program that outlived an earlier driver already has its answers. Only the answer that it still waits for
         # may be continued.
         is_reopened = log is not None and log.reopened is not None
         self._repeatable_calls = [call for call in self._calls if not (is_reopened and call.is_done)]
@@ -65,7 +65,7 @@ class AttemptEngine:
         return self._pool.seconds_paused
 
     @property
-    def num_begun(self) -> int:
+    def num_begun_tokens(self) -> int:
         begun_calls = [] if self.log is None else [call for call in self._repeatable_calls if not call.is_done]
         return sum(num_sampled(call.parts) for call in begun_calls)
 
@@ -97,7 +97,7 @@ class AttemptEngine:
     ) -> Completion:
         """Return a recorded completion of this prompt, or sample one.
 
-        `on_begun` is called only if the journal has tokens of this completion from a checkpoint.
+        `on_begun(n)` reports that a checkpoint has the first n tokens of this completion. It needs a journal.
         """
         if self._is_closed:
             if on_abort is not None:
@@ -112,14 +112,14 @@ class AttemptEngine:
             call = RecordedCall(request.prompt_token_ids, identity=identity)
             self._calls.append(call)
         is_repeated = call.is_done
-        num_begun = 0 if is_repeated else num_sampled(call.parts)
+        num_begun_tokens = 0 if is_repeated else num_sampled(call.parts)
         if not is_repeated:
             await self._sample_call(request, call, affinity, on_begun, on_abort, on_loss, is_last=is_last)
         # The journal must have the answer before the agent reads it.
         if self.log is not None:
             try:
                 await self.log.write_call(
-                    call, is_repeated=is_repeated, num_begun=num_begun, request_id=request.request_id
+                    call, is_repeated=is_repeated, num_begun_tokens=num_begun_tokens, request_id=request.request_id
                 )
             except BaseException:
                 # The journal has the answer, but its caller was cancelled and does not get it.
@@ -140,13 +140,13 @@ class AttemptEngine:
         is_last: bool,
     ) -> None:
         """Sample the rest of a call's completion, and store the whole completion in `call`."""
-        attempt_try = None if self.log is None else self.log.name
-        report_abort = partial(self._note_abort, call, num_sampled(call.parts), attempt_try, on_abort)
-        report_loss = partial(self._note_loss, attempt_try, on_loss)
+        try_name = None if self.log is None else self.log.name
+        report_abort = partial(self._report_abort_and_record, call, num_sampled(call.parts), try_name, on_abort)
+        report_loss = partial(self._report_loss_and_record, try_name, on_loss)
         # Without a journal nobody has counted the tokens of a checkpoint.
         report_begun = None if self.log is None else on_begun
         if self.log is not None:
-            self.log.note_called(call)
+            self.log.record_call_start(call)
         is_last = is_last and not self.is_followed
         completion = await self._sample(
             request, call, affinity, report_begun, report_abort, report_loss, is_last=is_last
@@ -156,34 +156,36 @@ class AttemptEngine:
         call.parts[:] = [completion]
         call.is_done = True
 
-    def _note_abort(
+    def _report_abort_and_record(
         self,
         call: RecordedCall,
-        num_begun: int,
-        attempt_try: str | None,
+        num_begun_tokens: int,
+        try_name: str | None,
         on_abort: Callable[[int], None] | None,
         num_tokens: int,
     ) -> None:
         """Report the tokens of an aborted call to its caller, and record them in the journal.
 
-        The journal already has the first `num_begun` tokens, from a checkpoint. `attempt_try` names the try that made
+        The journal already has the first `num_begun_tokens` tokens, from a checkpoint. `try_name` is the try that made
         the call.
         """
-        # First of all, because the session's end waits for this report. A journal error must not delay it.
+        # Report before recording: the session's end waits for this report, and a journal error must not delay it.
         if on_abort is not None:
             on_abort(num_tokens)
-        if self.log is not None and attempt_try is not None:
-            self.log.note_aborted(attempt_try, call, num_tokens - num_begun)
+        if self.log is not None and try_name is not None:
+            self.log.record_abort(try_name, call, num_tokens - num_begun_tokens)
             # Later checkpoints must not have the call. A closed engine's groups are in no later checkpoint anyway.
             if not self._is_closed and call in self._calls:
                 self._calls.remove(call)
 
-    def _note_loss(self, attempt_try: str | None, on_loss: OnLoss | None, num_tokens: int, is_all: bool) -> None:
+    def _report_loss_and_record(
+        self, try_name: str | None, on_loss: OnLoss | None, num_tokens: int, is_all: bool
+    ) -> None:
         """Report the tokens of a call in a lost engine to its caller, and record them in the journal."""
         if on_loss is not None:
             on_loss(num_tokens, is_all)
-        if self.log is not None and attempt_try is not None:
-            self.log.note_loss(attempt_try, num_tokens, is_all=is_all)
+        if self.log is not None and try_name is not None:
+            self.log.record_loss(try_name, num_tokens, is_all=is_all)
 
     def forget(self, affinity: str) -> None:
         self._pool.forget(affinity)

@@ -112,13 +112,14 @@ class AttemptConversation:
             shortened_originals = [
                 old for old, new in zip(valid_step.messages, messages, strict=True) if old is not new
             ]
-            num_shortened_before = valid_step.metrics.get("tools/shortened", 0.0)
+            num_shortened_by_environment = valid_step.metrics.get("tools/shortened", 0.0)
             num_counted_twice = min(
-                sum(is_shortened(str(message["content"])) for message in shortened_originals), num_shortened_before
+                sum(is_shortened(str(message["content"])) for message in shortened_originals),
+                num_shortened_by_environment,
             )
             metrics = {
                 **valid_step.metrics,
-                "tools/shortened": num_shortened_before + len(shortened_originals) - num_counted_twice,
+                "tools/shortened": num_shortened_by_environment + len(shortened_originals) - num_counted_twice,
             }
             valid_step = replace(valid_step, messages=messages, metrics=metrics)
         self.steps.append(valid_step)
@@ -146,7 +147,7 @@ class AttemptConversation:
         states = (self.first_state, *(step.state for step in self.steps))[: len(self.turns)]
         return states if any(state is not None for state in states) else ()
 
-    def before_last(self) -> tuple[Message, ...]:
+    def messages_before_last(self) -> tuple[Message, ...]:
         """Return all messages before the last completion, with each earlier completion as raw text."""
         messages = list(self.opening)
         for turn, step in zip(self.turns[:-1], self.steps, strict=False):
@@ -190,7 +191,7 @@ def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
     longest_fitting, shortest_too_long = 0, min(num_characters, len(text))
     while (
         shortest_too_long - longest_fitting > 1 + shortest_too_long // 50
-    ):  # to 2 %: each further step tokenises the text again
+    ):  # Stop at 2 %: each further step tokenises the text again.
         num_characters = (longest_fitting + shortest_too_long) // 2
         if fits(cut_in_the_middle(text, num_characters)):
             longest_fitting = num_characters

@@ -95,7 +95,7 @@ class GroupBuffer:
       needs. The step takes the first groups to complete. A group's oldest token may be at most `rollout.max_staleness`
       weight versions old. At this limit, the step waits for the group or drops it (`rollout.on_stale`).
     - Sampling ahead: groups are sampled during training, and used in the order of drawing. With at most
-      `StepDemand.num_live` groups at a time, no group exceeds the limit.
+      `StepDemand.max_live_groups` groups at a time, no group exceeds the limit.
 
     `sampled` are the trajectories completed for the last step.
     """
@@ -110,7 +110,7 @@ class GroupBuffer:
         *,
         on_sampled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`journal` and `on_sampled` as in `GroupTasks`."""
+        """`journal` records agents' attempts. `on_sampled` is called after a synchronous step's last completion."""
         self.state, self.policy = state, policy or BufferPolicy()
         self.sampled: list[Trajectory] = []
         self._recipe = recipe
@@ -133,7 +133,7 @@ class GroupBuffer:
         self._num_started = 0
         self._replaces_filtered_groups = False
         """Whether a filtered-out group is replaced at once: True between two `take` calls, until an attempt fails."""
-        self._late_seconds = 0.0
+        self._late_reward_seconds = 0.0
 
     def load(self, folder: Path) -> int:
         """Restore the buffer's state from a checkpoint folder.
@@ -165,18 +165,18 @@ class GroupBuffer:
         engine_version = weight_version if engine_version is None else engine_version
         self._demand = StepDemand(self.policy, self._recipe, num_groups, weight_version, engine_version)
         self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
-        self._num_surplus, self._late_seconds = len(self.state.waiting), 0.0
+        self._num_surplus, self._late_reward_seconds = len(self.state.waiting), 0.0
         # Remember the state before the draws, so that `forget_step` can undo them.
         self.state.begin_step(repeats_draws=self.policy.is_synchronous)
         if self.policy.is_synchronous:
             groups = await self._sample_or_cancel_step()
         else:
-            self._drop_stale()
+            self._drop_stale_groups()
             groups = await self._sample_groups_for_step()
         # If the step is undone, `forget_step` makes these groups wait again, so nothing is sampled twice.
         self.state.use(groups)
         if self.policy.stragglers == "abort":
-            self._abort_all()
+            self._abort_remaining_groups()
         self._set_metrics(groups)
         self._replaces_filtered_groups = self.policy.steps_ahead > 0
         return _renumber(groups)
@@ -209,16 +209,16 @@ class GroupBuffer:
         """Start groups until enough are complete for the step, and return these."""
         while True:
             self._collect_complete_groups()
-            self._start_groups(self._demand.num_live)
-            # Filtered-out groups leave their places empty, so start new groups before each check.
+            self._start_groups(self._demand.max_live_groups)
+            # Replace filtered-out groups before each check.
             if (groups := self._demand.choose_groups(self.state)) is not None:
                 return groups
-            self._refuse_starved()
+            self._refuse_starved_step()
             # With enough complete groups, the step waits only for groups at the staleness limit.
-            is_waited_for = len(self.state.waiting) >= self._demand.num_groups
+            waits_for_stale = len(self.state.waiting) >= self._demand.num_groups
             began = time.monotonic()
             await self._wait_for_a_group()
-            self._counts["staleness/waited_seconds"] += is_waited_for * (time.monotonic() - began)
+            self._counts["staleness/waited_seconds"] += waits_for_stale * (time.monotonic() - began)
             if any(source.sampler.is_abandoned() for source in self._sources.values()):
                 raise AbandonedError
 
@@ -254,7 +254,7 @@ class GroupBuffer:
                 state.drawn += 1
                 self._start_new_group(state.drawn - 1, state.drawn)
         elif not state.started and len(state.waiting) < self._demand.num_groups and not self._has_drawn_enough:
-            # A batch is one draw, with one seed number. Its groups are numbered after the waiting groups.
+            # A whole batch counts as one draw, with one seed number. Its groups are numbered after those that wait.
             state.drawn += 1
             first_draw = self._num_surplus + self._num_started
             problem_counts: Counter[tuple[str, int]] = Counter()
@@ -293,8 +293,8 @@ class GroupBuffer:
             self._replaces_filtered_groups = False  # the next `take` raises it
         if self._replaces_filtered_groups:
             self._collect_complete_groups()
-            # This step's groups were taken already, but `num_live` still counts them.
-            self._start_groups(self._demand.num_live - self._demand.num_groups)
+            # This step's groups were taken already, but `max_live_groups` still counts them.
+            self._start_groups(self._demand.max_live_groups - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
         """Wait until a group completes or fails, at most 1 second, so that the caller can check for a stop."""
@@ -307,11 +307,11 @@ class GroupBuffer:
         state, recipe = self.state, self._recipe
         ended_draws = self._tasks.find_ended()
         if self.policy.is_synchronous and ended_draws:
-            self._late_seconds += time.monotonic() - self._tasks.sampled_at
+            self._late_reward_seconds += time.monotonic() - self._tasks.sampled_at
         for draw in ended_draws:
             finished_attempts = state.started[draw].finished
             group = [finished_attempts[number] for number in range(recipe.train.samples_per_prompt)]
-            # Before the group is removed: if this raises during training, the next `take` must raise it again.
+            # Report before removing the group: if this raises during training, the next `take` must raise it again.
             self._report_to_curriculum(group)
             self._tasks.remove(draw)
             del state.started[draw]
@@ -339,27 +339,30 @@ class GroupBuffer:
     def _has_drawn_enough(self) -> bool:
         """Whether this step has started as many groups as `algorithm.max_attempts` batches of prompts."""
         algorithm = self._recipe.algorithm
-        return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._demand.num_live
+        return (
+            bool(algorithm.dynamic_sampling)
+            and self._num_started >= algorithm.max_attempts * self._demand.max_live_groups
+        )
 
-    def _refuse_starved(self) -> None:
+    def _refuse_starved_step(self) -> None:
         """Raise MegarlError if all allowed prompts were drawn, and too few groups passed the filter."""
         state = self.state
-        if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.num_live:
+        if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.max_live_groups:
             summary = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"
             raise MegarlError(starved_message(self._recipe.algorithm, summary, self._collected))
 
-    def _drop_stale(self) -> None:
+    def _drop_stale_groups(self) -> None:
         """Drop all groups with tokens older than the staleness limit, and cancel those in flight."""
-        state, stale_numbers = self.state, self._demand.stale_draws(self.state)
-        self._counts["staleness/dropped"] += len(stale_numbers)
-        started_problems = [group.problem for draw, group in state.started.items() if draw in stale_numbers]
-        waiting_problems = [group[0].problem for group in state.waiting if draw_of(group) in stale_numbers]
+        state, stale_draws = self.state, self._demand.stale_draws(self.state)
+        self._counts["staleness/dropped"] += len(stale_draws)
+        started_problems = [group.problem for draw, group in state.started.items() if draw in stale_draws]
+        waiting_problems = [group[0].problem for group in state.waiting if draw_of(group) in stale_draws]
         state.drop("stale", started_problems + waiting_problems)
-        self._tasks.cancel([draw for draw in state.started if draw in stale_numbers], is_dropped=True)
-        state.started = {draw: group for draw, group in state.started.items() if draw not in stale_numbers}
-        state.waiting = [group for group in state.waiting if draw_of(group) not in stale_numbers]
+        self._tasks.cancel([draw for draw in state.started if draw in stale_draws], is_dropped=True)
+        state.started = {draw: group for draw, group in state.started.items() if draw not in stale_draws}
+        state.waiting = [group for group in state.waiting if draw_of(group) not in stale_draws]
 
-    def _abort_all(self) -> None:
+    def _abort_remaining_groups(self) -> None:
         """Drop all groups in flight and waiting: the step has its groups, and stragglers are aborted."""
         state = self.state
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
@@ -378,9 +381,9 @@ class GroupBuffer:
         # A synchronous step counts its batches, other modes the groups in flight, waiting and used.
         if self.policy.is_synchronous:
             state.waiting = _renumber(state.waiting)
-            self._counts = {"time/rollout_late_rewards_seconds": self._late_seconds}
+            self._counts = {"time/rollout_late_rewards_seconds": self._late_reward_seconds}
             if algorithm.dynamic_sampling is not None:
-                self._counts["rollout/prompt_batches"] = num_started / self._demand.num_live
+                self._counts["rollout/prompt_batches"] = num_started / self._demand.max_live_groups
         else:
             self._counts |= _compute_span_metrics(groups, self._demand.step) | _count_groups(state)
         if algorithm.dynamic_sampling is not None:

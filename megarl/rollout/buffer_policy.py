@@ -51,7 +51,7 @@ class StepDemand:
     engine_version: int
 
     @property
-    def num_live(self) -> int:
+    def max_live_groups(self) -> int:
         """Return the maximum number of groups, in flight or complete, while the step waits.
 
         Engines of version v may start groups for steps up to v + `rollout.staleness_bound`. Groups sampled ahead are

@@ -80,9 +80,9 @@ class EvaluatedSet:
         """Metrics of this validation set, named `val/SET/...` (METRICS)."""
         trajectories = self.trajectories
         rewards = [t.reward for t in trajectories if t.reward is not None]
-        metrics = function_metrics(rewards) | _scalars(self.measures)
+        metrics = function_metrics(rewards) | _flatten_measures(self.measures)
         for name, measures in self.by_data_source.items():
-            metrics |= {f"data_source/{name}/{key}": value for key, value in _scalars(measures).items()}
+            metrics |= {f"data_source/{name}/{key}": value for key, value in _flatten_measures(measures).items()}
         if unjudged := accuracy_metrics(rewards).get("unjudged"):
             metrics["unjudged"] = unjudged
         metrics["format_valid"] = sum(r.format_valid for r in rewards) / len(trajectories)
@@ -226,7 +226,7 @@ def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
     return None if answer is None else "".join(answer.split())
 
 
-def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
+def _flatten_measures(measures: Mapping[str, Measure]) -> dict[str, float]:
     scalars = {name: measure.value for name, measure in measures.items()}
     for name, measure in measures.items():
         scalars |= {f"{name}/low": measure.low, f"{name}/high": measure.high}

@@ -62,9 +62,9 @@ class GroupTasks:
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._recipe.train.samples_per_prompt):
                 if number not in group.finished:
-                    tasks.create_task(self._attempt(group, number, seed))
+                    tasks.create_task(self._run_attempt(group, number, seed))
 
-    async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
+    async def _run_attempt(self, group: StartedGroup, number: int, seed: str) -> None:
         """Run one attempt of a group, and add its trajectory to the group.
 
         An attempt of an agent program continues from the journal, or ends at once if the journal has its end.
@@ -73,14 +73,14 @@ class GroupTasks:
         sampler = source.sampler
         sampling = sampling_settings(source.recipe.rollout.sampling, group.temperature)
         task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
-        note_last_completion = partial(self._note_last_completion, group.draw, number)
+        handle_last_completion = partial(self._handle_last_completion, group.draw, number)
         calls = group.calls.setdefault(number, [])
         # An agent's answers are in the journal. A deterministic environment is repeated from its recorded calls.
         log = None
         if self._journal is not None and sampler.agent is not None:
             log = self._journal.begin(task.key, repr(sampling))
             if log.ended is not None:
-                note_last_completion()
+                handle_last_completion()
                 group.finish(replace(log.ended, group=group.draw))
                 return
             log.merge_into(calls)
@@ -88,12 +88,12 @@ class GroupTasks:
         self._engines[group.draw].append(engine)
 
         # Agents and failed attempts never report their last completion. Their end counts as the end of their sampling.
-        trajectory = await sampler.attempt(task, engine, note_last_completion)
-        note_last_completion()
+        trajectory = await sampler.attempt(task, engine, handle_last_completion)
+        handle_last_completion()
         trajectory = replace(trajectory, restarts=trajectory.restarts + engine.is_restarted)
         group.finish(trajectory if log is None else await log.end(trajectory))
 
-    def _note_last_completion(self, draw: int, number: int) -> None:
+    def _handle_last_completion(self, draw: int, number: int) -> None:
         """Record the last completion of an attempt. After the batch's last completion the engines go to sleep."""
         if (draw, number) not in self._sampling:
             return
@@ -122,9 +122,9 @@ class GroupTasks:
             except ExceptionGroup as errors:
                 # TaskGroup collects all errors. The first one is the cause; the others are its consequences.
                 raise errors.exceptions[0] from None
-        sleeps = self._engines_sleep is None or self._engines_sleep.done()
+        engines_sleep = self._engines_sleep is None or self._engines_sleep.done()
         # Collect a batch as a whole, in its order. The curriculum must not depend on the order in which groups end.
-        if self._is_synchronous and (len(ended_draws) < len(self._tasks) or not sleeps):
+        if self._is_synchronous and (len(ended_draws) < len(self._tasks) or not engines_sleep):
             return []
         return ended_draws
 
@@ -156,7 +156,7 @@ class GroupTasks:
                         engine.log.drop()
                 task.cancel()
                 self._cancelled.add(task)
-                task.add_done_callback(self._note_cancelled)
+                task.add_done_callback(self._handle_cancelled)
 
     def cancel_all(self, *, is_dropped: bool = False) -> None:
         self.cancel(list(self._tasks), is_dropped=is_dropped)
@@ -166,7 +166,7 @@ class GroupTasks:
         if self._cancelled:
             await asyncio.wait(self._cancelled, timeout=timeout)
 
-    def _note_cancelled(self, task: asyncio.Task[None]) -> None:
+    def _handle_cancelled(self, task: asyncio.Task[None]) -> None:
         self._cancelled.discard(task)
         if not task.cancelled():
             task.exception()  # retrieve it: asyncio would log an error that nobody awaits

@@ -102,10 +102,11 @@ class GroupSampler:
             trajectory = await self._attempt_in_environment(task, budget, engine, self.make_environment, score)
         else:
             began = monotonic()
+            # A seat is the use of one process of the pool.
             async with self.environment_pool.seat() as seat:
                 # Waiting for a free process is part of the environment's time.
                 seat_wait_seconds = monotonic() - began
-                # Another attempt waits for this process.
+                # Another attempt waits for this process, so the engines must expect its requests.
                 engine.is_followed = True
                 trajectory = await self._attempt_in_environment(task, budget, engine, seat.environment, score)
                 process_metrics = {"process_killed": float(seat.num_killed)}
@@ -114,7 +115,7 @@ class GroupSampler:
                 metrics={**trajectory.metrics, **process_metrics},
                 environment_seconds=trajectory.environment_seconds + seat_wait_seconds,
             )
-        self._report(trajectory)
+        self._notify_error(trajectory)
         return self.answers.drop_biased_verdict(trajectory)
 
     async def _attempt_in_environment(
@@ -134,7 +135,7 @@ class GroupSampler:
             )
         return trajectory
 
-    def _report(self, trajectory: Trajectory) -> None:
+    def _notify_error(self, trajectory: Trajectory) -> None:
         """Notify the user of the first error of each kind."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return

@@ -115,7 +115,7 @@ class EnginePool:
                 on_abort(num_sampled(parts or []))
             raise error
         trajectory_name = request.request_id if affinity is None else affinity
-        self._queues.note_request(trajectory_name, is_last=is_last)
+        self._queues.record_request(trajectory_name, is_last=is_last)
         future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()
         pending = PendingRequest(request, future, [] if parts is None else parts, on_abort, on_loss)
         self._requests.pending[request.request_id] = pending
@@ -192,7 +192,7 @@ class EnginePool:
         return self._meter.seconds_paused
 
     @property
-    def num_begun(self) -> int:
+    def num_begun_tokens(self) -> int:
         # The pool has no journal.
         return 0
 
@@ -233,7 +233,7 @@ class EnginePool:
         return metrics
 
     async def _abort_running(self, replica: Replica) -> None:
-        """Abort a replica's running requests. Queue each one's remaining tokens at the front."""
+        """Abort a replica's running requests. Queue them again at the front, with the tokens still to sample."""
         running = tuple(replica.running)
         try:
             aborted = {part.request_id: part for part in await self._call_engine(replica, (), running, 0.0)}
@@ -273,7 +273,7 @@ class EnginePool:
                 new_requests = self._queues.admit(replica)
                 if not replica.running:
                     return
-                await self._advance(replica, new_requests)
+                await self._advance_engine(replica, new_requests)
                 # Yield once, so that coroutines resumed by these completions can queue their next request before
                 # admission.
                 await asyncio.sleep(0)
@@ -284,7 +284,7 @@ class EnginePool:
         finally:
             self._notify_advance()
 
-    async def _advance(self, replica: Replica, new_requests: tuple[Request, ...]) -> None:
+    async def _advance_engine(self, replica: Replica, new_requests: tuple[Request, ...]) -> None:
         """Send new and cancelled requests to a replica's engine, and handle the completions that it returns."""
         self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new_requests)
         # A request may have finished since its cancellation. The engine no longer knows its id.

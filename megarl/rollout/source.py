@@ -48,6 +48,7 @@ def make_mixture(sources: Sequence[Source], seed: int) -> Mixture:
             source.name,
             source.weight,
             source.problems,
+            # One item at a time: the mixture chooses the source anew for each prompt.
             DataOrder(len(source.problems), 1, seed, source.recipe.data.shuffle),
             Curriculum.of(source.problems, source.recipe.data.curriculum),
         )

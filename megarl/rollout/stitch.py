@@ -91,9 +91,9 @@ def longest_prefix(chains: Sequence[Chain], prompt: NDArray[np.int64]) -> Chain 
 
 def _make_segment(calls: Sequence[ModelCall], call_indices: Sequence[int]) -> Segment:
     """Return one training sequence made of the model calls `call_indices`. Each call extends the one before it."""
-    last = calls[call_indices[-1]]
+    last_call = calls[call_indices[-1]]
     # The last call's prompt contains all earlier completions.
-    token_ids = last.token_ids
+    token_ids = last_call.token_ids
     rollout_logprobs = np.zeros(len(token_ids), np.float32)
     weight_versions = np.full(len(token_ids), -1, np.int32)
     turns = np.full(len(token_ids), -1, np.int16)
@@ -107,14 +107,15 @@ def _make_segment(calls: Sequence[ModelCall], call_indices: Sequence[int]) -> Se
         rollout_logprobs[start:previous_end] = call.completion.rollout_logprobs
         weight_versions[start:previous_end] = call.completion.weight_versions
         turns[start:previous_end] = call_index
-    digests = last.completion.expert_digests
+    # The engine never read the last token, so this token has no experts. Its digest is 0.
+    digests = last_call.completion.expert_digests
     return Segment(
         token_ids=token_ids,
         loss_mask=turns >= 0,
         rollout_logprobs=rollout_logprobs,
         weight_versions=weight_versions,
         turns=turns,
-        routed_experts=last.completion.routed_experts,
+        routed_experts=last_call.completion.routed_experts,
         expert_digests=None if digests is None else np.append(digests, np.zeros(1, np.uint32)),
         retained_sets=join_retained(retained_sets),
     )

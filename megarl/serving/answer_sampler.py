@@ -139,4 +139,4 @@ class AnswerSampler:
 
     def _note_request(self, number: int, **facts: Any) -> None:
         if self._journal is not None:
-            self._journal.note_request(f"{self._name}.{number}", request_facts(number, **facts))
+            self._journal.record_request(f"{self._name}.{number}", request_facts(number, **facts))

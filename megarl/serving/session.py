@@ -128,7 +128,7 @@ class Session:
     async def restore(self, calls: Sequence[tuple[RecordedCall, Mapping[str, Any], bool]], *, num_started: int) -> None:
         """Restore the answers of a session whose driver was killed, in their order.
 
-        A call has its tokens, the facts given to `SessionJournal.note_request`, and whether a client has read its
+        A call has its tokens, the facts given to `SessionJournal.record_request`, and whether a client has read its
         answer. `num_started` calls had begun.
         """
         conversations: dict[int, Conversation] = {}
@@ -216,7 +216,7 @@ class Session:
 
     def _note_received(self, call: ModelCallUnderWay, clients: int) -> None:
         if self._journal is not None:
-            self._journal.note_received(f"{self.name}.{call.number}", clients)
+            self._journal.record_received(f"{self.name}.{call.number}", clients)
 
     async def close_journal(self) -> None:
         """Record that the program has its reward: no later driver may continue the session."""

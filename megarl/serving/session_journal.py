@@ -12,11 +12,11 @@ from megarl.types import Caller, SamplingSettings
 class SessionJournal(Protocol):
     """Facts about a session that a later driver needs to continue it, besides the answers."""
 
-    def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
+    def record_request(self, request_id: str, values: Mapping[str, Any]) -> None:
         """Record a request before its answer."""
         ...
 
-    def note_received(self, request_id: str, clients: int) -> None:
+    def record_received(self, request_id: str, clients: int) -> None:
         """Add 1 or -1 to the clients that have read an answer."""
         ...
 
@@ -34,7 +34,7 @@ def request_facts(
     tools: Sequence[Mapping[str, Any]] = (),
     text: str | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of call `number` for `SessionJournal.note_request`: a chat, or a `text` to complete.
+    """Return the facts of call `number` for `SessionJournal.record_request`: a chat, or a `text` to complete.
 
     A chat has only its new `messages`, after the messages of the earlier call `continued`.
     """

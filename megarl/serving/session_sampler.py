@@ -111,7 +111,7 @@ class SessionSampler:
         if limit is None:
             return None
         # The maximum of a continued call includes its earlier tokens, and `num_sampled` counts them too.
-        return max(0, limit - self.num_sampled + self._pool.num_begun)
+        return max(0, limit - self.num_sampled + self._pool.num_begun_tokens)
 
     def seed_of(self, token_ids: NDArray[np.int32]) -> int:
         """Return a prompt's 31-bit seed, from the session, the prompt and the number of its earlier calls."""

@@ -33,7 +33,7 @@ class ScriptedPool:
     """
 
     seconds_paused = 0.0
-    num_begun = 0
+    num_begun_tokens = 0
 
     def __init__(self, texts: Sequence[str] = TEXTS, seconds: float = 0.0) -> None:
         self.tokenizer: Any = make_tokenizer(tool_words=True)
@@ -57,7 +57,7 @@ class ScriptedPool:
             await asyncio.sleep(self.seconds)
         except asyncio.CancelledError:
             num_tokens = 1 + request.seed % 7
-            self.note_aborted(num_tokens)
+            self.record_abort(num_tokens)
             if on_abort is not None:
                 on_abort(num_tokens)
             raise
@@ -76,7 +76,7 @@ class ScriptedPool:
         self.completions.append(completion)
         return completion
 
-    def note_aborted(self, num_tokens: int) -> None:
+    def record_abort(self, num_tokens: int) -> None:
         """Count the tokens of a request that was cancelled."""
         self.num_aborted += num_tokens
 

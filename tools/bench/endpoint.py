@@ -54,7 +54,7 @@ class ImmediatePool:
     """A stand-in for the engines (`Generates`), which answers every request at once with the same tokens."""
 
     seconds_paused = 0.0
-    num_begun = 0
+    num_begun_tokens = 0
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = np.array(token_ids, np.int64)

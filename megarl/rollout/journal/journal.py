@@ -70,7 +70,7 @@ class AttemptJournal:
         Raises DataError if the journal is damaged, StorageError if it cannot be read or written.
         """
         self._file, self._find_problem = file, find_problem
-        self._last_use = weight_version + max_staleness
+        self._last_step_of_use = weight_version + max_staleness
         self._is_closed = False
         self._state = JournalState(used_from=weight_version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attempt_journal")
@@ -99,7 +99,7 @@ class AttemptJournal:
 
         `attempt_name` is unique in the run. Answers with other sampling parameters (`settings`) are not used.
         """
-        newest_try = self._state.newest(attempt_name)
+        newest_try = self._state.find_newest_try(attempt_name)
         if newest_try is not None:
             self._unused.discard(newest_try.name)
         if newest_try is not None and newest_try.settings == settings:
@@ -129,27 +129,30 @@ class AttemptJournal:
         """
         tries = self._state.tries
         return [
-            place for name, place in self._state.containers.items() if name not in tries or not tries[name].can_go_on
+            container
+            for name, container in self._state.containers.items()
+            if name not in tries or not tries[name].can_go_on
         ]
 
-    def settle(self, step: int, trained: Sequence[tuple[str, int]], live: Collection[str]) -> None:
+    def settle(self, step: int, trained_tries: Sequence[tuple[str, int]], live_tries: Collection[str]) -> None:
         """Record the attempts trained in a step, and the attempts no longer used. Return when this is on the disk.
 
-        `trained` has (name of the try, number of trained tokens). `live` are the tries waiting for a later step.
+        `trained_tries` has (name of the try, number of trained tokens). `live_tries` has the names of tries that wait
+        for a later step.
         """
-        names = {name for name, _ in trained}
+        names = {name for name, _ in trained_tries}
         # Checkpoints have ended attempts too. These are used without `begin`.
-        self._unused -= names | set(live)
+        self._unused -= names | set(live_tries)
         dropped = [
             t.name
             for t in self._state.tries.values()
             if t.settled_step is None and not (t.is_open or t.is_replaced or t.name in self._unused)
-            and t.name not in names and t.name not in live
+            and t.name not in names and t.name not in live_tries
         ]  # fmt: skip
         # One flush for both kinds of records: a kill between two flushes would leave attempts without an end.
-        self.append({"kind": "step", "step": step, "tries": [list(pair) for pair in trained]})
+        self.append({"kind": "step", "step": step, "tries": [list(pair) for pair in trained_tries]})
         self.append({"kind": "dropped", "tries": dropped, "step": step})
-        if step >= self._last_use and self._unused:
+        if step >= self._last_step_of_use and self._unused:
             self.append({"kind": "lost", "tries": sorted(self._unused), "step": step})
             self._unused.clear()
         self._state.forget_settled()
@@ -185,20 +188,20 @@ class AttemptJournal:
         self._pending.append(encode_line(values))
         self._num_appended += 1
 
-    def note(self, values: Mapping[str, Any]) -> None:
+    def append_unflushed(self, values: Mapping[str, Any]) -> None:
         """Append a record, and pass it to the kernel soon, without waiting for the disk.
 
         The record survives a kill of this process. A crash of the machine can lose it.
         """
         self.check_storage()
-        self._note(values)
+        self._append_unflushed(values)
 
-    def _note(self, values: Mapping[str, Any]) -> None:
+    def _append_unflushed(self, values: Mapping[str, Any]) -> None:
         self._add(values)
         # `_flush` writes in this thread too, so records keep their order in the file.
         self._thread.submit(self._write, self._take_pending(), is_flushed=False)
 
-    def note_aborted(self, name: str, identity: str, num_tokens: int, origin: str | None = None) -> None:
+    def record_abort(self, name: str, identity: str, num_tokens: int, origin: str | None = None) -> None:
         """Record the number of tokens sampled for an aborted call of the try `name`. `identity` names the call.
 
         `origin`: the earlier try that sampled these tokens; None: they are new. The record survives a kill of this
@@ -206,31 +209,33 @@ class AttemptJournal:
         """
         # An engine may report an aborted call after the end of the run.
         if not self._is_closed:
-            self._note({"kind": "aborted", "try": name, "id": identity, "tokens": num_tokens, "from": origin})
+            self._append_unflushed(
+                {"kind": "aborted", "try": name, "id": identity, "tokens": num_tokens, "from": origin}
+            )
 
-    def note_called(self, identity: str) -> None:
+    def record_call_start(self, identity: str) -> None:
         """Record that a call begins to sample. Never raises."""
         if not self._is_closed:
-            self._note({"kind": "called", "id": identity})
+            self._append_unflushed({"kind": "called", "id": identity})
 
-    def note_loss(self, name: str, num_tokens: int, *, is_all: bool) -> None:
+    def record_loss(self, name: str, num_tokens: int, *, is_all: bool) -> None:
         """Record the tokens that a lost engine had reported for a call. `is_all`: it had sampled no others. Never
         raises.
         """
         if not self._is_closed and (num_tokens or not is_all):
-            self._note({"kind": "engine_lost", "try": name, "tokens": num_tokens, "is_all": is_all})
+            self._append_unflushed({"kind": "engine_lost", "try": name, "tokens": num_tokens, "is_all": is_all})
 
     async def write_answer(
-        self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, num_begun: int, request_id: str
+        self, name: str, call: RecordedCall, origin: tuple[str, int] | None, *, num_begun_tokens: int, request_id: str
     ) -> None:
         """Write an answer of a try, and return when it is on the disk. Raises StorageError.
 
-        The first `num_begun` tokens are already written (`note_aborted`). `origin` is that of `sampled_record`.
+        The first `num_begun_tokens` tokens are already written (`record_abort`). `origin` is that of `sampled_record`.
         """
         agent_try = self._state.tries[name]
         is_repeatable = call.parts[0].routed_experts is None
-        record_fields = {"is_repeatable": is_repeatable, "num_begun": num_begun, "request": request_id}
-        await self.write(sampled_record(agent_try, agent_try.num_begun, call, origin, **record_fields))
+        record_fields = {"is_repeatable": is_repeatable, "num_begun_tokens": num_begun_tokens, "request": request_id}
+        await self.write(sampled_record(agent_try, agent_try.num_answers_begun, call, origin, **record_fields))
 
     async def write_refusal(self, name: str, call: RecordedCall) -> None:
         """Write that an engine has refused a try's call, and return when it is on the disk. Raises StorageError."""
@@ -357,15 +362,17 @@ class AttemptLog:
             session_values = {"session": session, "key": key, "node": node, "container": container}
             self._journal.append({"kind": "opened", "try": self.name, **session_values})
 
-    def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
+    def record_request(self, request_id: str, values: Mapping[str, Any]) -> None:
         """Record a request. Written by the next flush, with the request's answer."""
         if not self._is_dropped and self._try.opened is not None:
             self._journal.append({"kind": "asked", "try": self.name, "request": request_id, **values})
 
-    def note_received(self, request_id: str, clients: int) -> None:
+    def record_received(self, request_id: str, clients: int) -> None:
         """Record that one more client has read an answer (`clients` = 1), or that a recorded client had not (-1)."""
         if not self._is_dropped and self._try.opened is not None:
-            self._journal.note({"kind": "received", "try": self.name, "request": request_id, "clients": clients})
+            self._journal.append_unflushed(
+                {"kind": "received", "try": self.name, "request": request_id, "clients": clients}
+            )
 
     async def close_session(self) -> None:
         """Record that a later driver cannot continue with the attempt's program."""
@@ -412,56 +419,58 @@ class AttemptLog:
         if not earlier_try.has_counted(identity):
             # Its driver was killed, so no try has its tokens.
             if num_tokens:
-                self._journal.note_aborted(self.name if has_same_settings else earlier_try.name, identity, num_tokens)
+                self._journal.record_abort(self.name if has_same_settings else earlier_try.name, identity, num_tokens)
             return has_same_settings
         num_counted = earlier_try.aborted[identity]
         if 0 < num_counted < num_tokens:
             # Its driver continued it from an earlier checkpoint, and was killed.
-            self._journal.note_aborted(earlier_try.name, identity, num_tokens - num_counted)
+            self._journal.record_abort(earlier_try.name, identity, num_tokens - num_counted)
         # With no tokens counted here, they have passed to an answer.
         can_continue = (
             has_same_settings and not earlier_try.has_answer(identity) and (num_counted > 0 or not num_tokens)
         )
         if earlier_try is not self._try:
             # Record 0 tokens otherwise, so that the next driver does not count them either.
-            self._journal.note_aborted(self.name, identity, num_tokens if can_continue else 0, origin=earlier_try.name)
+            self._journal.record_abort(self.name, identity, num_tokens if can_continue else 0, origin=earlier_try.name)
         return can_continue
 
     def check_storage(self) -> None:
         self._journal.check_storage()
 
-    def note_aborted(self, attempt_try: str, call: RecordedCall, num_tokens: int) -> None:
-        self._journal.note_aborted(attempt_try, call.identity, num_tokens)
+    def record_abort(self, try_name: str, call: RecordedCall, num_tokens: int) -> None:
+        self._journal.record_abort(try_name, call.identity, num_tokens)
 
-    def note_called(self, call: RecordedCall) -> None:
-        self._journal.note_called(call.identity)
+    def record_call_start(self, call: RecordedCall) -> None:
+        self._journal.record_call_start(call.identity)
 
-    def note_loss(self, attempt_try: str, num_tokens: int, *, is_all: bool) -> None:
-        self._journal.note_loss(attempt_try, num_tokens, is_all=is_all)
+    def record_loss(self, try_name: str, num_tokens: int, *, is_all: bool) -> None:
+        self._journal.record_loss(try_name, num_tokens, is_all=is_all)
 
     async def write_call(
-        self, call: RecordedCall, *, is_repeated: bool, num_begun: int = 0, request_id: str = ""
+        self, call: RecordedCall, *, is_repeated: bool, num_begun_tokens: int = 0, request_id: str = ""
     ) -> None:
         """Write an answer before its agent may read it. Raises StorageError.
 
-        `is_repeated`: an earlier try sampled the answer. The first `num_begun` tokens of the answer come from a
+        `is_repeated`: an earlier try sampled the answer. The first `num_begun_tokens` tokens of the answer come from a
         checkpoint.
         """
         if self._is_dropped:
             # A cancelled agent may ignore its cancellation. Its further answers belong to no try.
             if not is_repeated:
-                self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
+                self.record_abort(self.name, call, num_sampled(call.parts) - num_begun_tokens)
             raise asyncio.CancelledError
         if call.is_refused:
             # Count the parts before a pause. An earlier try's stay with it.
             if not is_repeated:
-                self.note_aborted(self.name, call, num_sampled(call.parts) - num_begun)
+                self.record_abort(self.name, call, num_sampled(call.parts) - num_begun_tokens)
             if call.parts[0].routed_experts is None:
                 await self._journal.write_refusal(self.name, call)
         else:
             origins = self._origins[_digest(call)] if is_repeated else []
             origin = origins.pop(0) if origins else None
-            await self._journal.write_answer(self.name, call, origin, num_begun=num_begun, request_id=request_id)
+            await self._journal.write_answer(
+                self.name, call, origin, num_begun_tokens=num_begun_tokens, request_id=request_id
+            )
 
     async def end(self, trajectory: Trajectory) -> Trajectory:
         """Write the end of the attempt. Return its trajectory with the try's name in the journal."""

@@ -89,7 +89,7 @@ def completion_values(completion: Completion) -> dict[str, Any]:
 
 
 def read_completion(
-    name: str, values: Mapping[str, Any], finish_reasons: tuple[str, ...] = ("stop", "length")
+    request_id: str, values: Mapping[str, Any], finish_reasons: tuple[str, ...] = ("stop", "length")
 ) -> Completion:
     """Return the completion written by `completion_values`, with one of the `finish_reasons`.
 
@@ -111,7 +111,7 @@ def read_completion(
             raise ValueError("the retained token sets of top-p or top-k are not one set per sampled token")
         sets = RetainedSets(counts, set_tokens)
     return Completion(
-        name, token_ids.astype(np.int64), logprobs, values["finish"], versions, retained_sets=sets
+        request_id, token_ids.astype(np.int64), logprobs, values["finish"], versions, retained_sets=sets
     )  # fmt: skip
 
 

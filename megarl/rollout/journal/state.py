@@ -125,14 +125,14 @@ class JournalState:
         for name, agent_try in list(self.tries.items()):
             settled_step = agent_try.settled_step
             if self._is_unused(agent_try):
-                # A checkpoint may have its calls. The newest try then knows that they are counted.
+                # A checkpoint may have its calls. The find_newest_try try then knows that they are counted.
                 newest_tries[agent_try.attempt_name].remember_calls_of(agent_try)
             elif settled_step is None:
                 continue
             elif any(agent_try.first_step <= step + 1 <= settled_step for step in saved_steps):
                 agent_try.forget_tokens()
                 continue
-            self._token_counts.add(agent_try)
+            self._token_counts.add_try(agent_try)
             del self.tries[name], self._tries_by_attempt[agent_try.attempt_name][name]
             if not self._tries_by_attempt[agent_try.attempt_name]:
                 del self._tries_by_attempt[agent_try.attempt_name]
@@ -141,7 +141,7 @@ class JournalState:
         """Return the record summarising all removed tries."""
         return self._token_counts.totals(self.tries.values())
 
-    def newest(self, attempt_name: str) -> JournaledTry | None:
+    def find_newest_try(self, attempt_name: str) -> JournaledTry | None:
         tries = [
             t
             for t in self._tries_by_attempt.get(attempt_name, {}).values()
@@ -160,7 +160,7 @@ class JournalState:
         name, attempt_name, settings = (str(record[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError(f"the start of try {name} is recorded twice")
-        # Only a rewritten record has it: a new try begins in the step after the newest settled one.
+        # Only a rewritten record has it: a new try begins in the step after the find_newest_try settled one.
         first_step = read_count(record["step"]) if "step" in record else self._last_step + 1
         tries_of_attempt = self._tries_by_attempt.setdefault(attempt_name, {})
         for earlier in tries_of_attempt.values():
@@ -176,7 +176,7 @@ class JournalState:
     def _apply_sampled(self, record: Mapping[str, Any]) -> None:
         """Add an answer to a try. A repeated answer moves from the earlier try, so that its tokens count once."""
         agent_try, number = self.tries[record["try"]], read_count(record["call"])
-        if number < agent_try.num_begun or not agent_try.is_open:
+        if number < agent_try.num_answers_begun or not agent_try.is_open:
             raise ValueError("an answer of a try that is over, or an answer twice")
         completion = read_completion(f"{agent_try.name}.{number}", record)
         num_tokens, versions = len(completion.token_ids), completion.weight_versions
@@ -189,12 +189,12 @@ class JournalState:
         # Earlier versions of megarl write no ids of requests and calls.
         request_id = str(record.get("request", ""))
         answer = JournaledAnswer(num_tokens, newest_version, call, record["repeatable"] is True, request_id, identity)
-        agent_try.add(number, answer)
+        agent_try.add_answer(number, answer)
         if record["from"] is None:
             # Earlier versions of megarl do not count the tokens of unfinished calls.
-            num_begun = read_count(record.get("begun", 0))
-            agent_try.take_aborted(identity or record["prompt"], num_begun)
-            self._token_counts.sampled += num_tokens - num_begun
+            num_begun_tokens = read_count(record.get("begun", 0))
+            agent_try.take_aborted(identity or record["prompt"], num_begun_tokens)
+            self._token_counts.sampled += num_tokens - num_begun_tokens
             return
         # Move the tokens from the earlier try, so that they are counted once.
         origin_try, origin_number = record["from"]
@@ -205,7 +205,7 @@ class JournalState:
         """Add an answer of a settled try to its numbers. Its tokens are removed from the journal."""
         num_tokens, newest_version = read_count(record["tokens"]), read_count(record["version"])
         answer = JournaledAnswer(num_tokens, newest_version, None, is_repeatable=False, identity=str(record["id"]))
-        self.tries[record["try"]].add(read_count(record["call"]), answer)
+        self.tries[record["try"]].add_answer(read_count(record["call"]), answer)
         self._token_counts.sampled += num_tokens
 
     def _apply_refused(self, record: Mapping[str, Any]) -> None:
@@ -218,7 +218,7 @@ class JournalState:
         if self._used_from is not None:
             prompt = _read_prompt(agent_try, record)
             call = RecordedCall(prompt, [completion], is_done=True, identity=str(record["id"]))
-            agent_try.refused.append((agent_try.num_begun, call))
+            agent_try.refused.append((agent_try.num_answers_begun, call))
 
     def _apply_aborted(self, record: Mapping[str, Any]) -> None:
         """Count the tokens of a call that ended without an answer."""
@@ -229,19 +229,19 @@ class JournalState:
             self.tries[record["from"]].take_aborted(identity, num_tokens)
         else:
             self._token_counts.sampled += num_tokens
-        self._add_unanswered(record["try"], identity, num_tokens)
+        self._add_unanswered_tokens(record["try"], identity, num_tokens)
 
     def _apply_engine_lost(self, record: Mapping[str, Any]) -> None:
         num_tokens = read_count(record["tokens"])
         self._token_counts.sampled += num_tokens
         self._token_counts.unreported_calls += record["is_all"] is not True
         # Not by the call's identity: the call goes on in another engine, without these tokens.
-        self._add_unanswered(record["try"], _LOST_ENGINES, num_tokens)
+        self._add_unanswered_tokens(record["try"], _LOST_ENGINES, num_tokens)
 
-    def _add_unanswered(self, name: str, identity: str, num_tokens: int) -> None:
-        """Count tokens without an answer for the try with this name."""
+    def _add_unanswered_tokens(self, try_name: str, identity: str, num_tokens: int) -> None:
+        """Count tokens without an answer for a try."""
         # The try may be gone: an engine can report an aborted call's tokens after the try was dropped.
-        agent_try = self.tries.get(name)
+        agent_try = self.tries.get(try_name)
         if agent_try is None:
             self._token_counts.dropped += num_tokens
         else:
@@ -250,7 +250,7 @@ class JournalState:
     def _apply_opened(self, record: Mapping[str, Any]) -> None:
         agent_try = self.tries[record["try"]]
         if not all(isinstance(record[name], str) for name in ("session", "key", "node", "container")):
-            raise TypeError("the facts of a session are not texts")
+            raise TypeError("a field of a session is not text")
         # Without `_used_from` the journal is only counted, and needs no session.
         if self._used_from is not None:
             agent_try.opened = record
@@ -306,7 +306,7 @@ class JournalState:
                 agent_try.forget_tokens()
 
     def _apply_lost(self, record: Mapping[str, Any]) -> None:
-        # Earlier versions of megarl never write the step: it is the newest one.
+        # Earlier versions of megarl never write the step: it is the find_newest_try one.
         step = read_count(record["step"]) if "step" in record else self._last_step
         for name in record["tries"]:
             agent_try = self.tries[name]

@@ -40,7 +40,7 @@ class TokenAccount:
         """Number of sampled tokens that no step trained, including those of dropped attempts."""
         return sum(self.untrained.values()) + self.dropped
 
-    def add(self, agent_try: JournaledTry) -> None:
+    def add_try(self, agent_try: JournaledTry) -> None:
         """Add the try's tokens to the counts by outcome. `sampled` is counted with each answer."""
         if (step := agent_try.step) is not None:
             num_untrained = agent_try.num_sampled - agent_try.num_trained
@@ -63,7 +63,7 @@ class TokenAccount:
             faults=list(self.faults),
         )
         for agent_try in tries:
-            account.add(agent_try)
+            account.add_try(agent_try)
         # The total is counted separately from its parts, so a difference shows an error in the records.
         total = account.num_trained + account.num_untrained + account.lost + account.waiting
         if total != account.sampled:

@@ -39,12 +39,13 @@ class JournaledAnswer:
 class JournaledTry:
     """A try of an attempt: one run of its agent program, from the beginning.
 
-    `answers` are by number. `num_begun` counts them, including answers moved to a later try. `ended` has the trajectory
-    as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a kill;
-    None: the program cannot outlive the driver. `asked` has the requests by id. `received` has the number of clients
-    that read each answer. `aborted` has the numbers of sampled tokens without an answer, by the call's identity. A call
-    with 0 tokens there has passed them to an answer. `refused` has the calls that an engine refused, each with the
-    number of answers begun before. A later try is refused too, so that it can repeat the answers that follow.
+    `answers` are by number. `num_answers_begun` counts them, including answers moved to a later try. `ended` has the
+    trajectory as JSON values. `is_open`: the agent may still make calls. `opened` says how to reach the program after a
+    kill; None: the program cannot outlive the driver. `asked` has the requests by id. `received` has the number of
+    clients that read each answer. `aborted` has the numbers of sampled tokens without an answer, by the call's
+    identity. A call with 0 tokens there has passed them to an answer. `refused` has the calls that an engine refused,
+    each with the number of answers begun before. A later try is refused too, so that it can repeat the answers that
+    follow.
 
     `first_step` was in progress when the attempt's first try began. A try is settled by the step that trained it
     (`step`), or dropped it, or lost it because no start of the run used it any more.
@@ -56,7 +57,7 @@ class JournaledTry:
     first_step: int
     answers: dict[int, JournaledAnswer] = field(default_factory=dict)
     chains: list[Chain] = field(default_factory=list)
-    num_begun: int = 0
+    num_answers_begun: int = 0
     ended: Mapping[str, Any] | None = None
     step: int | None = None
     num_trained: int = 0
@@ -86,9 +87,11 @@ class JournaledTry:
     @property
     def can_go_on(self) -> bool:
         """Whether the program, if it still runs, can continue from its last complete request."""
-        has_all = all(a.call is not None and a.is_repeatable and a.request in self.asked for a in self.answers.values())
+        can_repeat_all = all(
+            a.call is not None and a.is_repeatable and a.request in self.asked for a in self.answers.values()
+        )
         is_unfinished = self.ended is None and self.settled_step is None and not self.is_replaced
-        return self.opened is not None and is_unfinished and has_all
+        return self.opened is not None and is_unfinished and can_repeat_all
 
     def forget_after(self, version: int) -> int:
         """Remove answers with tokens sampled by later weights than `version`. Return the number of removed tokens.
@@ -99,7 +102,7 @@ class JournaledTry:
         if stale:
             # Trajectory and program already contain the removed tokens, so neither can be used.
             self.ended = self.opened = None
-            self.refused = [(num_begun, call) for num_begun, call in self.refused if num_begun <= min(stale)]
+            self.refused = [(num_before, call) for num_before, call in self.refused if num_before <= min(stale)]
         num_removed = 0
         for answer in map(self.answers.pop, stale):
             num_removed += answer.num_tokens
@@ -141,10 +144,10 @@ class JournaledTry:
         for answer in self.answers.values():
             answer.call = None
 
-    def add(self, number: int, answer: JournaledAnswer) -> None:
+    def add_answer(self, number: int, answer: JournaledAnswer) -> None:
         """Add an answer. `find_base_answer` finds it by a hash of its prompt and tokens, if a prompt continues it."""
         self.answers[number] = answer
-        self.num_begun = number + 1
+        self.num_answers_begun = number + 1
         if (call := answer.call) is not None:
             token_ids = np.concatenate([call.prompt_token_ids.astype(np.int64), call.parts[0].token_ids])
             self.chains.append(Chain([number], len(token_ids), hashlib.blake2b(token_ids.tobytes()).digest()))
@@ -179,7 +182,7 @@ class JournaledTry:
                 yield sampled_record(
                     rebuilt_try, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request
                 )
-            rebuilt_try.add(number, answer)
+            rebuilt_try.add_answer(number, answer)
             if self.received[answer.request] > 0 and self.can_go_on:
                 yield {"kind": "received", "try": self.name, "request": answer.request, "clients": 1}
         for _, refused_call in refused_calls:
@@ -203,13 +206,13 @@ def sampled_record(
     origin: tuple[str, int] | None = None,
     *,
     is_repeatable: bool,
-    num_begun: int = 0,
+    num_begun_tokens: int = 0,
     request: str = "",
 ) -> dict[str, Any]:
     """Return the record of an answer of a try.
 
-    `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. `num_begun` tokens of
-    the answer are in the try's `aborted` already. `request` is the request's id.
+    `origin` is set for a repeated answer: the earlier try's name, and the answer's number there. The try's `aborted`
+    already has `num_begun_tokens` tokens of the answer. `request` is the request's id.
     """
     return {
         "kind": "sampled",
@@ -217,7 +220,7 @@ def sampled_record(
         "call": number,
         "from": None if origin is None else list(origin),
         "repeatable": is_repeatable,
-        "begun": num_begun,
+        "begun": num_begun_tokens,
         "request": request,
         **_call_fields(agent_try, call),
     }

@@ -57,7 +57,7 @@ class Generates(Protocol):
     def seconds_paused(self) -> float: ...
 
     @property
-    def num_begun(self) -> int:
+    def num_begun_tokens(self) -> int:
         """Number of tokens in the journal that belong to unanswered calls of a checkpoint."""
         ...
 

@@ -41,8 +41,8 @@ class RequestQueues:
     def num_waiting(self) -> int:
         return len(self.common) + sum(len(replica.waiting) for replica in self._replicas)
 
-    def note_request(self, trajectory_name: str, *, is_last: bool) -> None:
-        """Note whether further requests of a trajectory may follow its current one."""
+    def record_request(self, trajectory_name: str, *, is_last: bool) -> None:
+        """Remember whether further requests of a trajectory may follow its current one."""
         if is_last:
             self._open.discard(trajectory_name)
         else:
@@ -63,14 +63,14 @@ class RequestQueues:
             return self.common
         return home.waiting
 
-    def put(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
+    def put(self, pending: PendingRequest, queue: Queue, *, at_front: bool = False) -> None:
         """Queue the remaining tokens of a completion. If its token limit is reached, finish it instead."""
         request_id = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
             return
         queue[request_id] = make_remaining_request(pending.request, pending.parts)
-        queue.move_to_end(request_id, last=last)
+        queue.move_to_end(request_id, last=not at_front)
 
     def admit(self, replica: Replica) -> tuple[Request, ...]:
         """Dequeue the requests that a replica may start: its own queue first, then its share of the common queue."""

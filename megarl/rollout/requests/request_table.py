@@ -68,7 +68,7 @@ class RequestTable:
             if request_id in aborted and len(aborted[request_id].token_ids):
                 pending.parts.append(aborted[request_id])
             if not pending.future.done():
-                self._queues.put(pending, self._queues.common, last=False)
+                self._queues.put(pending, self._queues.common, at_front=True)
 
     def count_unfinished(self, replica: Replica, counts: Mapping[str, int]) -> None:
         """Count the tokens of requests that stay in a paused engine: {request id: number}."""
@@ -130,15 +130,15 @@ class RequestTable:
         # Each request goes to the front, so go through them in reverse to keep the oldest first.
         for request_id in reversed(request_ids):
             pending = self.pending.get(request_id)
-            if request_id in running and (sampled := pending or self._withdrawn.get(request_id)) is not None:
-                self._report_loss(sampled)
+            if request_id in running and (running_request := pending or self._withdrawn.get(request_id)) is not None:
+                self._report_loss(running_request)
             self._meter.forget(request_id)
             self._tokens_in_engines.pop(request_id, None)
-            # The end of a session waits for a report.
+            # A cancelled request has no further tokens. Report this, because the end of its session waits for it.
             self._report_withdrawn(request_id, 0)
             if pending is not None and not pending.future.done():
                 num_moved += 1
-                self._queues.put(pending, self._queues.common, last=False)
+                self._queues.put(pending, self._queues.common, at_front=True)
         return num_moved
 
     def fail(self, error: Exception) -> None:

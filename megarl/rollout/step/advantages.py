@@ -107,7 +107,9 @@ def compute_advantages(
     if algorithm.advantage == "gae":
         advantages, estimator_metrics = _compute_critic_advantages(scores, kl_penalties, batch, algorithm)
     else:
-        advantages, estimator_metrics = _compare_rewards(scores, kl_penalties, batch, recipe, role_baselines)
+        advantages, estimator_metrics = _compute_relative_advantages(
+            scores, kl_penalties, batch, recipe, role_baselines
+        )
     metrics |= kl_metrics | estimator_metrics
     # Subtract the KL penalty, unless it is already part of the reward.
     # With gamma = lambda = 1, this is the sum of the KL over the following tokens.
@@ -153,17 +155,17 @@ def _compute_critic_advantages(
         rewards, predicted_values, cu_samples, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda, mask=mask
     )
     batch.per_token["returns"] = returns.numpy()
-    return advantages, _value_metrics(predicted_values[mask], returns[mask])
+    return advantages, _compute_value_metrics(predicted_values[mask], returns[mask])
 
 
-def _compare_rewards(
+def _compute_relative_advantages(
     scores: Tensor,
     kl_penalties: Tensor,
     batch: RLBatch,
     recipe: Recipe,
     role_baselines: dict[str, float] | None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return advantages [tokens] and metrics. Rewards of samples or turns are compared; there is no critic."""
+    """Return advantages [tokens] from comparing rewards of samples or turns, without a critic. Return metrics too."""
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
     metrics: dict[str, float] = {}
@@ -198,14 +200,14 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
     """
     if algorithm.importance_sampling is None:
         return {}
-    name, mask = algorithm.importance_sampling, torch.from_numpy(batch.loss_mask)
+    weight_kind, mask = algorithm.importance_sampling, torch.from_numpy(batch.loss_mask)
     old_logprobs, rollout_logprobs = (
         torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "rollout_logprobs")
     )
     token_arguments = old_logprobs, rollout_logprobs, torch.from_numpy(batch.cu_samples), mask
-    weights = importance_weights(name, *token_arguments, **algorithm.correction_settings)
+    weights = importance_weights(weight_kind, *token_arguments, **algorithm.correction_settings)
     batch.per_token["importance_weights"] = weights.numpy()
-    metrics = weight_metrics(weights, unbounded_weights(name, *token_arguments))
+    metrics = weight_metrics(weights, unbounded_weights(weight_kind, *token_arguments))
     return {metric: float(values[mask].mean()) for metric, values in metrics.items()}
 
 
@@ -228,8 +230,8 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 def _compute_scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
-    The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit. One limit is of a
-    completion, for the longest turn. The other is of an attempt, for the sum of all turns. The larger penalty counts.
+    The penalty grows linearly over the last algorithm.overlong_buffer tokens before a limit. The limit of a
+    completion applies to the longest turn, the limit of an attempt to the sum of its turns. The larger penalty counts.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
@@ -319,7 +321,7 @@ def _compute_turn_advantages(scores: Tensor, batch: RLBatch, algorithm: Algorith
     advantages = broadcast_to_tokens(_compute_sample_advantages(turn_scores, batch, algorithm), cu_samples, len(turns))
     # Turn 0 needs no comparison of its own: its return is the whole trajectory's return.
     for turn in range(1, rewards.shape[1]):
-        is_comparable = _all_in_group(num_turns > turn, batch)
+        is_comparable = _holds_for_whole_group(num_turns > turn, batch)
         turn_advantages = broadcast_to_tokens(
             _compute_sample_advantages(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns)
         )
@@ -340,11 +342,11 @@ def _compute_rewards_by_turn(scores: Tensor, batch: RLBatch) -> Tensor:
     return rewards
 
 
-def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
-    """Return for each sample whether `holds` [samples] is True for all scored samples of its group, bool [samples]."""
+def _holds_for_whole_group(condition: Tensor, batch: RLBatch) -> Tensor:
+    """Return for each sample whether all scored samples of its group meet a condition. Both are bool [samples]."""
     groups = torch.from_numpy(batch.groups)
-    fails = torch.from_numpy(batch.is_scored) & ~holds
-    return ~torch.isin(groups, groups[fails])
+    is_violating = torch.from_numpy(batch.is_scored) & ~condition
+    return ~torch.isin(groups, groups[is_violating])
 
 
 def _compute_sample_advantages(
@@ -381,7 +383,7 @@ def _compute_sample_advantages(
     return torch.zeros_like(scores).masked_scatter(is_included, advantages)
 
 
-def _value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
+def _compute_value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
     return {
         "critic/value": float(values.mean()),
         "critic/return": float(returns.mean()),

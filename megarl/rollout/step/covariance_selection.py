@@ -43,7 +43,7 @@ def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) ->
         return {}
     logprobs, advantages = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "advantages"))
     token_covariances = covariances(logprobs, advantages, mask)
-    random_numbers = torch.from_numpy(token_draws(batch, (recipe.seed, weight_version)))
+    random_numbers = torch.from_numpy(draw_token_numbers(batch, (recipe.seed, weight_version)))
     metrics: dict[str, float] = {}
     # Clip-Cov: drop randomly drawn tokens with a covariance within the range.
     if (share := algorithm.clip_cov_share) is not None:
@@ -61,7 +61,7 @@ def select_by_covariance(batch: RLBatch, recipe: Recipe, weight_version: int) ->
     return metrics
 
 
-def token_draws(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
+def draw_token_numbers(batch: TokenBatch, seed: Sequence[int]) -> NDArray[np.float64]:
     """Return a random number between 0 and 1 for each token, [tokens].
 
     It depends only on `seed`, the sequence's tokens and the token's position. So it does not change with the order of

@@ -119,13 +119,13 @@ class RLBatch(TokenBatch):
     def longest_turns(self) -> NDArray[np.int64]:
         """[samples]: number of sampled tokens in the longest turn of each trajectory."""
         is_sampled = self.turns >= 0
-        sample = np.repeat(self.samples, self.lengths)[is_sampled]
+        token_samples = np.repeat(self.samples, self.lengths)[is_sampled]
         counts = np.zeros((len(self.groups), int(self.turns.max(initial=0)) + 1), np.int64)
         # Not `counts[...] += 1`: it counts an index occurring twice only once.
-        np.add.at(counts, (sample, self.turns[is_sampled]), 1)
+        np.add.at(counts, (token_samples, self.turns[is_sampled]), 1)
         return counts.max(axis=1)
 
-    def start_from_rollout(self, weight_version: int) -> None:
+    def use_engine_logprobs_as_old(self, weight_version: int) -> None:
         """Use the engine's log-probs as the old log-probs of the importance ratio, also for tokens of old weights.
 
         `weight_version` is the trainer's.
@@ -173,7 +173,8 @@ class RLBatch(TokenBatch):
         if step <= recipe.frozen_steps:
             return []
         orders = [
-            _pass_order(len(self.groups), recipe.seed, step, number) for number in range(recipe.train.epochs_per_step)
+            _make_pass_order(len(self.groups), recipe.seed, step, pass_number)
+            for pass_number in range(recipe.train.epochs_per_step)
         ]
         return [samples for order in orders for samples in split_evenly(order, recipe.train.updates_per_step)]
 
@@ -214,8 +215,8 @@ def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant
 def split_evenly(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     """Split sample indices, int64 [samples], into `count` arrays. Their sizes differ by at most 1, the larger first.
 
-    They differ if groups waited since before a resume with another train.samples_per_prompt. Raises MegarlError if
-    there are fewer samples than arrays: an update needs a sample.
+    Sizes differ if groups waited since before a resume with another train.samples_per_prompt. Raises MegarlError if
+    there are fewer samples than arrays: each update needs a sample.
     """
     if len(samples) < count:
         raise MegarlError(
@@ -317,10 +318,10 @@ def _collect_expert_digests(segments: Sequence[Segment]) -> NDArray[np.uint32] |
     )
 
 
-def _pass_order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
-    if number == 0:
-        return np.arange(count)
-    return np.random.default_rng([seed, step, number]).permutation(count)
+def _make_pass_order(num_samples: int, seed: int, step: int, pass_number: int) -> NDArray[np.int64]:
+    if pass_number == 0:
+        return np.arange(num_samples)
+    return np.random.default_rng([seed, step, pass_number]).permutation(num_samples)
 
 
 def _add_conversations(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:

@@ -50,7 +50,7 @@ async def token_records(
     *,
     count: int,
     weight_version: int,
-    starts_from_rollout: bool = False,
+    has_engine_logprobs: bool = False,
 ) -> list[dict[str, Any]]:
     """Return token-by-token records of `count` trajectories: half with the highest advantages, half with the lowest.
 
@@ -59,7 +59,7 @@ async def token_records(
     tokens not sampled. Log-probs are in nats. `logprob_gap`, trainer minus engine, is null for tokens sampled before
     `weight_version`, the trainer's current weights. `cut` is the number of tokens omitted in the middle.
 
-    `forward` computes the trainer's log-probs, float32 [tokens], if the batch lacks them. `starts_from_rollout`: the
+    `forward` computes the trainer's log-probs, float32 [tokens], if the batch lacks them. `has_engine_logprobs`: the
     batch's old log-probs are the engine's. Call this function before the update.
     """
     trajectories = flatten(groups)
@@ -69,7 +69,7 @@ async def token_records(
     selected_batch = batch.select(batch.last_segments[samples])
     old_logprobs = selected_batch.per_token.get("old_logprobs")
     # NaN marks log-probs to be computed only by the update's own forward pass.
-    is_known = not (old_logprobs is None or starts_from_rollout or np.isnan(old_logprobs).any())
+    is_known = not (old_logprobs is None or has_engine_logprobs or np.isnan(old_logprobs).any())
     if old_logprobs is None or not is_known:
         old_logprobs = await forward(selected_batch)
     logprobs_by_segment = np.split(old_logprobs, selected_batch.cu_seqlens[1:-1])
@@ -129,8 +129,8 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
         is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and num_read < len(token_ids)
         if not is_part:
             # SentencePiece decoders drop the space before a text's first word, so restore it.
-            name = tokenizer.convert_ids_to_tokens(pending[0])
-            needs_space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
+            raw_token = tokenizer.convert_ids_to_tokens(pending[0])
+            needs_space = isinstance(raw_token, str) and raw_token.startswith("\u2581") and not text.startswith(" ")
             pending = []
             text = f" {text}" if needs_space else text
         texts.append("" if is_part else text)
@@ -143,21 +143,28 @@ def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected:
     Decodes only these tokens, and neighbours sharing a character. A segment of 32k tokens would take seconds.
     """
     texts: list[str] = []
+    # Decode each run of consecutive indices, from `run_start` up to `run_end`.
     for indices in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):
-        begin, end = int(indices[0]), int(indices[-1]) + 1
-        earliest_start = max(0, begin - _BYTES_OF_CHARACTER + 1)
+        run_start, run_end = int(indices[0]), int(indices[-1]) + 1
+        # A character has at most `_BYTES_OF_CHARACTER` tokens, so it begins and ends within this distance.
+        earliest_start = max(0, run_start - _BYTES_OF_CHARACTER + 1)
         first_decoded = next(
-            (s for s in range(begin, earliest_start - 1, -1) if _begins_character(tokenizer, token_ids[s:])), begin
+            (
+                start
+                for start in range(run_start, earliest_start - 1, -1)
+                if _begins_character(tokenizer, token_ids[start:])
+            ),
+            run_start,
         )
-        run_texts = token_texts(tokenizer, token_ids[first_decoded : end + _BYTES_OF_CHARACTER - 1])
-        texts += run_texts[begin - first_decoded : end - first_decoded]
+        decoded_texts = token_texts(tokenizer, token_ids[first_decoded : run_end + _BYTES_OF_CHARACTER - 1])
+        texts += decoded_texts[run_start - first_decoded : run_end - first_decoded]
     return texts
 
 
 def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> bool:
     """Return whether the text of these tokens begins with a whole character."""
-    start = token_ids[:_BYTES_OF_CHARACTER].tolist()
-    text = str(tokenizer.decode(start, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    first_tokens = token_ids[:_BYTES_OF_CHARACTER].tolist()
+    text = str(tokenizer.decode(first_tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return not text.startswith("\ufffd")
 
 

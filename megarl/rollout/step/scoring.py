@@ -60,7 +60,7 @@ async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: 
     trainer's before the update.
     """
     if recipe.algorithm.old_logprobs == "rollout":
-        batch.start_from_rollout(weight_version)
+        batch.use_engine_logprobs_as_old(weight_version)
     if "reference" in models:
         batch.per_token["reference_logprobs"] = await models["reference"].forward(batch)
     if "critic" in models:
@@ -81,7 +81,7 @@ async def add_model_scores(
     scores = token_scores[last_segments.cu_seqlens[1:] - 1].astype(np.float64)
     clipped = scores if config.model_clip is None else scores.clip(-config.model_clip, config.model_clip)
     weighted_scores = iter((config.model_weight * clipped).tolist())
-    rescored = [[_with_score(t, next(weighted_scores), config.function_weight) for t in group] for group in groups]
+    rescored = [[_add_model_score(t, next(weighted_scores), config.function_weight) for t in group] for group in groups]
     batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
     # Turn rewards are part of `rewards`, so they need the same weight.
     batch.turn_rewards = config.function_weight * batch.turn_rewards
@@ -89,11 +89,11 @@ async def add_model_scores(
     return rescored, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
 
 
-def _with_score(trajectory: Trajectory, added: float, function_weight: float) -> Trajectory:
+def _add_model_score(trajectory: Trajectory, weighted_model_score: float, function_weight: float) -> Trajectory:
     # Leave a failed attempt unscored, so that statistics and training exclude it.
     if trajectory.reward is None:
         return trajectory
-    score = function_weight * trajectory.reward.score + added
+    score = function_weight * trajectory.reward.score + weighted_model_score
     return replace(trajectory, reward=replace(trajectory.reward, score=score))
 
 
@@ -138,8 +138,8 @@ async def complete_logprobs(
     return completed_groups, completed_waiting
 
 
-def _count_skippable(recipe: Recipe, count: int) -> int:
-    """Return how many of a step's `count` trajectories, from the first on, need no log-probs before the updates."""
+def _count_skippable(recipe: Recipe, num_trajectories: int) -> int:
+    """Return how many of a step's first trajectories need no log-probs before the updates."""
     train = recipe.train
     if _needs_logprobs(recipe) or train.epochs_per_step > 1:
         # A later pass trains the first minibatch again, with changed weights, and needs its old log-probs.
@@ -148,7 +148,7 @@ def _count_skippable(recipe: Recipe, count: int) -> int:
         # The first update depends on the mismatch of the whole step.
         return 0
     # In its first pass, `RLBatch.minibatches` keeps the order of the samples.
-    return count // train.updates_per_step
+    return num_trajectories // train.updates_per_step
 
 
 def _needs_logprobs(recipe: Recipe) -> bool:

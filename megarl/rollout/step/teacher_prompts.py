@@ -44,7 +44,7 @@ class TeacherPrompts:
     _last_valid_prompt: tuple[bytes, str] | None = None
     """The last prompt that passed `_check_prompt`, with messages and tools. A group's attempts usually share them."""
 
-    def openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
+    def make_openings(self, trajectory: Trajectory, group: Sequence[Trajectory]) -> list[Opening | None] | None:
         """Return the teacher's opening of each segment; None for a segment without sampled tokens.
 
         `group` are the attempts at the same problem. Returns None if the trajectory has no context. Raises MegarlError
@@ -68,7 +68,7 @@ class TeacherPrompts:
             first_sampled = int(segment.loss_mask.argmax())
             opening = splice(segment.token_ids[:first_sampled], prompt=prompt, teacher_prompt=teacher_prompt)
             if opening is None:
-                raise _prompt_error(trajectory, "a later model call does not begin with the first prompt")
+                raise _make_prompt_error(trajectory, "a later model call does not begin with the first prompt")
             openings.append(opening)
         return openings
 
@@ -76,7 +76,7 @@ class TeacherPrompts:
         try:
             return self.dialogue.opening(messages, trajectory.tools).astype(np.int64)
         except ValueError as error:
-            raise _prompt_error(trajectory, str(error)) from error
+            raise _make_prompt_error(trajectory, str(error)) from error
 
     def _check_prompt(
         self, prompt: NDArray[np.int64], messages: Sequence[Mapping[str, Any]], trajectory: Trajectory
@@ -85,7 +85,7 @@ class TeacherPrompts:
         if (key := (prompt.tobytes(), f"{messages}{trajectory.tools}")) == self._last_valid_prompt:
             return
         if not np.array_equal(self._render(messages, trajectory), prompt):
-            raise _prompt_error(trajectory, "its prompt is not its messages in the chat template")
+            raise _make_prompt_error(trajectory, "its prompt is not its messages in the chat template")
         self._last_valid_prompt = key
 
 
@@ -143,8 +143,8 @@ def _find_context_text(part: str, trajectory: Trajectory, group: Sequence[Trajec
     """Return the text of one part of `distillation.context`; empty if the trajectory has none."""
     if part == "feedback":
         # `messages` has a list before each completion. A further list has the messages after the last completion.
-        last_lists = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
-        return "\n\n".join(_text(message.get("content")) for messages in last_lists for message in messages).strip()
+        final_lists = trajectory.messages[len(trajectory.texts) :] if trajectory.texts else ()
+        return "\n\n".join(_text(message.get("content")) for messages in final_lists for message in messages).strip()
     if part == "success":
         return next((peer.text for peer in group if peer is not trajectory and _is_success(peer)), "").strip()
     return _text(trajectory.problem.record.get(part.removeprefix(RECORD))).strip()
@@ -176,9 +176,9 @@ def _fill_template(template: str, messages: Sequence[Mapping[str, Any]], context
     return [*messages[:last_user_index], rewritten, *messages[last_user_index + 1 :]]
 
 
-def _prompt_error(trajectory: Trajectory, problem: str) -> MegarlError:
+def _make_prompt_error(trajectory: Trajectory, reason: str) -> MegarlError:
     return MegarlError(
         f"distillation.teacher_prompt: the teacher's prompt cannot be built for problem {trajectory.problem.index} of "
-        f"environment {trajectory.environment}: {problem}; use an environment for which megarl builds the prompts, or "
+        f"environment {trajectory.environment}: {reason}; use an environment for which megarl builds the prompts, or "
         "leave the field out"
     )

@@ -77,7 +77,7 @@ class Teachers:
         self._openings: list[Opening] = []
         """The teacher's opening of each sequence of the step. If both prompts are equal, it replaces nothing."""
 
-    def assign(self, batch: RLBatch) -> None:
+    def assign_teachers(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: the number of the teacher, and of the sequence in the step."""
         teacher_numbers = np.array([self._teacher_numbers[name] for name in batch.environments], np.int64)
         sequence_numbers = np.arange(batch.num_sequences)
@@ -86,7 +86,7 @@ class Teachers:
         self._openings = [_NO_OPENING] * batch.num_sequences
 
     def write_prompts(self, batch: RLBatch, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Write the teacher's prompts for a batch made of `groups`, after `assign`. Return metrics.
+        """Write the teacher's prompts for a batch made of `groups`, after `assign_teachers`. Return metrics.
 
         Samples without context, and sequences too long for the teacher, are excluded from the loss.
         """
@@ -100,7 +100,7 @@ class Teachers:
             if (prompts := self._prompts.get(trajectory.environment)) is None:
                 continue
             num_samples += 1
-            openings = prompts.openings(trajectory, group)
+            openings = prompts.make_openings(trajectory, group)
             num_without_context += openings is None
             for sequence, opening in enumerate(openings or [None] * len(trajectory.segments), first_sequence):
                 start, end = batch.cu_seqlens[sequence : sequence + 2]
@@ -223,8 +223,8 @@ def _compute_band_metrics(batch: RLBatch, log_ratios: torch.Tensor) -> dict[str,
     num_earlier = np.concatenate([[0], num_trained])[batch.cu_samples[:-1]]
     token_indices = num_trained - 1 - np.repeat(num_earlier, np.diff(batch.cu_samples))
     metrics = {}
-    for (name, first), end in zip(_BANDS.items(), [*list(_BANDS.values())[1:], np.inf], strict=True):
-        is_in_band = torch.from_numpy(batch.loss_mask & (token_indices >= first) & (token_indices < end))
+    for (name, first_index), end_index in zip(_BANDS.items(), [*list(_BANDS.values())[1:], np.inf], strict=True):
+        is_in_band = torch.from_numpy(batch.loss_mask & (token_indices >= first_index) & (token_indices < end_index))
         if is_in_band.any():
             metrics[f"distillation/reverse_kl/{name}"] = -float(log_ratios[is_in_band].double().mean())
     return metrics

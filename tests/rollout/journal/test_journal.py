@@ -127,7 +127,7 @@ async def test_a_container_whose_answers_are_of_lost_weights_is_an_orphan(tmp_pa
     for attempt, version in (("goes on", 1), ("too new", 3), ("ended", 3)):
         log = journal.begin(attempt, "s")
         log.open_session(attempt, f"key of {attempt}", "node", f"container of {attempt}")
-        log.note_request("r0", {"number": 1, "messages": []})
+        log.record_request("r0", {"number": 1, "messages": []})
         calls = await play(log, Pool(version), FIRST)
         if attempt == "ended":
             await log.end(ended(calls))
@@ -313,7 +313,7 @@ async def test_nothing_is_written_after_a_write_that_failed(tmp_path: Path, monk
     monkeypatch.setattr(os, "write", fail_once)
     may_write = threading.Event()
     journal._thread.submit(may_write.wait)
-    log.note_received("r0", 1)
+    log.record_received("r0", 1)
     ending = asyncio.create_task(log.end(Trajectory("command", PROBLEM, 0, 0, (), None)))
     # The end waits for the thread, behind the write that fails.
     await asyncio.sleep(0.1)
@@ -453,7 +453,7 @@ async def test_a_record_that_nobody_waits_for_is_not_lost_silently(tmp_path: Pat
     log = journal.begin("a", "s")
     await play(log, Pool(), FIRST)
     with no_file_may_grow():
-        log.note_aborted(log.name, RecordedCall(np.array(SECOND, np.int32)), 3)
+        log.record_abort(log.name, RecordedCall(np.array(SECOND, np.int32)), 3)
         with pytest.raises(StorageError, match=r"attempts\.journal"):
             journal.close()
 

@@ -31,7 +31,7 @@ class NumberedPool:
     """
 
     seconds_paused = 0.0
-    num_begun = 0
+    num_begun_tokens = 0
 
     def __init__(self, draw: random.Random) -> None:
         self.version, self.known, self.is_killed = 1, set[int](), False

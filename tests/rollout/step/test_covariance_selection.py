@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.rollout.step.covariance_selection import select_by_covariance, token_draws
+from megarl.rollout.step.covariance_selection import draw_token_numbers, select_by_covariance
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.training.objective import StepNumbers, policy_objective
 from megarl.training.rows.choice import make_microbatch
@@ -70,7 +70,7 @@ def test_losses_of_all_updates_are_those_of_the_step_in_float64(algorithm: dict[
             assert metrics == {"covariance/penalised_share": pytest.approx(is_chosen.sum() / mask.sum())}
         else:
             candidates = np.flatnonzero(mask & (parts > 0.05) & (parts < 2.0))
-            draws = token_draws(batch, (changed.seed, 3))
+            draws = draw_token_numbers(batch, (changed.seed, 3))
             chosen = sorted(candidates, key=lambda token: draws[token])[: max(1, int(0.3 * mask.sum()))]
             is_chosen = np.isin(np.arange(len(mask)), chosen)
             assert metrics == {"covariance/dropped_share": pytest.approx(is_chosen.sum() / mask.sum())}
@@ -120,7 +120,7 @@ def test_the_drawn_tokens_do_not_depend_on_the_order_of_samples() -> None:
 
 def test_equal_sequences_have_draws_of_their_own() -> None:
     batch = batch_of([segmented(0, 0, 1.0, "-xxx"), segmented(0, 1, 0.0, "-xxx")])
-    draws = token_draws(batch, (1, 2))
+    draws = draw_token_numbers(batch, (1, 2))
     assert np.array_equal(batch.token_ids[:4], batch.token_ids[4:]) and not np.intersect1d(draws[:4], draws[4:]).size
 
 

@@ -208,7 +208,7 @@ def test_trajectories_that_waited_keep_where_their_ratio_starts() -> None:
 
     engine = recipe(algorithm={"old_logprobs": "rollout"}, train={"updates_per_step": 2})
     batch = batch_of([fresh, of_version(waited, 1), fresh, of_version(waited, 1)])
-    batch.start_from_rollout(3)
+    batch.use_engine_logprobs_as_old(3)
     assert [found[2] for found in of_sequences(batch, "old_logprobs")] == [-1, -1, -1, -1]
     # Compared are log-probs of equal weights alone: no trajectory's that waited, none's after the first update.
     compared = [[not np.isnan(found).any() for found in of_sequences(batch, "rollout_logprobs")]]

@@ -126,7 +126,7 @@ def test_the_teacher_reads_the_context_before_the_same_ids(dialogue: Dialogue, t
         teachers, model = teachers_of(dialogue, tiny_model, source)
         batch = RLBatch.from_groups([group])
         batch.per_token["old_logprobs"] = np.zeros(len(batch.token_ids), np.float32)
-        teachers.assign(batch)
+        teachers.assign_teachers(batch)
         metrics = teachers.write_prompts(batch, [group])
         assert metrics["distillation/no_context"] == pytest.approx(1 - len(trained[source]) / 3)
         scores = asyncio.run(teachers.score(batch))
@@ -158,7 +158,7 @@ def test_samples_too_long_for_the_teacher_have_no_loss(dialogue: Dialogue, tiny_
     group = [answered(dialogue, number, "4", record={"solution": "x " * size}) for number, size in enumerate((1, 200))]
     teachers, model = teachers_of(dialogue, tiny_model, "record.solution", max_teacher_tokens=150)
     batch = RLBatch.from_groups([group])
-    teachers.assign(batch)
+    teachers.assign_teachers(batch)
     metrics = teachers.write_prompts(batch, [group])
     assert metrics["distillation/too_long"] == 0.5 and metrics["distillation/no_context"] == 0
     asyncio.run(teachers.score(batch))
@@ -171,7 +171,7 @@ def test_a_step_without_any_context_trains_nothing(dialogue: Dialogue, tiny_mode
     teachers, model = teachers_of(dialogue, tiny_model, "success", "feedback")
     batch = RLBatch.from_groups([group])
     batch.per_token["old_logprobs"] = np.zeros(len(batch.token_ids), np.float32)
-    teachers.assign(batch)
+    teachers.assign_teachers(batch)
     assert teachers.write_prompts(batch, [group])["distillation/no_context"] == 1
     scores = asyncio.run(teachers.score(batch))
     assert model.asked is None and not batch.loss_mask.any()
@@ -182,16 +182,16 @@ def test_a_step_without_any_context_trains_nothing(dialogue: Dialogue, tiny_mode
 def test_a_prompt_that_its_messages_do_not_give_is_an_error(dialogue: Dialogue) -> None:
     prompts = TeacherPrompts(TEMPLATE, ("record.solution",), dialogue)
     sound = answered(dialogue, 0, "4", record={"solution": "5"}, tools=(TOOL,))
-    assert prompts.openings(sound, [sound]) is not None
+    assert prompts.make_openings(sound, [sound]) is not None
     for wrong in (
         replace(sound, tools=()),
         replace(sound, messages=(({"role": "user", "content": "Another?"},),)),
     ):
         with pytest.raises(MegarlError, match=r"distillation\.teacher_prompt: .* of environment sums"):
-            prompts.openings(wrong, [wrong])
+            prompts.make_openings(wrong, [wrong])
     silent = replace(sound, messages=(({"role": "system", "content": "Begin."},),))
     with pytest.raises(MegarlError, match="no user message"):
-        prompts.openings(silent, [silent])
+        prompts.make_openings(silent, [silent])
 
 
 def test_every_turn_is_after_one_insertion() -> None:
@@ -241,5 +241,5 @@ def test_a_segment_without_sampled_tokens_has_no_opening(dialogue: Dialogue) -> 
         np.full(2, -1, np.int16),
     )
     attempt = replace(attempt, segments=(*attempt.segments, empty))
-    openings = TeacherPrompts(TEMPLATE, ("record.solution",), dialogue).openings(attempt, [attempt])
+    openings = TeacherPrompts(TEMPLATE, ("record.solution",), dialogue).make_openings(attempt, [attempt])
     assert openings is not None and openings[0] is not None and openings[1] is None

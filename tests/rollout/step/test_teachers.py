@@ -128,7 +128,7 @@ def test_samples_get_the_teacher_of_their_source() -> None:
     sources = ["chat", "code", "math"]
     batch = batch_of([replace(attempt(0, 1.0, 2), environment=source) for source in sources])
     models = {name: object() for name in recipe.teachers}
-    Teachers(recipe, models).assign(batch)  # type: ignore[arg-type]
+    Teachers(recipe, models).assign_teachers(batch)  # type: ignore[arg-type]
     assert batch.target_keys is not None and batch.target_keys.tolist() == [[1, 0], [0, 1], [0, 2]]
     [minibatch] = [batch.select_samples([2, 0])]
     assert minibatch.target_keys is not None and minibatch.target_keys.tolist() == [[0, 2], [1, 0]]
@@ -167,7 +167,7 @@ def test_tokens_that_a_teacher_lacks_are_not_trained(tiny_model: Callable[..., P
     batch.token_ids[3] = shape.vocab_size
     models: Any = {"teacher0": Scores(shape)}
     teachers = Teachers(recipe, models)
-    teachers.assign(batch)
+    teachers.assign_teachers(batch)
     assert teachers.mask_unknown_tokens(batch) == {"distillation/unknown": pytest.approx(0.25)}
     assert batch.loss_mask.tolist() == [False, False, True, False, True, False, False, True]
     found = asyncio.run(teachers.score(batch))

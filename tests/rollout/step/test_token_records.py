@@ -62,7 +62,7 @@ def records(
         return (chosen.token_ids * -1.0 - 0.75).astype(np.float32)
 
     words = tokenizer([f"w{number}" for number in range(2000)], None)
-    settings = {"count": count, "weight_version": 3, "starts_from_rollout": rollout}
+    settings = {"count": count, "weight_version": 3, "has_engine_logprobs": rollout}
     found = asyncio.run(token_records([trajectories], batch, words, forward, **settings))
     num_sampled = sum(bool(t.num_sampled) for t in trajectories)
     is_known = not rollout and not np.isnan(changes.get("old_logprobs", np.nan))

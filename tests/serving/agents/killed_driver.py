@@ -71,7 +71,7 @@ class Pool(ScriptedPool):
         os.write(self._file, f"{name_of(completion.rollout_logprobs)} {len(completion.token_ids)}\n".encode())
         return completion
 
-    def note_aborted(self, num_tokens: int) -> None:
+    def record_abort(self, num_tokens: int) -> None:
         os.write(self._file, f"aborted-{os.urandom(8).hex()} {num_tokens}\n".encode())
 
 

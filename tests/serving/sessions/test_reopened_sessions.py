@@ -25,10 +25,10 @@ class Notes:
     def __init__(self) -> None:
         self.requests: list[Mapping[str, Any]] = []
 
-    def note_request(self, request_id: str, values: Mapping[str, Any]) -> None:
+    def record_request(self, request_id: str, values: Mapping[str, Any]) -> None:
         self.requests.append(values)
 
-    def note_received(self, request_id: str, clients: int) -> None:
+    def record_received(self, request_id: str, clients: int) -> None:
         pass
 
     async def close_session(self) -> None:
