@@ -82,12 +82,12 @@ class AttentionPart:
     def _make_mask(self, window: int) -> Tensor:
         """Return which keys each query attends to: bool [sequences, 1, longest_query, longest_key]."""
         num_earlier_keys = (self.num_keys - self.num_queries)[:, None, None, None]
-        own_keys = np.arange(self.longest_query)[:, None] + num_earlier_keys
-        keys = np.arange(self.longest_key)
+        own_key_indices = np.arange(self.longest_query)[:, None] + num_earlier_keys
+        key_indices = np.arange(self.longest_key)
         # Every query, even padding, attends to the key of its own token: a softmax over no keys would be NaN.
-        is_attended = keys <= own_keys
+        is_attended = key_indices <= own_key_indices
         if self._excludes_keys(window):
-            is_attended &= keys > own_keys - window
+            is_attended &= key_indices > own_key_indices - window
         return torch.tensor(is_attended, device=self.cu_queries.device)
 
     def _list_padded_indices(self, sizes: np.ndarray, longest: int) -> Tensor:

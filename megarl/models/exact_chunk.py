@@ -7,7 +7,7 @@ from typing import Any
 from megarl.families.shape import ModelShape
 from megarl.models.exact.logprobs import ExactLogprobs
 from megarl.models.exact.rotary import RotaryTable
-from megarl.models.layer_specs import complete_exact
+from megarl.models.layer_specs import complete_exact_layers
 from megarl.models.policy import PolicyModel
 from megarl.models.rotary import frequencies
 
@@ -20,6 +20,6 @@ def complete_exact_model(model: PolicyModel, shape: ModelShape, num_blocks: int)
     inv_freq = frequencies(shape.rotary, shape.rotary_channels)
     table = RotaryTable(inv_freq, shape.max_position_embeddings, model.config.params_dtype)
     decoder: Any = model.decoder
-    complete_exact(decoder.layers, model.config, table, num_blocks)
+    complete_exact_layers(decoder.layers, model.config, table, num_blocks)
     model.attention_rotates = True
     model.logprob_function = ExactLogprobs

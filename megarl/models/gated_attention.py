@@ -17,11 +17,11 @@ class GatedAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return queries [tokens, 1, heads, head_dim], keys and values, and gates shaped like the queries."""
         projections = super().get_query_key_value_tensors(*args, **kwargs)
-        groups = self.config.num_query_groups
-        assert groups is not None
-        if len(projections) != 4 or groups >= self.world_size:
+        num_key_heads = self.config.num_query_groups
+        assert num_key_heads is not None
+        if len(projections) != 4 or num_key_heads >= self.world_size:
             return projections
         query, key, value, gate = projections
         # Ranks with the same key-value head are neighbours, and their query heads follow each other.
-        first = self.pg_collection.tp.rank() % (self.world_size // groups) * query.size(2)
-        return query, key, value, gate[:, :, first : first + query.size(2)]
+        first_gate = self.pg_collection.tp.rank() % (self.world_size // num_key_heads) * query.size(2)
+        return query, key, value, gate[:, :, first_gate : first_gate + query.size(2)]

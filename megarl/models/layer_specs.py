@@ -121,21 +121,23 @@ def _make_local_layer(config: TransformerConfig, common: Mapping[str, Any], kind
     return layer
 
 
-def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: RotaryTable, num_blocks: int) -> None:
+def complete_exact_layers(
+    layers: Iterable[Any], config: TransformerConfig, rotary: RotaryTable, num_blocks: int
+) -> None:
     """Set the rotary table of built exact layers, and the blocks of their row-parallel products.
 
     `num_blocks`: blocks of a product over all ranks.
     """
-    own_blocks = num_blocks // config.tensor_model_parallel_size
-    expert_blocks = num_blocks // (config.expert_tensor_parallel_size or 1)
+    blocks_of_rank = num_blocks // config.tensor_model_parallel_size
+    expert_blocks_of_rank = num_blocks // (config.expert_tensor_parallel_size or 1)
     for layer in layers:
         layer.self_attention.core_attention.rotary = rotary
-        layer.self_attention.linear_proj.num_blocks = own_blocks
+        layer.self_attention.linear_proj.num_blocks = blocks_of_rank
         if has_router(layer):
             for expert in layer.mlp.experts.local_experts:
-                expert.linear_fc2.num_blocks = expert_blocks
+                expert.linear_fc2.num_blocks = expert_blocks_of_rank
         else:
-            layer.mlp.linear_fc2.num_blocks = own_blocks
+            layer.mlp.linear_fc2.num_blocks = blocks_of_rank
 
 
 def final_norm() -> Any:

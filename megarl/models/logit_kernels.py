@@ -66,29 +66,30 @@ def _statistics(logits, log_totals, entropies, num_columns, row_stride, BLOCK: t
     """Store the log of the sum of exponentials and the entropy of one row of logits, read once."""
     row = tl.program_id(0).to(tl.int64)  # A block can hold more than 2**31 logits.
     lanes = tl.arange(0, BLOCK)
-    # Per lane: its largest logit, and the sums of e and of (x - largest) * e, with e = exp(x - largest).
+    # Per lane: its largest logit, and the sums of e and of (x - largest) * e, with e = exp(x - largest). A larger logit
+    # rescales the sums.
     largest = tl.full([BLOCK], _NO_LOGIT, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    weighted_sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         columns = start + lanes
         x = tl.load(logits + row * row_stride + columns, mask=columns < num_columns, other=_NO_LOGIT).to(tl.float32)
-        raised = tl.maximum(largest, x)
-        shift = largest - raised
-        shrink = tl.exp(shift)
-        below = x - raised
-        e = tl.exp(below)
-        weighted = shrink * (weighted + shift * total) + below * e
-        total = shrink * total + e
-        largest = raised
-    top = tl.max(largest, 0)
-    shift = largest - top
-    shrink = tl.exp(shift)
-    weighted = tl.sum(shrink * (weighted + shift * total), 0)
-    total = tl.sum(shrink * total, 0)
-    log_total = tl.log(total)
-    tl.store(log_totals + row, top + log_total)
-    tl.store(entropies + row, log_total - weighted / total)
+        new_largest = tl.maximum(largest, x)
+        shift = largest - new_largest
+        rescale = tl.exp(shift)
+        below_largest = x - new_largest
+        exponentials = tl.exp(below_largest)
+        weighted_sums = rescale * (weighted_sums + shift * totals) + below_largest * exponentials
+        totals = rescale * totals + exponentials
+        largest = new_largest
+    row_largest = tl.max(largest, 0)
+    shift = largest - row_largest
+    rescale = tl.exp(shift)
+    weighted_sums = tl.sum(rescale * (weighted_sums + shift * totals), 0)
+    totals = tl.sum(rescale * totals, 0)
+    log_total = tl.log(totals)
+    tl.store(log_totals + row, row_largest + log_total)
+    tl.store(entropies + row, log_total - weighted_sums / totals)
 
 
 @triton.jit
@@ -108,11 +109,11 @@ def _gradients(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < num_columns
-    places = logits + row * row_stride + columns
-    logprobs = tl.load(places, mask=is_inside, other=_NO_LOGIT).to(tl.float32) - tl.load(log_totals + row)
+    pointers = logits + row * row_stride + columns
+    logprobs = tl.load(pointers, mask=is_inside, other=_NO_LOGIT).to(tl.float32) - tl.load(log_totals + row)
     slope = tl.load(slopes + row)
     if HAS_ENTROPY:
         slope = slope - tl.load(entropy_gradients + row) * logprobs
     gradient = tl.exp(logprobs) * slope
     gradient += tl.where(columns == tl.load(targets + row), tl.load(logprob_gradients + row), 0.0)
-    tl.store(places, gradient.to(logits.dtype.element_ty), mask=is_inside)
+    tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=is_inside)

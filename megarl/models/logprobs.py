@@ -142,8 +142,9 @@ class VocabParallelLogprobs(torch.autograd.Function):
             columns, is_in_block = columns_of(local_targets, block)
             grad_logits.scatter_add_(1, columns[:, None], (logprob_gradient * is_in_block)[:, None])
             if grad_logits.dtype != weight.dtype:
-                narrow = block_memory[: grad_logits.numel()].view_as(grad_logits)
-                grad_logits = narrow.copy_(grad_logits)
+                # Round into the memory of the logits, which are no longer needed.
+                rounded_gradient = block_memory[: grad_logits.numel()].view_as(grad_logits)
+                grad_logits = rounded_gradient.copy_(grad_logits)
             gradients.add(block, grad_logits)
         return *gradients.collect(), *(None,) * 7
 
@@ -181,16 +182,17 @@ def _combine_blocks(
 
     `log_totals` and `entropies` [blocks, tokens] are those within each block.
     """
-    top = log_totals.logsumexp(0)
-    all_reduce(top, group, dist.ReduceOp.MAX)
-    shares = (log_totals - top).exp()
+    largest_total = log_totals.logsumexp(0)
+    all_reduce(largest_total, group, dist.ReduceOp.MAX)
+    # Relative to the largest total of all ranks, no exponential overflows.
+    shares = (log_totals - largest_total).exp()
     if is_truncated:
-        log_totals = log_totals.where(shares > 0, top)  # Avoids 0 * inf for blocks without tokens of a set.
-    sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
+        log_totals = log_totals.where(shares > 0, largest_total)  # Avoids 0 * inf for blocks without tokens of a set.
+    sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + largest_total - log_totals)).sum(0)])
     all_reduce(sums, group, dist.ReduceOp.SUM)
-    target_logit, total, weighted_entropies = sums
+    target_logit, sum_of_shares, weighted_entropies = sums
     # The blocks' mean entropy, and the entropy of the choice of a block.
-    log_total, entropy = top + total.log(), weighted_entropies / total + total.log()
+    log_total, entropy = largest_total + sum_of_shares.log(), weighted_entropies / sum_of_shares + sum_of_shares.log()
     return target_logit - log_total, log_total, entropy
 
 
@@ -235,11 +237,11 @@ class HeadGradients:
         """
         rows = slice(block.start, block.stop)
         if self._needs_hidden:
-            self._hidden_gradient = self._with_product(grad_logits, rows)
+            self._hidden_gradient = self._add_product(grad_logits, rows)
         if self._weight_gradient is not None:
             torch.mm(grad_logits.T, self._hidden, out=self._weight_gradient[rows])
 
-    def _with_product(self, grad_logits: Tensor, rows: slice) -> Tensor:
+    def _add_product(self, grad_logits: Tensor, rows: slice) -> Tensor:
         """Return the gradient of the hidden states plus a block's product. With several blocks it is float32."""
         weight, total = self._weight[rows], self._hidden_gradient
         if len(weight) == len(self._weight):
@@ -274,7 +276,7 @@ class Truncation:
         This rank's vocabulary part starts at `first_token_id` and is cut into `blocks`.
         """
         self._blocks = blocks
-        self._is_cut = support.counts > 0
+        self._has_set = support.counts > 0
         self._columns = support.token_ids.long() - first_token_id
         tokens = torch.arange(len(support.counts), device=support.counts.device)
         # As the size of the result is known, the host does not wait for the counts.
@@ -289,7 +291,7 @@ class Truncation:
         columns = self._columns - block.start
         # Ids of other blocks go to an extra column. Selecting this block's ids would make the host wait.
         columns = torch.where((columns >= 0) & (columns < len(block)), columns, len(block))
-        is_excluded = self._is_cut[:, None].repeat(1, len(block) + 1)
+        is_excluded = self._has_set[:, None].repeat(1, len(block) + 1)
         is_excluded.index_put_((self._tokens, columns), is_excluded.new_zeros(()))
         return is_excluded[:, :-1]
 

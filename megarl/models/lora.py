@@ -170,7 +170,7 @@ class Adapter(nn.Module):
         return torch.stack([error, update])
 
 
-def attach(
+def attach_adapters(
     chunk: PackedModel,
     linears: Collection[str],
     *,

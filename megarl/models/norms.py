@@ -26,8 +26,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` [..., hidden_size]. The result has the weight's dtype; `x` may be wider."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        wide_x = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + self.eps)
         if self.is_zero_centered:
-            return (normed * (1.0 + self.weight.to(wide.dtype))).to(self.weight.dtype)
+            return (normed * (1.0 + self.weight.to(wide_x.dtype))).to(self.weight.dtype)
         return normed.to(self.weight.dtype) * self.weight

@@ -24,7 +24,7 @@ def scale_rotated_queries(attention: type[nn.Module], shape: ModelShape) -> type
     """
     channels, factor = shape.rotary_channels, shape.rotary.attention_factor**2
 
-    # `policy.evaluating` finds core attention by this ending of its name.
+    # `policy.evaluation_mode` finds core attention by this ending of its name.
     class ScaledDotProductAttention(attention):
         def forward(self, query: Tensor, *arguments: Any, **named: Any) -> Tensor:
             """Scale the rotated channels of `query` [tokens, ..., heads, head_dim], the first ones, then attend."""

@@ -38,7 +38,7 @@ def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
 
 
 @contextmanager
-def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def evaluation_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Context in which these model chunks are in evaluation mode: no dropout, no router noise."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     # Transformer Engine 2.11 selects other attention kernels in evaluation mode. But old log-probs must come from the
@@ -228,8 +228,8 @@ class PolicyModel(PackedModel):
 
     def head_weight(self) -> Tensor:
         """Return this rank's rows of the output layer, [local tokens, hidden_size]. Only on the last stage."""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         assert weight is not None
         return weight[: self.num_local_tokens]
 

@@ -44,6 +44,7 @@ class FlashKernel(NamedTuple):
     window: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        # After the lengths: dropout, whether the attention is causal, and no mask for debugging.
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *self.lengths, 0.0, self._is_causal, False, **self._options
         )

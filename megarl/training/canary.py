@@ -35,8 +35,8 @@ def compute_canary(model: TrainingEngine) -> CanaryReport:
     """
     start = time.monotonic()
     rows = canary_rows(model)
-    first, second = _record_outputs(model, rows), _record_outputs(model, rows)
-    return CanaryReport(first, [output.number for output in second], time.monotonic() - start)
+    first_outputs, second_outputs = _record_outputs(model, rows), _record_outputs(model, rows)
+    return CanaryReport(first_outputs, [output.number for output in second_outputs], time.monotonic() - start)
 
 
 def _record_outputs(model: TrainingEngine, rows: list[TokenBatch]) -> list[Output]:

@@ -25,7 +25,7 @@ from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.shape import ModelShape
 from megarl.groups.megatron_ranks import permuted_ranks, require_gpu_backends
 from megarl.models.layer_caches import drop_weight_copies
-from megarl.models.policy import PackedModel, evaluating
+from megarl.models.policy import PackedModel, evaluation_mode
 from megarl.platform import device
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.host.host_arena import HostArena
@@ -161,7 +161,7 @@ class ModelShard:
         host_values = torch.cat(values_of_rows).float().cpu().numpy()
         row_ends = np.cumsum([len(values) for values in values_of_rows])
         return [
-            np.stack([unpack_row(token_values, batch.lengths, batch.padded) for token_values in values.T])
+            np.stack([unpack_row(token_values, batch.lengths, batch.padded_lengths) for token_values in values.T])
             for values, (_, batch) in zip(np.split(host_values, row_ends[:-1]), outputs, strict=True)
         ]
 
@@ -172,7 +172,7 @@ class ModelShard:
         stage.
         """
         faults.reach("logprobs")
-        with torch.no_grad(), evaluating(self.chunks):
+        with torch.no_grad(), evaluation_mode(self.chunks):
             return get_forward_backward_func()(**self.schedule_arguments(rows, process_row, forward_only=True))
 
     def share_rows(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:

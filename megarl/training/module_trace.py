@@ -100,10 +100,10 @@ def make_model_namer(chunk: nn.Module) -> Callable[[str], str]:
         match = _LOCAL_LAYER.fullmatch(name)
         if match is None:
             return name
-        prefix, chunk_number, rest = match.groups()
+        prefix, chunk_number, suffix = match.groups()
         # Megatron's `layer_number` counts the model's layers from 1.
         layer_number = getattr(modules.get(prefix + chunk_number), "layer_number", None)
-        return name if layer_number is None else f"{prefix}{layer_number - 1}{rest}"
+        return name if layer_number is None else f"{prefix}{layer_number - 1}{suffix}"
 
     return to_model_name
 

@@ -18,7 +18,7 @@ from megarl.tracking.model_outputs import NotFinite, Place
 from megarl.training.model import ModelShard
 from megarl.training.module_trace import ModuleTrace, list_chunk_numbers, make_model_namer
 from megarl.training.objective import RowLoss
-from megarl.training.rows.metrics import losses_of, read
+from megarl.training.rows.metrics import losses_of, read_metrics
 
 _KINDS = ("weight", "output", "loss", "gradient")
 """Kinds of tensors, causes before effects."""
@@ -39,14 +39,14 @@ def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Ca
     saved_buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
     with _skip_reduction(model):
         with trace.recording(), torch.enable_grad():
-            row_metrics = read(get_forward_backward_func()(**model.schedule_arguments(rows, objective)))
+            row_metrics = read_metrics(get_forward_backward_func()(**model.schedule_arguments(rows, objective)))
         model.release_feeds()
         losses_by_row = [losses_of(row) for row in row_metrics]
         first_candidate = next(_list_candidates(model, rows, trace, losses_by_row), None)
     # Routers count tokens per expert in buffers. The second pass must not count.
     for buffer, values in saved_buffers.items():
         buffer.copy_(values)
-    return _find_first_of_all(first_candidate, model.device)
+    return _find_first_finding(first_candidate, model.device)
 
 
 @contextmanager
@@ -107,10 +107,10 @@ def _find_not_finite_tensors(
     """Yield a chunk's tensors [*shape] that are not finite: kind, place and name in the model."""
     if not tensors:
         return
-    flags = torch.stack([_flag_not_finite(values) for values in tensors.values()]).tolist()
-    for call, (name, flag) in enumerate(zip(tensors, flags, strict=True)):
-        if flag:
-            yield kind, Place(0, chunk, call), rename(name)
+    not_finite_flags = torch.stack([_flag_not_finite(values) for values in tensors.values()]).tolist()
+    for tensor_index, (name, is_not_finite) in enumerate(zip(tensors, not_finite_flags, strict=True)):
+        if is_not_finite:
+            yield kind, Place(0, chunk, tensor_index), rename(name)
 
 
 def _find_faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -> list[str]:
@@ -119,7 +119,7 @@ def _find_faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -
     ]
 
 
-def _find_first_of_all(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
+def _find_first_finding(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
     """Return the first of all ranks' findings, and the ranks with the same finding. A collective."""
     # An all-reduce of zeros and one rank's numbers is a gather.
     # Numbers of each rank: kind (0: nothing found), place, and the name's bytes.

@@ -135,7 +135,7 @@ class _PolicyObjective:
         is_supervised = per_token.get("supervised")
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _select_gradient(is_of_policy, output)
-        old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
+        old_logprobs = old_or_current_logprobs(policy_logprobs, batch)
         weights, metrics_of_weights = self._importance_weights(old_logprobs, batch)
         # A token with weight 0 has no policy loss, so an infinite one must not reach its gradient.
         loss_logprobs = policy_logprobs if weights is None else _select_gradient(weights != 0, policy_logprobs)
@@ -210,14 +210,16 @@ class _PolicyObjective:
         return coefficient * weight * divergence, metrics
 
 
-def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
+def old_or_current_logprobs(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     """Return the log-probs [tokens] in the ratio's denominator, without gradient; `policy_logprobs` is [tokens].
 
     They are the batch's `old_logprobs`, or this pass's where these are NaN or missing.
     """
-    current = policy_logprobs.detach()
-    old = batch.per_token.get("old_logprobs")
-    return current if old is None else torch.where(old.isnan(), current, old)
+    current_logprobs = policy_logprobs.detach()
+    old_logprobs = batch.per_token.get("old_logprobs")
+    return (
+        current_logprobs if old_logprobs is None else torch.where(old_logprobs.isnan(), current_logprobs, old_logprobs)
+    )
 
 
 def _compute_importance_weights(
@@ -227,15 +229,15 @@ def _compute_importance_weights(
 
     `old_logprobs` is [tokens]. Corrections of whole samples need each sample within one row.
     """
-    name, row, local = config.importance_sampling, batch.row, batch.row.local
-    assert name is not None
+    correction, row, local = config.importance_sampling, batch.row, batch.row.local
+    assert correction is not None
     assert local is not None
-    old, rollout, mask = (
+    old_row, rollout_row, mask_row = (
         whole_row(values, row) for values in (old_logprobs, batch.per_token["rollout_logprobs"], batch.mask.float())
     )
-    tokens = old, rollout, _sample_borders(batch), mask > 0
-    weights = importance_weights(name, *tokens, **config.correction_settings)
-    return weights[local], unbounded_weights(name, *tokens)[local]
+    token_arguments = old_row, rollout_row, _sample_borders(batch), mask_row > 0
+    weights = importance_weights(correction, *token_arguments, **config.correction_settings)
+    return weights[local], unbounded_weights(correction, *token_arguments)[local]
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:
@@ -257,8 +259,10 @@ def critic_objective(config: CriticConfig) -> Objective:
     """Return the loss of a critic. Metric: `train/clipped`, the fraction of tokens with a clipped value."""
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-        per_token, [predicted] = batch.per_token, _select_gradient(batch.mask, output)
-        loss, metrics = clipped_value_loss(predicted, per_token["values"], per_token["returns"], clip=config.clip)
+        per_token, [predicted_values] = batch.per_token, _select_gradient(batch.mask, output)
+        loss, metrics = clipped_value_loss(
+            predicted_values, per_token["values"], per_token["returns"], clip=config.clip
+        )
         return weighted_loss(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
 
     return objective
@@ -273,25 +277,25 @@ def _make_answer_objective(
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         """Return a row's loss and metrics. `output[0]` [own tokens] has log-probs, or a reward model's scores."""
-        per_token = output[0]
+        token_values = output[0]
         row, local_positions = batch.row, batch.row.local
         assert local_positions is not None
-        cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=local_positions.device).cumsum(0)
+        cu_seqlens = torch.tensor([0, *batch.padded_lengths.tolist()], device=local_positions.device).cumsum(0)
         mask = whole_row(batch.mask.float(), row) > 0
-        reference = batch.per_token.get("reference_logprobs", torch.zeros_like(per_token))
+        reference_logprobs = batch.per_token.get("reference_logprobs", torch.zeros_like(token_values))
         sums, reference_sums, lengths = (
             sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
-            for values in (per_token, reference, torch.ones_like(per_token))
+            for values in (token_values, reference_logprobs, torch.ones_like(token_values))
         )
         # An answer's tokens may be on several context-parallel ranks. First the loss is differentiated by the answers'
         # sums. Then each rank applies these slopes to its own tokens.
         sums.requires_grad_()
         if preference_loss is kto:
             assert numbers.kto_kl is not None
-            desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
-            losses, rewards = preference_loss(sums, reference_sums, desirable, kl=numbers.kto_kl, **settings)
+            is_desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
+            losses, rewards = preference_loss(sums, reference_sums, is_desirable, kl=numbers.kto_kl, **settings)
             token_loss = losses.detach() / lengths
-            answer_metrics = _kto_metrics(rewards, desirable, config.beta * numbers.kto_kl)
+            answer_metrics = _kto_metrics(rewards, is_desirable, config.beta * numbers.kto_kl)
         else:
             pairs = (values.view(-1, 2) for values in (sums, reference_sums, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
@@ -302,7 +306,7 @@ def _make_answer_objective(
         [slopes] = torch.autograd.grad(losses.sum(), sums)
         # Each token gets an equal share of its answer's loss as value, and the slope of its answer's sum as gradient.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[local_positions]
-        loss = token_loss[sequence] + slopes[sequence] * (per_token - per_token.detach())
+        loss = token_loss[sequence] + slopes[sequence] * (token_values - token_values.detach())
         token_metrics = {"train/entropy": output[1]} if len(output) > 1 else {}
         total, count, logged = weighted_loss(loss, token_metrics, batch, batch.mask)
         return total, count, logged | answer_metrics
@@ -362,14 +366,14 @@ def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:
     }
 
 
-def _kto_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, RowMetric]:
-    """Return KTO's metrics, from `rewards` and `desirable` [answers]. An answer wins on its side of `threshold`."""
-    margin = torch.where(desirable, rewards - threshold, threshold - rewards)
+def _kto_metrics(rewards: Tensor, is_desirable: Tensor, threshold: float) -> dict[str, RowMetric]:
+    """Return KTO's metrics, from `rewards` and `is_desirable` [answers]. An answer wins on its side of `threshold`."""
+    margins = torch.where(is_desirable, rewards - threshold, threshold - rewards)
     return {
-        "preference/accuracy": mean_of_all((margin > 0).float()),
-        "preference/margin": mean_of_all(margin),
-        "preference/chosen": mean_of(rewards, desirable),
-        "preference/rejected": mean_of(rewards, ~desirable),
+        "preference/accuracy": mean_of_all((margins > 0).float()),
+        "preference/margin": mean_of_all(margins),
+        "preference/chosen": mean_of(rewards, is_desirable),
+        "preference/rejected": mean_of(rewards, ~is_desirable),
     }
 
 
@@ -398,4 +402,4 @@ def compute_sequence_loss(
 def _sample_borders(batch: Microbatch) -> Tensor:
     """Return the ends of samples in the padded row, int64 [samples + 1], starting with 0."""
     is_last = np.diff(batch.samples, append=-1) != 0
-    return torch.tensor([0, *batch.padded.cumsum()[is_last].tolist()], device=batch.mask.device)
+    return torch.tensor([0, *batch.padded_lengths.cumsum()[is_last].tolist()], device=batch.mask.device)

@@ -42,7 +42,6 @@ class OptimizerStep:
         learning_rate = self._optimizer.param_groups[0]["lr"]
         losses = [loss for row in rows for loss in losses_of(row)]
         num_tokens = sum(tokens.number for tokens in select(rows, TOKENS))
-        # Without a trained token, weight decay and momentum would still move the weights.
         losses_are_finite = bool(np.isfinite(losses).all())
         is_finite_on_all_ranks, has_tokens = self._reduce_flags(
             losses_are_finite, num_tokens > 0, self._finite_flags_outside_norm()
@@ -50,6 +49,7 @@ class OptimizerStep:
         is_mismatch_exceeded = self._is_mean_above(role.max_logprob_gap, rows, MISMATCH)
         exceeds_policy_limit = self._is_mean_above(role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
         is_spike = self._is_sum_above(limits.loss, rows, LOSS)
+        # Without a trained token, weight decay and momentum would still move the weights.
         grad_norm, is_applied = step_if_finite(
             self._optimizer,
             is_allowed=has_tokens and is_finite_on_all_ranks and not exceeds_policy_limit and not is_spike,

@@ -72,16 +72,18 @@ class StoredExperts:
 
     def save(self, folder: Path) -> None:
         """Write the stored experts into a checkpoint's folder, one file per sampling rank. Raises DiskFullError."""
-        for sampler in {number % _MAX_RANKS for number in self._arrays}:
-            experts_by_name = {str(n): experts for n, experts in self._arrays.items() if n % _MAX_RANKS == sampler}
+        for sampling_rank in {number % _MAX_RANKS for number in self._arrays}:
+            experts_by_name = {
+                str(number): experts for number, experts in self._arrays.items() if number % _MAX_RANKS == sampling_rank
+            }
             with disk_full_named(folder, sum(experts.nbytes for experts in experts_by_name.values())):
-                _file(folder, sampler).write_bytes(save(experts_by_name))
+                _file(folder, sampling_rank).write_bytes(save(experts_by_name))
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
         """Load this rank's share of these experts from a checkpoint's folder. Raises DataError if one is missing."""
         numbers = self._local_numbers(handles)
-        for sampler in {number % _MAX_RANKS for number in numbers}:
-            file = _file(folder, sampler)
+        for sampling_rank in {number % _MAX_RANKS for number in numbers}:
+            file = _file(folder, sampling_rank)
             experts_by_name = load_file(file) if file.exists() else {}
             self._arrays |= {int(name): experts for name, experts in experts_by_name.items() if int(name) in numbers}
         if missing_numbers := numbers - self._arrays.keys():
@@ -124,19 +126,19 @@ class ExpertExchange:
 
 
 class RankTokens:
-    """The tokens of a packed row in this rank's MoE layers, and their places in the row."""
+    """The tokens of a packed row in this rank's MoE layers."""
 
-    def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+    def __init__(self, batch: TokenBatch, padded_lengths: NDArray[np.int64], row_indices: NDArray[np.int64]) -> None:
         """Find the tokens of this rank.
 
-        `padded` [sequences]: padded lengths. `places` [own tokens]: places in the padded row; -1 is padding.
+        `padded_lengths` is [sequences]. `row_indices` [own tokens]: indices in the padded row; -1 is padding.
         """
         assert batch.experts is not None
-        starts = np.cumsum(padded) - padded
-        sequence = np.repeat(np.arange(len(padded)), padded)[places]
-        token = places - starts[sequence]
+        sequence_starts = np.cumsum(padded_lengths) - padded_lengths
+        sequence = np.repeat(np.arange(len(padded_lengths)), padded_lengths)[row_indices]
+        token = row_indices - sequence_starts[sequence]
         has_experts = batch.experts[sequence, 1] != NO_EXPERTS.number
-        self.is_token = (places >= 0) & (token < batch.lengths[sequence]) & has_experts
+        self.is_token = (row_indices >= 0) & (token < batch.lengths[sequence]) & has_experts
         """[own tokens]: False on padding, and in sequences with `NO_EXPERTS`."""
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = token_runs(batch.experts, sequence, token)
@@ -161,11 +163,11 @@ class RouteFeed(RowFeed):
         if rows[0].experts is None:
             return [None] * len(rows)
         shard = self._shard
-        part = parallel_state.get_tensor_model_parallel_rank() % shard.token_parts
+        rank_part = parallel_state.get_tensor_model_parallel_rank() % shard.token_parts
         own_tokens = []
         for row, batch in zip(rows, batches, strict=True):
-            places = np.split(batch.represented_tokens(), shard.token_parts)[part]
-            own_tokens.append(RankTokens(row, batch.padded, places))
+            row_indices = np.split(batch.represented_tokens(), shard.token_parts)[rank_part]
+            own_tokens.append(RankTokens(row, batch.padded_lengths, row_indices))
         routes = fetch_routes(self._exchange, own_tokens)
         return list(zip(routes, self._count_tokens(routes), strict=True))
 
@@ -196,7 +198,7 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[RankTokens]) -> list[t
     names an expert twice.
     """
     experts_of_tokens = exchange.fetch(np.concatenate([row.runs for row in rows]))
-    _refuse_repeated(experts_of_tokens, exchange.layers)
+    _refuse_repeated_experts(experts_of_tokens, exchange.layers)
     ends = np.cumsum([row.is_token.sum() for row in rows])
     routes = []
     for row, experts in zip(rows, np.split(experts_of_tokens, ends[:-1]), strict=True):
@@ -208,7 +210,7 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[RankTokens]) -> list[t
     return routes
 
 
-def _refuse_repeated(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
+def _refuse_repeated_experts(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
     """Raise DataError if the route of a token, in `routes` [tokens, layers, top_k], names an expert twice.
 
     Megatron would send the token once, and `count_by_expert` would count two, so buffers would have wrong sizes.
@@ -216,12 +218,12 @@ def _refuse_repeated(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
     """
     # Compared pair by pair: for 8 experts per token, this takes 0.4 of the time of sorting.
     choices = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
-    for first, second in combinations(choices, 2):
-        if (equal := first == second).any():
-            token, layer = np.argwhere(equal)[0]
+    for first_choice, second_choice in combinations(choices, 2):
+        if (is_equal := first_choice == second_choice).any():
+            token, layer = np.argwhere(is_equal)[0]
             raise DataError(
-                f"router replay: the engine's route of a token names expert {first[token, layer]} twice, in layer "
-                f"{layers[layer]} of the model (from 0); set trainer.router_replay=false"
+                f"router replay: the engine's route of a token names expert {first_choice[token, layer]} twice, in "
+                f"layer {layers[layer]} of the model (from 0); set trainer.router_replay=false"
             )
 
 

@@ -41,7 +41,7 @@ from megarl.training.parts.choice import build_engine_parts, select_model_parts,
 from megarl.training.parts.engine_part import EnginePart
 from megarl.training.replica import Replica
 from megarl.training.roles import Role, role_of_critic, role_of_policy
-from megarl.training.rows.metrics import Signal, read
+from megarl.training.rows.metrics import Signal, read_metrics
 from megarl.types import MegarlError
 
 Part = TypeVar("Part", bound=EnginePart)
@@ -150,10 +150,10 @@ class TrainingEngine(ModelShard):
     def _optimizer_state(self) -> Iterator[Tensor]:
         """Yield moments and master weights, without tensors shared with parameters or gradients."""
         shared_storages = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self.gradient_buffers())}
-        for part in self.optimizer.chained_optimizers:
-            inner: Any = part.optimizer
-            tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
-            tensors += [value for state in inner.state.values() for value in state.values()]
+        for optimizer_part in self.optimizer.chained_optimizers:
+            inner_optimizer: Any = optimizer_part.optimizer
+            tensors = [parameter for group in inner_optimizer.param_groups for parameter in group["params"]]
+            tensors += [value for state in inner_optimizer.state.values() for value in state.values()]
             for tensor in tensors:
                 # Scalars are step counts, which are not moved.
                 if not torch.is_tensor(tensor) or tensor.numel() <= 1:
@@ -244,7 +244,7 @@ class TrainingEngine(ModelShard):
             self.clear_gradients()
             with self._gradient_passes(replica_rows, objective) as arguments:
                 rows_metrics = get_forward_backward_func()(**arguments)
-            update = self.apply(read(rows_metrics), limits or UpdateLimits())
+            update = self.apply(read_metrics(rows_metrics), limits or UpdateLimits())
             if self.optimizer_step.skipped_in_a_row == 1:
                 with self._update_context():
                     self._not_finite = find_not_finite(self, replica_rows, objective)

@@ -46,11 +46,12 @@ def transformers_logprobs(
 def _memory_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> str | None:
     """Return why the model does not fit into host memory; None: it fits."""
     num_bytes = dtype.itemsize * sum(map(prod, hf_tensors(read_model_shape(folder, override)).values()))
-    limit = min(_LARGEST_BYTES, int(_SHARE * available_bytes()))
-    if num_bytes <= limit:
+    limit_bytes = min(_LARGEST_BYTES, int(_SHARE * available_bytes()))
+    if num_bytes <= limit_bytes:
         return None
     return (
-        f"the model needs {num_bytes / 2**30:.1f} GiB of host memory, and {limit / 2**30:.1f} GiB may be used for this"
+        f"the model needs {num_bytes / 2**30:.1f} GiB of host memory, but at most {limit_bytes / 2**30:.1f} GiB may be "
+        "used for the comparison"
     )
 
 
@@ -58,8 +59,8 @@ def _load_model(folder: str, override: Mapping[str, Any], dtype: torch.dtype) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = completed_config(read_object(Path(folder) / "config.json"), Path(folder))
-    changed = apply_override(fields, override)
-    config = AutoConfig.for_model(**changed) if override else AutoConfig.from_pretrained(folder)
+    changed_fields = apply_override(fields, override)
+    config = AutoConfig.for_model(**changed_fields) if override else AutoConfig.from_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=False).eval()
 
 

@@ -80,7 +80,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(loss: str, monkeypatch: 
     )
     [gradient] = torch.autograd.grad(total, logits)
     exact = logits.detach().double().requires_grad_()
-    starts = row.padded.cumsum() - row.padded
+    starts = row.padded_lengths.cumsum() - row.padded_lengths
     sums = []
     for start, datum in zip(starts, sent, strict=True):
         targets = torch.from_numpy(datum.inputs["target_tokens"])

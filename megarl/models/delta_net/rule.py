@@ -23,15 +23,15 @@ _NORM_EPSILON = 1e-6
 class _Chunks(NamedTuple):
     """Chunks of the sequences of a row, sequence by sequence.
 
-    `places` [tokens]: index of each token in the padded chunks, flattened. `steps`: the chunks of each step
-    [sequences], longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
+    `padded_indices` [tokens]: index of each token in the padded chunks, flattened. `steps`: the chunks of each step
+    [sequences], longest sequence first. `output_order` [chunks] sorts the outputs of all steps by chunk.
     """
 
     num_chunks: int
     size: int
-    places: Tensor
+    padded_indices: Tensor
     steps: tuple[Tensor, ...]
-    order: Tensor
+    output_order: Tensor
 
 
 def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
@@ -40,13 +40,13 @@ def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     Shapes: x [tokens, channels], weight [channels, width] with the current token's factor last, positions [tokens] in
     their sequences from 0; returns [tokens, channels].
     """
-    wide = widen(x)
+    wide_x = widen(x)
     factors = widen(weight)
-    out = wide * factors[:, -1]
-    for back in range(1, min(weight.size(1), len(x))):
-        earlier = F.pad(wide[:-back], (0, 0, back, 0))
-        is_inside = (positions >= back).unsqueeze(1)
-        out = out + torch.where(is_inside, earlier, 0.0) * factors[:, -1 - back]
+    out = wide_x * factors[:, -1]
+    for distance in range(1, min(weight.size(1), len(x))):
+        earlier_x = F.pad(wide_x[:-distance], (0, 0, distance, 0))
+        is_in_sequence = (positions >= distance).unsqueeze(1)
+        out = out + torch.where(is_in_sequence, earlier_x, 0.0) * factors[:, -1 - distance]
     return out.to(x.dtype)
 
 
@@ -67,23 +67,26 @@ def gated_delta_rule(
     k = _split_into_chunks(_normalise(key), chunks)
     v = _split_into_chunks(widen(value), chunks)
     decay = _split_into_chunks(widen(log_decay).unsqueeze(-1), chunks).squeeze(-1).cumsum(-1)
-    rate = _split_into_chunks(widen(beta).unsqueeze(-1), chunks)
+    write_rate = _split_into_chunks(widen(beta).unsqueeze(-1), chunks)
 
     all_pairs = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device)
     # Mask before the exponential: later tokens would overflow, and their gradient would be NaN.
     decay_between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(all_pairs.triu(1), -torch.inf).exp()
     decay_since_start = decay.exp().unsqueeze(-1)
     # The updates of a chunk's tokens depend on each other: a triangular system. Its diagonal of ones is not stored.
-    triangular_system = (rate * (k @ k.mT) * decay_between).tril(-1)
+    triangular_system = (write_rate * (k @ k.mT) * decay_between).tril(-1)
     solution = torch.linalg.solve_triangular(
-        triangular_system, torch.cat([rate * v, rate * decay_since_start * k], dim=-1), upper=False, unitriangular=True
+        triangular_system,
+        torch.cat([write_rate * v, write_rate * decay_since_start * k], dim=-1),
+        upper=False,
+        unitriangular=True,
     )
     new_values, read_keys = solution.split([v.size(-1), k.size(-1)], dim=-1)
     scores = (q @ k.mT) * decay_between
     decayed_queries = q * decay_since_start
     last_decay = decay[..., -1:]
     decayed_keys = k * (last_decay - decay).exp().unsqueeze(-1)
-    whole_decay = last_decay.exp().unsqueeze(-1)
+    chunk_decay = last_decay.exp().unsqueeze(-1)
 
     # Only the state goes from chunk to chunk. Each step computes one chunk of every sequence that still has one.
     state = v.new_zeros(len(lengths), v.size(1), k.size(-1), v.size(-1))
@@ -91,11 +94,11 @@ def gated_delta_rule(
     for step in chunks.steps:
         # Sequences are sorted by length, so the sequences with another chunk come first.
         state = state[: len(step)]
-        written = new_values[step] - read_keys[step] @ state
-        outputs.append(decayed_queries[step] @ state + scores[step] @ written)
-        state = state * whole_decay[step] + decayed_keys[step].mT @ written
-    out = torch.cat(outputs)[chunks.order].transpose(1, 2).flatten(0, 1)
-    return out[chunks.places].to(value.dtype)
+        written_values = new_values[step] - read_keys[step] @ state
+        outputs.append(decayed_queries[step] @ state + scores[step] @ written_values)
+        state = state * chunk_decay[step] + decayed_keys[step].mT @ written_values
+    out = torch.cat(outputs)[chunks.output_order].transpose(1, 2).flatten(0, 1)
+    return out[chunks.padded_indices].to(value.dtype)
 
 
 def widen(x: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ def _split_into_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
 
     Zeros do not change the state of the delta rule.
     """
-    padded = x.new_zeros(chunks.num_chunks * chunks.size, *x.shape[1:]).index_copy(0, chunks.places, x)
+    padded = x.new_zeros(chunks.num_chunks * chunks.size, *x.shape[1:]).index_copy(0, chunks.padded_indices, x)
     return padded.view(chunks.num_chunks, chunks.size, *x.shape[1:]).transpose(1, 2)
 
 
@@ -127,7 +130,7 @@ def _make_chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
     chunk_tokens = int(min(_CHUNK_TOKENS, sequence_lengths.max()))
     num_chunks = divide_up(sequence_lengths, by=chunk_tokens)
     first_chunks = num_chunks.cumsum() - num_chunks
-    places = ranges(first_chunks * chunk_tokens, sequence_lengths)
+    padded_indices = ranges(first_chunks * chunk_tokens, sequence_lengths)
     longest_first = np.argsort(-num_chunks, kind="stable")
     steps = [
         first_chunks[longest_first[: int((num_chunks > step).sum())]] + step for step in range(int(num_chunks.max()))
@@ -135,7 +138,7 @@ def _make_chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
     return _Chunks(
         int(num_chunks.sum()),
         chunk_tokens,
-        torch.tensor(places, device=device),
+        torch.tensor(padded_indices, device=device),
         tuple(torch.tensor(step, device=device) for step in steps),
         torch.tensor(np.argsort(np.concatenate(steps)), device=device),
     )

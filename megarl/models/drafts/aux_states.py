@@ -25,12 +25,12 @@ class AuxStates:
         """Observe the layers of `aux_layers` in this chunk. The numbers count from 0 and ascend."""
         layers: Any = model.decoder.layers
         # Megatron numbers layers from 1, over all stages.
-        first = layers[0].layer_number - 1
-        for number in aux_layers:
-            if first <= number < first + len(layers):
-                layers[number - first].register_forward_pre_hook(self._capture, with_kwargs=True)
-        self.num_received = sum(number < first for number in aux_layers)
-        self.num_sent = sum(number < first + len(layers) for number in aux_layers)
+        first_layer = layers[0].layer_number - 1
+        for layer in aux_layers:
+            if first_layer <= layer < first_layer + len(layers):
+                layers[layer - first_layer].register_forward_pre_hook(self._capture, with_kwargs=True)
+        self.num_received = sum(layer < first_layer for layer in aux_layers)
+        self.num_sent = sum(layer < first_layer + len(layers) for layer in aux_layers)
         self.is_collecting = False
         self._states: list[Tensor] = []
 

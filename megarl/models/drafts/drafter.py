@@ -128,8 +128,8 @@ class Drafter(nn.Module):
         factor = self.shape.rotary.attention_factor
         cos, sin = (values.mul(factor).to(vectors.dtype) for values in (angles.cos(), angles.sin()))
         # Channels i and i + head_dim / 2 are a pair, as in Hugging Face's Llama.
-        first, second = vectors.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        first_half, second_half = vectors.chunk(2, dim=-1)
+        return torch.cat([first_half * cos - second_half * sin, second_half * cos + first_half * sin], dim=-1)
 
 
 def attend(
@@ -267,12 +267,12 @@ class DrafterHead:
         those of step 0 for the whole row. `sequence_starts` [row tokens] as in `DrafterRow`.
         """
         chunk_outputs = []
-        for first in range(0, len(query_indices), _CHUNK_QUERIES):
-            chunk = slice(first, first + _CHUNK_QUERIES)
+        for chunk_start in range(0, len(query_indices), _CHUNK_QUERIES):
+            chunk = slice(chunk_start, chunk_start + _CHUNK_QUERIES)
             chunk_indices = query_indices[chunk]
-            chunk_starts = sequence_starts[chunk_indices]
-            key_indices = np.arange(chunk_starts[0], chunk_indices[-1] + 1)
-            is_attended = (key_indices >= chunk_starts[:, None]) & (key_indices <= chunk_indices[:, None])
+            starts_of_queries = sequence_starts[chunk_indices]
+            key_indices = np.arange(starts_of_queries[0], chunk_indices[-1] + 1)
+            is_attended = (key_indices >= starts_of_queries[:, None]) & (key_indices <= chunk_indices[:, None])
             mask = torch.from_numpy(is_attended).to(query.device)
             keys = slice(int(key_indices[0]), int(key_indices[-1]) + 1)
             later_chunks = [[tensor[chunk] for tensor in tensors] for tensors in (later_keys, later_values)]
@@ -311,10 +311,10 @@ def attach_drafter(
     # Named as in `families.eagle3.PARAMETERS`.
     model.drafter = drafter
     for parameter in drafter.parameters():
-        mark: Any = parameter
+        megatron_parameter: Any = parameter
         # Megatron leaves parameters marked `shared` out of the gradient's norm. It adds up gradients marked
         # `sequence_parallel` over the tensor-parallel ranks, each with other positions.
-        mark.shared, mark.sequence_parallel = True, model.config.sequence_parallel
+        megatron_parameter.shared, megatron_parameter.sequence_parallel = True, model.config.sequence_parallel
     head = DrafterHead(model, drafter, aux_states, num_steps)
     model.extra_heads.append(head)
     return head

@@ -20,9 +20,9 @@ def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_
     Shapes: tokens [tokens]; positions [tokens] (None: no embedding is zero); table [local vocabulary, hidden_size],
     rows from `first_token_id` on. The vocabulary is split over `group`.
     """
-    local = tokens - first_token_id
-    is_local = (local >= 0) & (local < len(table))
-    embeddings = F.embedding(local.clamp(0, len(table) - 1), table) * is_local[:, None]
+    local_ids = tokens - first_token_id
+    is_local = (local_ids >= 0) & (local_ids < len(table))
+    embeddings = F.embedding(local_ids.clamp(0, len(table) - 1), table) * is_local[:, None]
     all_reduce(embeddings, group, torch.distributed.ReduceOp.SUM)
     if positions is not None:
         embeddings = embeddings.masked_fill_(positions[:, None] == 0, 0.0)

@@ -90,16 +90,16 @@ def _gather_vocabulary(logits: Tensor, widths: Sequence[int], group: dist.Proces
     return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
-def _mask_outside(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
-    """Return bool [count, vocabulary] for `count` tokens from token `first` on: True for ids outside a token's set.
+def _mask_outside(support: Support, first_token: int, num_tokens: int, vocabulary_size: int) -> Tensor:
+    """Return bool [num_tokens, vocabulary_size] from token `first_token` on: True for ids outside a token's set.
 
     A token without a set has only False.
     """
     ends_of_sets = support.counts.long().cumsum(0)
-    counts = support.counts[first : first + count].long()
-    last_end = int(ends_of_sets[first + count - 1])
-    ids = support.token_ids[last_end - int(counts.sum()) : last_end].long()
-    is_excluded = (counts > 0)[:, None].repeat(1, vocabulary)
-    tokens = torch.arange(count, device=ids.device).repeat_interleave(counts)
+    counts = support.counts[first_token : first_token + num_tokens].long()
+    last_set_end = int(ends_of_sets[first_token + num_tokens - 1])
+    ids = support.token_ids[last_set_end - int(counts.sum()) : last_set_end].long()
+    is_excluded = (counts > 0)[:, None].repeat(1, vocabulary_size)
+    tokens = torch.arange(num_tokens, device=ids.device).repeat_interleave(counts)
     is_excluded[tokens, ids] = False
     return is_excluded

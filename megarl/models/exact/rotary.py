@@ -28,10 +28,12 @@ class RotaryTable:
         # Padding after a sequence of full length has positions beyond the table. Its angle does not matter.
         positions = positions.clamp(max=len(self._cosines) - 1)
         cosines, sines = (table[positions].float()[:, None] for table in (self._cosines, self._sines))
-        width = cosines.size(-1)
-        first, second, unrotated = x.split([width, width, x.size(-1) - 2 * width], dim=-1)
-        first, second = first.float(), second.float()
-        rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+        half_width = cosines.size(-1)
+        first_half, second_half, unrotated = x.split([half_width, half_width, x.size(-1) - 2 * half_width], dim=-1)
+        first_half, second_half = first_half.float(), second_half.float()
+        rotated = torch.cat(
+            [first_half * cosines - second_half * sines, second_half * cosines + first_half * sines], dim=-1
+        )
         if x.dtype == torch.bfloat16 and rotary.truncates():
             rotated = _truncate(rotated)
         return torch.cat([rotated.to(x.dtype), unrotated], dim=-1)
@@ -39,6 +41,7 @@ class RotaryTable:
 
 def _truncate(values: Tensor) -> Tensor:
     """Cut float32 values [*shape] to the bits of bfloat16. The gradient passes unchanged."""
-    cut = (values.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
-    # Subtraction and addition are exact, because the two values are very close. So the result has the bits of `cut`.
-    return values + (cut - values.detach())
+    truncated = (values.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    # Subtraction and addition are exact, because the two values are very close. So the result has the bits of
+    # `truncated`.
+    return values + (truncated - values.detach())

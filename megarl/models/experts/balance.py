@@ -92,7 +92,7 @@ class UpdateRouter(TopKRouter):
         """Rows of checkpointed passes, in order: the backward pass computes them again."""
         self._row_of_pass: RowTokens | None = None
 
-    def begin(self, num_tokens: int) -> None:
+    def begin_update(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.tokens_per_expert = None
         self.loss_sums = {}
@@ -224,13 +224,13 @@ class ExpertBalance:
     def needs_counts(self) -> bool:
         return any(name in self._losses for name in _WHOLE_BATCH)
 
-    def begin(self, num_tokens: int) -> None:
+    def begin_update(self, num_tokens: int) -> None:
         """Prepare for an update of `num_tokens` tokens, summed over all ranks."""
         for router in self._routers:
-            router.begin(num_tokens)
+            router.begin_update(num_tokens)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def count_tokens(self) -> Iterator[None]:
         """Context for forward passes that count the tokens per expert. At its end, counts are summed over the ranks."""
         for router in self._routers:
             router.is_counting = True

@@ -42,11 +42,11 @@ class TokenTree:
     chunk's segment, the chunk's first token and its end. `gathered_index` [stored tokens]: index of each stored token
     in the ranks' tokens, rank after rank; None on a single rank.
 
-    All further fields are this rank's. `num_represented` [own tokens], on the host: tokens of sequences stored at each
-    place; 0 for padding. `stored_of` [tokens]: place, among the own tokens, of each token of the sequences on this rank
-    (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next one. `edge_sources`
-    [edges]: places of the own tokens before each edge. `edges` [tokens]: the edge to the token after each token; any
-    edge for the last token.
+    All further fields are this rank's. `num_represented` [own tokens], on the host: tokens of sequences that each one
+    represents; 0 for padding. `stored_of` [tokens]: index, among the own tokens, of each token of the sequences on this
+    rank (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next one.
+    `edge_sources` [edges]: indices of the own tokens before each edge. `edges` [tokens]: the edge to the token after
+    each token; any edge for the last token.
     """
 
     reach: Tensor
@@ -102,11 +102,11 @@ class TokenTree:
 
     def attended_mask(self, window: int = 0) -> Tensor:
         """Return the mask of attended keys, bool [own tokens, stored tokens]. Window 0 has no limit."""
-        token, own_tokens = torch.arange(len(self.reach), device=self.reach.device), self._own_on_device[:, None]
-        mask = (token <= own_tokens) & (own_tokens < self.reach)
+        tokens, own_tokens = torch.arange(len(self.reach), device=self.reach.device), self._own_on_device[:, None]
+        mask = (tokens <= own_tokens) & (own_tokens < self.reach)
         if window:
-            position = self._positions_on_device
-            mask &= position[own_tokens] - position < window
+            positions = self._positions_on_device
+            mask &= positions[own_tokens] - positions < window
         return mask
 
     def block_mask(self, window: int = 0) -> BlockMask:
@@ -160,7 +160,7 @@ class TokenTree:
             np.minimum.reduceat(reach_of_token, key_firsts),
         )
         query_blocks, key_blocks = np.ix_(np.arange(len(query_firsts)), np.arange(len(key_firsts)))
-        first_query, last_query = (self.own_tokens[places][query_blocks] for places in (query_firsts, query_lasts))
+        first_query, last_query = (self.own_tokens[borders][query_blocks] for borders in (query_firsts, query_lasts))
         # True if some query may attend to some key of the block. The mask's function then decides for each pair.
         is_needed = (key_firsts[key_blocks] <= last_query) & (farthest_reach[key_blocks] > first_query)
         is_full = (key_lasts[key_blocks] <= first_query) & (nearest_reach[key_blocks] > last_query)
@@ -190,7 +190,7 @@ class TokenTree:
 class TreePart:
     """One call of a kernel: some blocks of queries and the keys of each block, padded to the largest block.
 
-    `queries` are own tokens, `keys` stored tokens. Both are a slice, or (places in padded arrays, tokens). Shapes
+    `queries` are own tokens, `keys` stored tokens. Both are a slice, or (indices in padded arrays, tokens). Shapes
     without heads: `query_shape` and `key_shape` (blocks, length); `mask` bool broadcast to [blocks, 1, queries, keys].
     """
 
@@ -323,9 +323,9 @@ class _MergedAttention(torch.autograd.Function):
             )
             lse[tokens] = merged_lse
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype))
-            out *= (lse - total).exp()[..., None]
-            lse = total
+            lse_with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out *= (lse - lse_with_sinks).exp()[..., None]
+            lse = lse_with_sinks
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.parts, ctx.scale = parts, scale
@@ -421,13 +421,13 @@ def _make_part(
 def _list_block_tokens(
     starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device
 ) -> slice | tuple[Tensor, Tensor]:
-    """Return the tokens of some blocks: a slice for one block, else (places in the padded array, tokens), [tokens]
-    each.
+    """Return the tokens of some blocks: a slice for one block, else (indices in the padded array, tokens),
+    [tokens] each.
     """
     if len(starts) == 1:
         return slice(int(starts[0]), int(starts[0] + sizes[0]))
-    places = ranges(np.arange(len(sizes)) * sizes.max(), sizes)
-    return torch.from_numpy(places).to(device), torch.from_numpy(ranges(starts, sizes)).to(device)
+    padded_indices = ranges(np.arange(len(sizes)) * sizes.max(), sizes)
+    return torch.from_numpy(padded_indices).to(device), torch.from_numpy(ranges(starts, sizes)).to(device)
 
 
 def _pad_blocks(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
@@ -437,9 +437,9 @@ def _pad_blocks(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[i
     """
     if isinstance(tokens, slice):
         return x[tokens].transpose(0, 1)[None]
-    padded_places, token_indices = tokens
+    padded_indices, token_indices = tokens
     padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy_(
-        0, padded_places, x.index_select(0, token_indices)
+        0, padded_indices, x.index_select(0, token_indices)
     )
     return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
 

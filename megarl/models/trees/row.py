@@ -24,25 +24,27 @@ class TreeRow(PackedRow):
     tree: TokenTree = field(kw_only=True)
 
     @classmethod
-    def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> TreeRow:
-        """Return the row of sequences stored as a tree. `longest`: length of the longest sequence.
+    def from_tree(
+        cls, tree: TokenTree, storing_ranks: NDArray[np.int64], longest_sequence: int, cp_rank: int = 0
+    ) -> TreeRow:
+        """Return the row of sequences stored as a tree. `longest_sequence`: length of the longest sequence.
 
-        `holders` [tokens]: the context-parallel rank that stores each token of the sequences.
+        `storing_ranks` [tokens]: the context-parallel rank that stores each token of the sequences.
         """
         device = tree.reach.device
         lengths = torch.tensor([0, len(tree.own_tokens)], dtype=torch.int32, device=device)
-        local = np.flatnonzero(holders == cp_rank)
+        local = np.flatnonzero(storing_ranks == cp_rank)
         gathered_index, longest_part = None, 0
         if tree.gathered_index is not None:
-            places, longest_part = places_by_rank(holders)
-            gathered_index = torch.from_numpy(places).to(device)
+            rank_order_index, longest_part = places_by_rank(storing_ranks)
+            gathered_index = torch.from_numpy(rank_order_index).to(device)
         return cls(
             # Rotary angles follow `positions`. Kernels for packed rows would count from each sequence's start instead.
             qkv_format="packed",
             cu_seqlens_q=lengths,
             cu_seqlens_kv=lengths,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            max_seqlen_q=longest_sequence,
+            max_seqlen_kv=longest_sequence,
             positions=torch.from_numpy(tree.positions[tree.own_tokens]).to(device),
             local=torch.from_numpy(local).to(device),
             host_local=local,
@@ -73,8 +75,8 @@ class TreeRow(PackedRow):
 class TreeTokens(RowTokens):
     """The stored tokens of a tree on one rank.
 
-    `weights` int64 [stored tokens] counts the sequences' tokens stored at each place. `sequences` describes the tokens
-    [tokens] of the sequences, and `stored_of` int64 [tokens] has the stored token of each.
+    `weights` int64 [stored tokens] counts the sequences' tokens that each one represents. `sequences` describes the
+    tokens [tokens] of the sequences, and `stored_of` int64 [tokens] has the stored token of each.
     """
 
     stored_of: Tensor

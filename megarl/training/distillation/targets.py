@@ -66,18 +66,19 @@ class TargetPositions:
         ordinal = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
         return cls(indices_in_row(row.lengths, padded_lengths)[is_trained] - 1, sequence, ordinal)
 
-    def select_local(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
-        """Select the positions stored on this rank; `local` [tokens] are this rank's places in the row.
+    def select_local(self, rank_indices: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
+        """Select the positions stored on this rank; `rank_indices` [tokens] are the row's indices of this rank's
+        tokens.
 
-        Returns these positions, and the index of each in `local`.
+        Returns these positions, and the index of each in `rank_indices`.
         """
-        position_of_index = np.full(max(local.max(initial=-1), self.index_in_row.max(initial=-1)) + 1, -1)
+        position_of_index = np.full(max(rank_indices.max(initial=-1), self.index_in_row.max(initial=-1)) + 1, -1)
         position_of_index[self.index_in_row] = np.arange(len(self.index_in_row))
-        local_indices = position_of_index[local]
-        is_target = local_indices >= 0
-        local_indices = local_indices[is_target]
+        positions_of_rank = position_of_index[rank_indices]
+        is_target = positions_of_rank >= 0
+        positions_of_rank = positions_of_rank[is_target]
         return TargetPositions(
-            self.index_in_row[local_indices], self.sequence[local_indices], self.ordinal[local_indices]
+            self.index_in_row[positions_of_rank], self.sequence[positions_of_rank], self.ordinal[positions_of_rank]
         ), is_target.nonzero()[0]
 
 
@@ -199,7 +200,7 @@ def _local_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[
     tokens.
     """
     assert row.target_keys is not None and batch.row.host_local is not None
-    positions, indices = TargetPositions.of_row(row, batch.padded).select_local(batch.row.host_local)
+    positions, indices = TargetPositions.of_row(row, batch.padded_lengths).select_local(batch.row.host_local)
     is_of_teacher = row.target_keys[positions.sequence, 0] == teacher
     return TargetPositions(
         positions.index_in_row[is_of_teacher], positions.sequence[is_of_teacher], positions.ordinal[is_of_teacher]

@@ -91,7 +91,7 @@ def store_model_targets(model: ModelShard, rows: Sequence[TokenBatch] | None, st
         # A collective: every rank takes part, also if another rank stores the row.
         targets = whole_row(output, batch.row)
         if row_index % num_sharing_ranks == index_among_ranks:
-            positions = TargetPositions.of_row(row, batch.padded)
+            positions = TargetPositions.of_row(row, batch.padded_lengths)
             trained_targets = targets[torch.from_numpy(positions.index_in_row).to(targets.device)]
             num_not_finite += count_not_finite(trained_targets, model.recipe.distillation, model.dtype)
             _store_by_sequence(row, positions, trained_targets, stored)

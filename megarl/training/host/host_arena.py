@@ -141,8 +141,8 @@ class HostArena:
         mapping = self._mappings[-1]
         start, stop = mapping.num_used, mapping.num_used + num_bytes
         mapping.num_used += aligned_bytes(num_bytes)
-        first, last = start // self._chunk_bytes, divide_up(stop, by=self._chunk_bytes)
-        return HostCopy(mapping.memory[start:stop], mapping.chunks[first:last])
+        first_chunk, end_chunk = start // self._chunk_bytes, divide_up(stop, by=self._chunk_bytes)
+        return HostCopy(mapping.memory[start:stop], mapping.chunks[first_chunk:end_chunk])
 
     def _lock_all(self, chunks: Sequence[_Chunk]) -> None:
         for chunk in chunks:

@@ -51,15 +51,15 @@ def is_hybrid(optimizer: Any) -> bool:
 
 def allocate_moments(optimizer: Any) -> None:
     """Allocate an optimizer's state as zeros before its first step. Megatron's `dummy_step` would change weights."""
-    inner = optimizer.optimizer
-    for sub_optimizer in inner.sub_optimizers:
+    inner_optimizer = optimizer.optimizer
+    for sub_optimizer in inner_optimizer.sub_optimizers:
         for parameter in _parameters(sub_optimizer):
             state = sub_optimizer.state[parameter]
             if "exp_avg" not in state:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
                 if _is_torch(sub_optimizer):
                     state["step"] = torch.zeros((), device=parameter.device)
-    inner._sync_sub_optimizers_state_to_hdo()
+    inner_optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def set_step(optimizer: Any, step: int) -> None:
@@ -76,12 +76,12 @@ def set_step(optimizer: Any, step: int) -> None:
 
 def without_hybrid_settings(state: dict[str, Any]) -> dict[str, Any]:
     """Return a distributed optimizer's state without the settings of `HybridDeviceOptimizer`."""
-    inner = state["optimizer"]
+    inner_state = state["optimizer"]
     # A checkpoint must not depend on the fraction in host memory: a later run may use another.
     groups = [
-        {name: value for name, value in group.items() if name not in _SETTINGS} for group in inner["param_groups"]
+        {name: value for name, value in group.items() if name not in _SETTINGS} for group in inner_state["param_groups"]
     ]
-    return {**state, "optimizer": {**inner, "param_groups": groups}}
+    return {**state, "optimizer": {**inner_state, "param_groups": groups}}
 
 
 def _parameters(sub_optimizer: torch.optim.Optimizer) -> list[Tensor]:

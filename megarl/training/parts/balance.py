@@ -27,9 +27,9 @@ class BalancePart(EnginePart):
         """
         num_tokens = torch.tensor(sum(len(row.token_ids) for row in rows), device=self._shard.device)
         torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
-        self._balance.begin(int(num_tokens))
+        self._balance.begin_update(int(num_tokens))
         if self._balance.needs_counts:
-            with span("count tokens per expert"), self._balance.counting():
+            with span("count tokens per expert"), self._balance.count_tokens():
                 self._shard.run_forward([row.with_arrays({}) for row in rows], lambda *_, **__: None)
 
     def update_metrics(self) -> dict[str, Metric]:

@@ -65,20 +65,21 @@ class DrafterFeed(RowFeed):
     def _add_weights(self, row: TokenBatch, batch: Microbatch) -> DrafterRow:
         """Add mask and weights to a microbatch. Returns the tokens and sequence starts of its row on all ranks."""
         assert batch.row.host_local is not None
-        lengths, padded, local = batch.lengths, batch.padded, batch.row.host_local
+        lengths, padded_lengths, rank_indices = batch.lengths, batch.padded_lengths, batch.row.host_local
         masks, weights = (
             np.stack(
-                [tokens_ahead(values, lengths, padded, distance=2 + step) for step in range(self._num_steps)], axis=1
+                [tokens_ahead(values, lengths, padded_lengths, distance=2 + step) for step in range(self._num_steps)],
+                axis=1,
             )
             for values in (row.loss_mask, row.per_token["token_weights"])
         )
         decays = self._step_decay ** np.arange(self._num_steps, dtype=np.float32)
         step_weights = np.where(masks, weights * decays, 0.0).astype(np.float32)
-        batch.per_token["drafter_mask"] = torch.from_numpy(masks[local]).to(self._device)
-        batch.per_token["drafter_weights"] = torch.from_numpy(step_weights[local]).to(self._device)
-        tokens = tokens_ahead(row.token_ids, lengths, padded, distance=0)
-        starts = np.repeat(padded.cumsum() - padded, padded)
-        return DrafterRow(torch.from_numpy(tokens).to(self._device), starts)
+        batch.per_token["drafter_mask"] = torch.from_numpy(masks[rank_indices]).to(self._device)
+        batch.per_token["drafter_weights"] = torch.from_numpy(step_weights[rank_indices]).to(self._device)
+        tokens = tokens_ahead(row.token_ids, lengths, padded_lengths, distance=0)
+        sequence_starts = np.repeat(padded_lengths.cumsum() - padded_lengths, padded_lengths)
+        return DrafterRow(torch.from_numpy(tokens).to(self._device), sequence_starts)
 
     def apply(self, chunk: torch.nn.Module, values: DrafterRow | None) -> None:
         assert isinstance(chunk, PolicyModel) and isinstance(chunk.carrier, AuxStates)

@@ -19,7 +19,7 @@ class LoraPart(EnginePart):
         self._chunks = shard.chunks
         lora = shard.recipe.lora
         for chunk in shard.chunks:
-            lora_modules.attach(
+            lora_modules.attach_adapters(
                 chunk,
                 [linear for name in lora.targets for linear in LINEARS[name]],
                 rank=lora.rank,

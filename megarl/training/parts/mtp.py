@@ -48,9 +48,11 @@ class MtpFeed(RowFeed):
     def _add_targets(self, row: TokenBatch, batch: Microbatch) -> Tensor:
         """Add mask and weights to a microbatch. Returns the labels [tokens] of this rank's part of the row."""
         assert batch.row.host_local is not None
-        local = batch.row.host_local
+        rank_indices = batch.row.host_local
         labels, batch.per_token["mtp_mask"], batch.per_token["mtp_weights"] = (
-            torch.from_numpy(tokens_ahead(values, batch.lengths, batch.padded, distance=2)[local]).to(self._device)
+            torch.from_numpy(tokens_ahead(values, batch.lengths, batch.padded_lengths, distance=2)[rank_indices]).to(
+                self._device
+            )
             for values in (row.token_ids, row.loss_mask, row.per_token["token_weights"])
         )
         return labels

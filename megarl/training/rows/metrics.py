@@ -102,26 +102,26 @@ def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
     return RowMetric(Max, largest, is_counted.sum(), needs_tokens=True)
 
 
-def read(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
+def read_metrics(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
     """Read the metrics of all rows from the device, in one copy. The host waits for the rows' passes."""
-    rows_metrics: list[dict[Key, Metric]] = [{} for _ in rows]
-    unread = [
+    metrics_by_row: list[dict[Key, Metric]] = [{} for _ in rows]
+    unread_metrics = [
         (row_metrics, name, metric)
-        for row_metrics, row in zip(rows_metrics, rows, strict=True)
+        for row_metrics, row in zip(metrics_by_row, rows, strict=True)
         for name, metric in row.items()
     ]
-    if not unread:
-        return rows_metrics
+    if not unread_metrics:
+        return metrics_by_row
     # float64 holds counts of tokens exactly.
     numbers_and_counts = torch.stack(
-        [number.double() for *_, metric in unread for number in (metric.number, metric.count)]
+        [number.double() for *_, metric in unread_metrics for number in (metric.number, metric.count)]
     )
     for (row_metrics, name, metric), (number, count) in zip(
-        unread, numbers_and_counts.view(-1, 2).tolist(), strict=True
+        unread_metrics, numbers_and_counts.view(-1, 2).tolist(), strict=True
     ):
         if count or not metric.needs_tokens:
             row_metrics[name] = Mean(number, count) if metric.kind is Mean else metric.kind(number)
-    return rows_metrics
+    return metrics_by_row
 
 
 def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:

@@ -36,7 +36,7 @@ class Microbatch:
     per_token: dict[str, Tensor]
     """Values of each token by name: `token_weights`, `advantages`, `old_logprobs` and others."""
     lengths: NDArray[np.int64]
-    padded: NDArray[np.int64]
+    padded_lengths: NDArray[np.int64]
     """[sequences]: padded length of each sequence of the whole row; `lengths` is without padding."""
     samples: NDArray[np.int64]
     """[sequences]: number of each sequence's sample, ascending. A sample may have several sequences (segments)."""
@@ -52,8 +52,8 @@ class Microbatch:
         """
         assert self.row.host_local is not None
         row_indices = np.split(self.row.host_local, num_parts)[part]
-        starts = self.padded.cumsum() - self.padded
-        sequences = np.repeat(np.arange(len(self.padded)), self.padded)[row_indices]
+        starts = self.padded_lengths.cumsum() - self.padded_lengths
+        sequences = np.repeat(np.arange(len(self.padded_lengths)), self.padded_lengths)[row_indices]
         is_not_padding = row_indices - starts[sequences] < self.lengths[sequences]
         device = self.mask.device
         return RowTokens(
@@ -68,41 +68,41 @@ class Microbatch:
         return self.row.host_local
 
 
-def indices_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index in the padded row of each token: [tokens]. `lengths` and `padded` are [sequences]."""
-    return ranges(padded.cumsum() - padded, lengths)
+def indices_in_row(lengths: NDArray[np.int64], padded_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the index in the padded row of each token: [tokens]. `lengths` and `padded_lengths` are [sequences]."""
+    return ranges(padded_lengths.cumsum() - padded_lengths, lengths)
 
 
 def select_local(
     values: np.ndarray,
     *,
     indices: NDArray[np.int64],
-    padded: NDArray[np.int64],
+    padded_lengths: NDArray[np.int64],
     local: NDArray[np.int64],
     device: torch.device,
 ) -> Tensor:
     """Put values into a row that is zero elsewhere, and return this rank's part of the row.
 
-    `values` [values, ...] go to the positions `indices` [values]. `padded` [sequences]: padded lengths. `local`
+    `values` [values, ...] go to the positions `indices` [values]. `padded_lengths` is [sequences]. `local`
     [tokens]: positions on this rank.
     """
-    row = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
+    row = np.zeros((padded_lengths.sum(), *values.shape[1:]), values.dtype)
     row[indices] = values
     return torch.from_numpy(row[local]).to(device)
 
 
 def tokens_ahead(
-    values: np.ndarray, lengths: NDArray[np.int64], padded: NDArray[np.int64], *, distance: int
+    values: np.ndarray, lengths: NDArray[np.int64], padded_lengths: NDArray[np.int64], *, distance: int
 ) -> np.ndarray:
-    """Shift values within each sequence: in the returned padded row [places], each token has the value of the token
+    """Shift values within each sequence: in the returned padded row [positions], each token has the value of the token
     that is `distance` tokens later.
 
     `values` [tokens] are those of the sequences' tokens. Zero (False): the sequence has no such token.
     """
-    row = np.zeros(padded.sum(), values.dtype)
+    row = np.zeros(padded_lengths.sum(), values.dtype)
     # No token of another sequence is ahead: the first `distance` tokens of a sequence are ahead of none.
     is_ahead = ranges(np.zeros_like(lengths), lengths) >= distance
-    row[indices_in_row(lengths, padded)[is_ahead] - distance] = values[is_ahead]
+    row[indices_in_row(lengths, padded_lengths)[is_ahead] - distance] = values[is_ahead]
     return row
 
 
@@ -118,31 +118,31 @@ def is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
     return predicted
 
 
-def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
+def pad_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
     """Return the padded lengths [sequences] of a row's sequences.
 
     With cp > 1, each is a multiple of 2 * cp. The last one's padding makes the row a multiple of cp * `multiple`.
     """
     # Zigzag context parallelism cuts each sequence into 2 * cp chunks: rank r gets chunks r and 2 * cp - 1 - r.
     sequence_multiple = 2 * cp if cp > 1 else 1
-    padded = round_up(np.asarray(lengths, np.int64), multiple=sequence_multiple)
+    padded_lengths = round_up(np.asarray(lengths, np.int64), multiple=sequence_multiple)
     # Padding only the last sequence extends its chunks by the same length on every rank. All ranks' tokens then divide.
     row_multiple = math.lcm(sequence_multiple, cp * multiple)
-    padded[-1] += -padded.sum() % row_multiple
-    return padded
+    padded_lengths[-1] += -padded_lengths.sum() % row_multiple
+    return padded_lengths
 
 
 def unpack_row(
-    values: NDArray[np.float32], lengths: NDArray[np.int64], padded: NDArray[np.int64]
+    values: NDArray[np.float32], lengths: NDArray[np.int64], padded_lengths: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """Return values of a padded row in the batch's order: float32 [tokens], zero on the first token of a sequence.
 
-    `lengths` and `padded` [sequences]: their lengths in the batch and in the row.
+    `lengths` and `padded_lengths` [sequences]: their lengths in the batch and in the row.
     """
     predicted = is_predicted(borders(lengths))
     unpacked = np.zeros(len(predicted), np.float32)
     # A token's value is at the position before it, which predicts it.
-    unpacked[predicted] = values[indices_in_row(lengths, padded)[predicted] - 1]
+    unpacked[predicted] = values[indices_in_row(lengths, padded_lengths)[predicted] - 1]
     return unpacked
 
 

@@ -103,7 +103,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
         mask=select_predictions(batch.loss_mask),
         per_token={name: select_predictions(values) for name, values in batch.per_token.items()},
         lengths=batch.lengths,
-        padded=batch.lengths,
+        padded_lengths=batch.lengths,
         samples=batch.samples,
         support=support,
         temperature=temperature,
@@ -121,16 +121,16 @@ def _merge_equal_predictions(
     """
     keys = [tree.stored_of[tokens]]
     if sequences is not None and batch.temperatures is not None:
-        _, temperature = np.unique(batch.temperatures, return_inverse=True)
-        keys.append(temperature[sequences[tokens]])
+        _, temperature_numbers = np.unique(batch.temperatures, return_inverse=True)
+        keys.append(temperature_numbers[sequences[tokens]])
     if batch.retained_sets is not None:
         # Comparing the sets would cost more than it saves: answers rarely begin with the same tokens.
         keys.append(np.where(batch.retained_sets.counts[tokens] > 0, tokens, -1))
     if len(keys) == 1:
-        _, first, edge = np.unique(keys[0], return_index=True, return_inverse=True)
+        _, first_tokens, edge_of_token = np.unique(keys[0], return_index=True, return_inverse=True)
     else:
-        _, first, edge = np.unique(np.stack(keys, 1), axis=0, return_index=True, return_inverse=True)
-    return first, edge
+        _, first_tokens, edge_of_token = np.unique(np.stack(keys, 1), axis=0, return_index=True, return_inverse=True)
+    return first_tokens, edge_of_token
 
 
 class _Split(NamedTuple):
@@ -174,16 +174,16 @@ def _make_token_tree(
     device: torch.device,
     local: NDArray[np.int64],
     edges: NDArray[np.int64],
-    sources: NDArray[np.int64],
+    edge_sources: NDArray[np.int64],
 ) -> TokenTree:
     """Return the tree for the model's layers on a context-parallel rank, with the padding as last segments.
 
     `local` [own tokens]: tokens of the sequences stored on this rank. `edges` [tokens]: the edge after each token.
-    `sources` [edges]: the stored token before each edge.
+    `edge_sources` [edges]: the stored token before each edge.
     """
     num_stored, padding = len(tree.parent), split.padding
-    last_ends = num_stored + padding.cumsum()
-    last_starts, last_ends = (last_ends - padding)[padding > 0], last_ends[padding > 0]
+    padding_ends = num_stored + padding.cumsum()
+    padding_starts, padding_ends = (padding_ends - padding)[padding > 0], padding_ends[padding > 0]
     own_tokens = np.flatnonzero(split.ranks == cp_rank)
     gathered_index = None
     if len(padding) > 1:
@@ -191,17 +191,19 @@ def _make_token_tree(
     num_represented = np.append(tree.num_represented, np.zeros(padding.sum(), np.int64))
     stored_of = np.searchsorted(own_tokens, tree.stored_of[local])
     return TokenTree(
-        reach=torch.from_numpy(np.append(tree.reach, np.repeat(last_ends, last_ends - last_starts))).to(device),
-        starts=np.append(tree.starts, last_starts),
-        ends=np.append(tree.ends, last_ends),
-        reaches=np.append(tree.reach[tree.starts], last_ends),
-        positions=np.append(tree.depth, ranges(np.zeros_like(last_starts), last_ends - last_starts)),
+        reach=torch.from_numpy(np.append(tree.reach, np.repeat(padding_ends, padding_ends - padding_starts))).to(
+            device
+        ),
+        starts=np.append(tree.starts, padding_starts),
+        ends=np.append(tree.ends, padding_ends),
+        reaches=np.append(tree.reach[tree.starts], padding_ends),
+        positions=np.append(tree.depth, ranges(np.zeros_like(padding_starts), padding_ends - padding_starts)),
         own_tokens=own_tokens,
         chunks=split.chunks[split.ranks[split.chunks[:, 1]] == cp_rank],
         gathered_index=gathered_index,
         num_represented=num_represented[own_tokens],
         stored_of=torch.from_numpy(stored_of).to(device),
         host_stored_of=stored_of,
-        edge_sources=torch.from_numpy(np.searchsorted(own_tokens, sources)).to(device),
+        edge_sources=torch.from_numpy(np.searchsorted(own_tokens, edge_sources)).to(device),
         edges=torch.from_numpy(edges[local]).to(device),
     )

@@ -81,7 +81,10 @@ class Save:
         # Check the space first, because a partial checkpoint is useless.
         check_space(self._folder, self.num_bytes)
         self._buckets = [
-            (name, [*objects, *zip((item for item, _ in tensors), self._on_host(tensors, asynchronous), strict=True)])
+            (
+                name,
+                [*objects, *zip((item for item, _ in tensors), self._copy_to_host(tensors, asynchronous), strict=True)],
+            )
             for name, objects, tensors in self._buckets
         ]
         self._thread.start()
@@ -93,7 +96,7 @@ class Save:
         """The error that ended this rank's writing; None: it goes on, or is complete."""
         return self._error
 
-    def _on_host(self, tensors: Sequence[tuple[Any, torch.Tensor]], is_copied: bool) -> list[torch.Tensor]:
+    def _copy_to_host(self, tensors: Sequence[tuple[Any, torch.Tensor]], is_copied: bool) -> list[torch.Tensor]:
         """Return the tensors in host memory; with `is_copied`, later changes do not affect them."""
         values = [tensor for _, tensor in tensors]
         if device.current().type == "cuda":
@@ -107,9 +110,9 @@ class Save:
         DiskFullError, or the error that ended the writing.
         """
         # All ranks must decide alike, because finishing is a collective.
-        busy = torch.tensor(int(self._thread.is_alive()), device=device.current())
-        dist.all_reduce(busy)
-        if busy and not wait:
+        num_writing = torch.tensor(int(self._thread.is_alive()), device=device.current())
+        dist.all_reduce(num_writing)
+        if num_writing and not wait:
             return None
         self._thread.join()
         faults.reach("save_finish")
@@ -240,7 +243,12 @@ def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
         "random": _random_states().data,
         "steps": {
             name: max(
-                (step for leaf in model.optimizer.chained_optimizers if (step := optimizer_step(leaf))), default=None
+                (
+                    step
+                    for optimizer_part in model.optimizer.chained_optimizers
+                    if (step := optimizer_step(optimizer_part))
+                ),
+                default=None,
             )
             for name, model in trained.items()
         },
@@ -270,8 +278,8 @@ def restore_common_state(
             # All parts of an optimizer step together, so take the maximum: a rank without parameters of a part has no
             # count.
             step = max((num_steps for state in states.values() if (num_steps := state["steps"][name])), default=None)
-            for leaf in model.optimizer.chained_optimizers:
-                set_optimizer_step(leaf, step)
+            for optimizer_part in model.optimizer.chained_optimizers:
+                set_optimizer_step(optimizer_part, step)
             model.schedule.num_steps = 0
             model.schedule.step(increment=common["schedules"][name])
     if common["layout"] == layout:
@@ -334,10 +342,14 @@ def without_pickles(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restore_training(engine: TrainingEngine, state: dict[str, Any]) -> None:
     """Restore moments, main weights and the step of the learning-rate schedule."""
-    leaves = engine.optimizer.chained_optimizers
-    saved_optimizers = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
+    optimizer_parts = engine.optimizer.chained_optimizers
+    saved_optimizers = (
+        [state["optimizer"]]
+        if len(optimizer_parts) == 1
+        else [state["optimizer"][i] for i in range(len(optimizer_parts))]
+    )
     chunks = _shard_chunks(engine)
-    for optimizer, optimizer_state in zip(leaves, saved_optimizers, strict=True):
+    for optimizer, optimizer_state in zip(optimizer_parts, saved_optimizers, strict=True):
         restore_optimizer(optimizer, optimizer_state, chunks)
     engine.schedule.num_steps = 0
     engine.schedule.step(increment=state["schedule"]["num_steps"])
@@ -436,12 +448,12 @@ def restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[str
 def _random_states() -> ShardedObject:
     """Return this rank's random states of all libraries, as one object of the checkpoint."""
     numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, *rest = numpy_state
+    generator_name, keys, *generator_state = numpy_state
     tracker = get_cuda_rng_tracker()
     assert tracker is not None
     states = {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
+        "numpy": (generator_name, keys.tolist(), *generator_state),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "megatron": tracker.get_states(),

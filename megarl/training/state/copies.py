@@ -214,13 +214,13 @@ def restore_from_copies(
     describing_ranks = {
         origin: rank for rank, origins in reversed(list(enumerate(origins_of_ranks))) for origin in origins
     }
-    descriptions_here = {
+    descriptions_of_rank = {
         copy.origin: (copy.common, copy.layouts)
         for copy in step_copies
         if describing_ranks[copy.origin] == dist.get_rank()
     }
     description_of_origin: dict[int, tuple[Mapping[str, Any], Layouts]] = {}
-    for descriptions in signed.gather(descriptions_here):
+    for descriptions in signed.gather(descriptions_of_rank):
         description_of_origin |= descriptions
     common_by_origin = {origin: common for origin, (common, _) in description_of_origin.items()}
     sources = [
@@ -369,7 +369,7 @@ def _piece(part: StatePart, storage: str, *, offset: int) -> Piece:
     """Return the place of a part: `offset` elements after the start of `storage`."""
     # Scalars, such as a temperature, have no index range; they count as tensors of one element.
     start, shape = part.start or (0,), tuple(part.values.shape) or (1,)
-    box = Box(part.name, start, tuple(a + n for a, n in zip(start, shape, strict=True)))
+    box = Box(part.name, start, tuple(first + size for first, size in zip(start, shape, strict=True)))
     return Piece(box, storage, offset, contiguous_strides(shape))
 
 

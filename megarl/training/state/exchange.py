@@ -33,18 +33,18 @@ class TrainedState:
 
 def copy_state(engine: TrainingEngine) -> TrainedState:
     """Copy the engine's trained state to host memory. The engine must be on its device."""
-    inners = _inner_optimizers(engine)
+    inner_optimizers = _inner_optimizers(engine)
     return TrainedState(
-        tensors=[_on_host(tensor) for tensor in _live_tensors(engine)],
+        tensors=[_copy_to_host(tensor) for tensor in _live_tensors(engine)],
         moments=[
             [
-                {name: _on_host(value) for name, value in inner.state.get(parameter, {}).items()}
-                for parameter in _parameters(inner)
+                {name: _copy_to_host(value) for name, value in inner_optimizer.state.get(parameter, {}).items()}
+                for parameter in _parameters(inner_optimizer)
             ]
-            for inner in inners
+            for inner_optimizer in inner_optimizers
         ],
         # Transformer Engine and apex count steps in the groups, torch in each parameter's state.
-        steps=[[group.get("step") for group in inner.param_groups] for inner in inners],
+        steps=[[group.get("step") for group in inner_optimizer.param_groups] for inner_optimizer in inner_optimizers],
         reduction=engine.gradient_reduction.pending,
     )
 
@@ -52,8 +52,10 @@ def copy_state(engine: TrainingEngine) -> TrainedState:
 def state_bytes(engine: TrainingEngine) -> int:
     """Return the bytes of a copied state after the optimizer's first step."""
     # Adam has two moments in float32.
-    num_main = sum(parameter.numel() for inner in _inner_optimizers(engine) for parameter in _parameters(inner))
-    return sum(tensor.nbytes for tensor in _live_tensors(engine)) + 8 * num_main
+    num_main_weights = sum(
+        parameter.numel() for inner_optimizer in _inner_optimizers(engine) for parameter in _parameters(inner_optimizer)
+    )
+    return sum(tensor.nbytes for tensor in _live_tensors(engine)) + 8 * num_main_weights
 
 
 @torch.no_grad()
@@ -61,13 +63,13 @@ def restore_state(engine: TrainingEngine, state: TrainedState) -> None:
     """Write a state from `copy_state` back into the engine, in place."""
     for tensor, values in zip(_live_tensors(engine), state.tensors, strict=True):
         tensor.copy_(values)
-    for inner, moments, steps in zip(_inner_optimizers(engine), state.moments, state.steps, strict=True):
-        for parameter, values in zip(_parameters(inner), moments, strict=True):
+    for inner_optimizer, moments, steps in zip(_inner_optimizers(engine), state.moments, state.steps, strict=True):
+        for parameter, values in zip(_parameters(inner_optimizer), moments, strict=True):
             # Copy the values: a step changes tensors of the state in place, which must not change the copies.
-            inner.state[parameter] = {name: _to_live(value, parameter) for name, value in values.items()}
+            inner_optimizer.state[parameter] = {name: _to_live(value, parameter) for name, value in values.items()}
             if not values:
-                del inner.state[parameter]
-        for group, step in zip(inner.param_groups, steps, strict=True):
+                del inner_optimizer.state[parameter]
+        for group, step in zip(inner_optimizer.param_groups, steps, strict=True):
             group.pop("step", None)
             if step is not None:
                 group["step"] = step
@@ -88,9 +90,9 @@ def read_state(file: Path) -> TrainedState:
 
 def drop_moments(engine: TrainingEngine) -> None:
     """Reset the optimizer: no moments and no steps. Main weights stay."""
-    for inner in _inner_optimizers(engine):
-        inner.state.clear()
-        for group in inner.param_groups:
+    for inner_optimizer in _inner_optimizers(engine):
+        inner_optimizer.state.clear()
+        for group in inner_optimizer.param_groups:
             group.pop("step", None)
 
 
@@ -102,7 +104,9 @@ def trained_parameters(engine: TrainingEngine) -> list[Tensor]:
 def _live_tensors(engine: TrainingEngine) -> Iterator[Tensor]:
     """Yield trained weights, gradient buffers and the optimizer's main weights, each memory once."""
     addresses: set[int] = set()
-    main_weights = [parameter for inner in _inner_optimizers(engine) for parameter in _parameters(inner)]
+    main_weights = [
+        parameter for inner_optimizer in _inner_optimizers(engine) for parameter in _parameters(inner_optimizer)
+    ]
     for tensor in (*trained_parameters(engine), *engine.gradient_buffers(), *main_weights):
         # With float32 weights the optimizer trains the parameters themselves, or views of their buffers.
         if tensor.numel() and tensor.data_ptr() not in addresses:
@@ -119,7 +123,7 @@ def _parameters(inner: Any) -> list[Tensor]:
     return [parameter for group in inner.param_groups for parameter in group["params"]]
 
 
-def _on_host(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -75,10 +75,10 @@ def _make_optimizer_boxes(
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         start, stop = range_map["param"].start, range_map["param"].end
         boxes_by_parameter[parameter_index] = {
-            f"{name}.{number}": box
+            f"{name}.{box_index}": box
             for name in _TENSORS
             if name in tensors
-            for number, box in enumerate(
+            for box_index, box in enumerate(
                 _cut_range_into_boxes(parameter, descriptions[id(parameter)], name, tensors[name], start, stop)
             )
         }

@@ -73,9 +73,9 @@ def fetch_values(parallel: ParallelConfig, layers: list[list[int]], sequence_par
         )  # fmt: skip
         assert made.row.local is not None
         places = np.split(made.row.local.numpy(), parts)[at.tp % parts]
-        own.append(RankTokens(batch.select(row), made.padded, places))
-        whole = np.tile(np.arange(TOP_K), (made.padded.sum(), NUM_LAYERS, 1))
-        for start, s in zip(made.padded.cumsum() - made.padded, row, strict=True):
+        own.append(RankTokens(batch.select(row), made.padded_lengths, places))
+        whole = np.tile(np.arange(TOP_K), (made.padded_lengths.sum(), NUM_LAYERS, 1))
+        for start, s in zip(made.padded_lengths.cumsum() - made.padded_lengths, row, strict=True):
             if s != UNROUTED:
                 whole[start : start + LENGTHS[s]] = replayed(s, LENGTHS[s])
         expected.append(whole[places][:, layers[at.pp]])
@@ -168,7 +168,7 @@ def fetch_repeated() -> str:
     batch = TokenBatch.from_sequences([TrainingSequence(np.arange(9), np.ones(9, bool))])
     batch.experts = np.array([held.store(experts)])
     row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"), cp=1, cp_rank=0)
-    own = [RankTokens(batch, row.padded, np.arange(9))]
+    own = [RankTokens(batch, row.padded_lengths, np.arange(9))]
     # The first two layers have sound routes.
     assert len(fetch_routes(ExpertExchange(held, [0, 1], TOP_K), own)) == 1
     try:
@@ -198,7 +198,9 @@ def fetch_for_trees(parallel: ParallelConfig) -> bool:
     tree = row.row.tree
     assert tree is not None and len(tree.positions) - parallel.world_size < 9 + 3 + 3 + 6 <= len(tree.positions)
     places = np.split(row.represented_tokens(), parallel.tp)[at.tp]
-    [found] = fetch_routes(ExpertExchange(held, range(NUM_LAYERS), TOP_K), [RankTokens(batch, row.padded, places)])
+    [found] = fetch_routes(
+        ExpertExchange(held, range(NUM_LAYERS), TOP_K), [RankTokens(batch, row.padded_lengths, places)]
+    )
     wanted = np.concatenate([experts[np.minimum(np.arange(12), 10)] for experts in chosen])
     first = at.tp * len(places)
     assert row.row.local is not None

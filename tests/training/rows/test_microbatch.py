@@ -10,7 +10,7 @@ import torch
 
 from megarl.data.token_batch import TokenBatch
 from megarl.training.rows.choice import make_microbatch
-from megarl.training.rows.microbatch import Microbatch, padded_lengths, tokens_ahead, unpack_row
+from megarl.training.rows.microbatch import Microbatch, pad_lengths, tokens_ahead, unpack_row
 from megarl.types import RetainedSets, TrainingSequence
 
 CPU = torch.device("cpu")
@@ -98,10 +98,10 @@ def test_each_position_has_the_set_of_the_token_that_it_predicts() -> None:
 
 
 def test_padding_makes_every_ranks_tokens_divide() -> None:
-    assert padded_lengths([7, 3], cp=1, multiple=4).tolist() == [7, 5]
-    assert padded_lengths([7, 3], cp=2, multiple=1).tolist() == [8, 4]
-    assert padded_lengths([7, 3], cp=2, multiple=4).tolist() == [8, 8]
-    assert padded_lengths([5], cp=2, multiple=3).tolist() == [12]
+    assert pad_lengths([7, 3], cp=1, multiple=4).tolist() == [7, 5]
+    assert pad_lengths([7, 3], cp=2, multiple=1).tolist() == [8, 4]
+    assert pad_lengths([7, 3], cp=2, multiple=4).tolist() == [8, 8]
+    assert pad_lengths([5], cp=2, multiple=3).tolist() == [12]
 
 
 def test_tokens_ahead_are_those_of_the_same_sequence() -> None:
