@@ -54,7 +54,7 @@ def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
     if recipe.drafter is not None:
         yield Objection(
             "rollout.vllm.speculative_config drafts with a model of its own, not proved next to an adapter",
-            "take ngram",
+            "set its method to ngram",
         )
     if recipe.weights.overlap:
         yield Objection("an adapter is sent too fast to overlap with training", "set weights.overlap=false")

@@ -21,7 +21,7 @@ _GIB = 2**30
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
     """Return the GiB of a rank's KV cache for one sequence of the longest possible length."""
     block = block_tokens(recipe) or BLOCK_TOKENS["cuda"]
-    return float(gib_text(needed_bytes(recipe, shape, block=block, tokens=recipe.context_tokens)))
+    return float(gib_text(sequence_cache_bytes(recipe, shape, block_tokens=block, tokens=recipe.context_tokens)))
 
 
 def sets_cache_size(recipe: Recipe) -> bool:
@@ -55,16 +55,16 @@ def block_tokens(recipe: Recipe) -> int | None:
     return block if isinstance(block, int) and block >= 1 else None
 
 
-def needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) -> int:
+def sequence_cache_bytes(recipe: Recipe, shape: ModelShape, *, block_tokens: int, tokens: int) -> int:
     """Return the bytes of a rank's KV cache for one sequence of `tokens`, plus one block reserved by vLLM."""
     rollout = recipe.rollout
     # An FP8 cache takes one byte per number.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
     engine = shape.with_draft_layers(recipe.rollout.drafts_with_model_layers)
     block_bytes = cache_block_bytes(
-        engine, rollout.tp, block_tokens=block, itemsize=item_bytes, draft_layers=bool(recipe.drafter)
+        engine, rollout.tp, block_tokens=block_tokens, itemsize=item_bytes, draft_layers=bool(recipe.drafter)
     )
-    return (divide_up(tokens, by=block) + 1) * block_bytes
+    return (divide_up(tokens, by=block_tokens) + 1) * block_bytes
 
 
 def gib_text(size: int) -> str:

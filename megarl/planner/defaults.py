@@ -21,7 +21,7 @@ from megarl.planner.gpus_of_run import gpu_memory, ranks_on_cpu
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.memory.devices import MARGIN_GIB
 from megarl.planner.memory.memory_table import Phase
-from megarl.planner.memory.models import Built, Models
+from megarl.planner.memory.models import Models, PlannedModel
 from megarl.planner.predictions import models_of, planned_models
 from megarl.planner.recovery import leaves_recovery_open, recovery_defaults, with_recovery
 from megarl.planner.rows import forward_row_tokens
@@ -113,9 +113,13 @@ def with_chunk_tokens(recipe: Recipe) -> Recipe:
     except DataError:
         return recipe  # The checks of the model folder report it.
     is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
-    scoring_models = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
+    scoring_models = [
+        models.policy,
+        *(planned_model for name, planned_model in models.frozen.items() if name in recipe.teachers),
+    ]
     chunk_tokens = min(
-        logprob_chunk_tokens(recipe, built.shape, built.parallel, is_gpu=is_gpu) for built in scoring_models
+        logprob_chunk_tokens(recipe, planned_model.shape, planned_model.parallel, is_gpu=is_gpu)
+        for planned_model in scoring_models
     )
     return with_field_values(recipe, {_CHUNK: chunk_tokens})
 
@@ -133,16 +137,16 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
             if field == _OFFLOAD and offloads(completed) == [()]:
                 continue
             yield f"{_format_field(completed, field)} by default: {savings.explain(field, completed)}"
-    cache, rows = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
-    if cache != written.rollout.kv_cache_gib:
-        yield f"{_CACHE} = {cache:g} by default: the rest of a GPU's memory"
-    if rows != written.trainer.max_tokens_per_forward:
-        yield f"{_ROWS} = {rows} by default: the longest rows within an update's memory"
+    cache_gib, row_tokens = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
+    if cache_gib != written.rollout.kv_cache_gib:
+        yield f"{_CACHE} = {cache_gib:g} by default: the rest of a GPU's memory"
+    if row_tokens != written.trainer.max_tokens_per_forward:
+        yield f"{_ROWS} = {row_tokens} by default: the longest rows within an update's memory"
     if completed.trainer.keep_logits != written.trainer.keep_logits:
         yield f"{KEEP_LOGITS} = true by default: an update leaves {MARGIN_GIB:g} GiB of a GPU"
-    chunk = completed.trainer.logprob_chunk_tokens
-    if chunk != written.trainer.logprob_chunk_tokens:
-        yield f"{_CHUNK} = {chunk} by default: by time and memory, at most 1 GiB of logits"
+    chunk_tokens = completed.trainer.logprob_chunk_tokens
+    if chunk_tokens != written.trainer.logprob_chunk_tokens:
+        yield f"{_CHUNK} = {chunk_tokens} by default: by time and memory, at most 1 GiB of logits"
     yield from recovery_defaults(written, completed)
 
 
@@ -291,7 +295,7 @@ def _format_field(recipe: Recipe, field: str) -> str:
     return f"{name} = {value}" + f" ({', '.join(recipe.trainer.recompute_modules)})" * is_selective
 
 
-def _engines_alone(policy: Built) -> Built:
+def _engines_alone(policy: PlannedModel) -> PlannedModel:
     parallel = policy.parallel
     engines = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=parallel.rollout_tp, rollout_ep=parallel.rollout_ep)
-    return Built(policy.shape, replace(engines, rollout_ranks=parallel.num_ranks))
+    return PlannedModel(policy.shape, replace(engines, rollout_ranks=parallel.num_ranks))

@@ -68,7 +68,7 @@ def _find_pipeline_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not trainer.rank_order.endswith("pp") and trainer.pp > 1 and dense_ranks != expert_ranks:
         yield (
             f"trainer.rank_order = {trainer.rank_order}: Megatron needs tp * cp = {dense_ranks} to equal "
-            f"{'etp * ep' if shape.num_experts else 'tp'} = {expert_ranks}; leave it out or change those"
+            f"{'etp * ep' if shape.num_experts else 'tp'} = {expert_ranks}; leave it out or change these sizes"
         )
 
 
@@ -106,11 +106,11 @@ def find_fp8_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         channels_by_part["channels of the shared expert on a rank"] = shape.shared_intermediate_size // trainer.tp
     if shape.has_dense_layers:
         channels_by_part["channels of the feed-forward layer on a rank"] = shape.intermediate_size // trainer.tp
-    for name, number in channels_by_part.items():
-        if number % FP8_BLOCK:
+    for name, num_channels in channels_by_part.items():
+        if num_channels % FP8_BLOCK:
             yield (
-                f"trainer.fp8 = {trainer.fp8}: the model's {number} {name} are not a multiple of {FP8_BLOCK}; leave it "
-                "out, or use smaller parallel sizes"
+                f"trainer.fp8 = {trainer.fp8}: the model's {num_channels} {name} are not a multiple of {FP8_BLOCK}; "
+                "leave it out, or use smaller parallel sizes"
             )
 
 

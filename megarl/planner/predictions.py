@@ -41,8 +41,8 @@ def not_downloaded(recipe: Recipe) -> Iterator[str]:
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
             yield (
-                f"{folder} is not there, so memory is predicted with the sizes of {name}; before a start: hf download "
-                f"{name}"
+                f"{folder} is not on this machine, so memory is predicted with the sizes of {name}; before a start: hf "
+                f"download {name}"
             )
 
 
@@ -55,16 +55,16 @@ def table_of(recipe: Recipe, parallel: ParallelConfig) -> MemoryTable:
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
     """Return the predicted bytes of the fullest rank, keyed by PHASE of the metrics memory/PHASE_gib."""
-    return _table_here(recipe, models_of(recipe, sizes.parallel_of(recipe))).bytes_by_metric()
+    return _predict_table(recipe, models_of(recipe, sizes.parallel_of(recipe))).bytes_by_metric()
 
 
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
     """Return the predicted host memory of a rank on GPUs, by kind of rank, or None (`list_resource_warnings`)."""
     if ranks_on_cpu(recipe) or (models := planned_models(recipe)) is None:
         return None
-    return rank_host_bytes(_table_here(recipe, models))
+    return rank_host_bytes(_predict_table(recipe, models))
 
 
-def _table_here(recipe: Recipe, models: Models) -> MemoryTable:
+def _predict_table(recipe: Recipe, models: Models) -> MemoryTable:
     gpus = gpu_memory(recipe)
     return memory_table(recipe, models, platform_here(recipe), gpu_gib=gpus and gpus.engine)

@@ -56,11 +56,11 @@ def _choose_unset_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    share = f"the copies fit into {_HOST_SHARE:.0%} of a node's memory"
+    reason = f"the copies fit into {_HOST_SHARE:.0%} of a node's memory"
     if completed.cluster.recover != written.cluster.recover:
-        yield f"{RECOVER} = {completed.cluster.recover} by default: {share}"
+        yield f"{RECOVER} = {completed.cluster.recover} by default: {reason}"
     if completed.checkpoint.replicate != written.checkpoint.replicate:
-        yield f"{REPLICATE} = {completed.checkpoint.replicate} by default: {share}"
+        yield f"{REPLICATE} = {completed.checkpoint.replicate} by default: {reason}"
 
 
 def describe_loss(recipe: Recipe) -> str:

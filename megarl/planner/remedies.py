@@ -51,7 +51,7 @@ def list_memory_moves(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
         return _largest_cache(changed, judge)
 
     return (
-        Move(field="trainer.offload", values=_more_offloads(recipe), cost=1.0, step=0.5),
+        Move(field="trainer.offload", values=_list_larger_offloads(recipe), cost=1.0, step=0.5),
         Move(
             field=_SHARE,
             values=({_SHARE: Fitted(fit_cache)},),
@@ -88,14 +88,14 @@ def list_memory_moves(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
         # The recipe check rejects `full` together with a list of modules, so extend the list.
         Move(
             field="trainer.recompute_modules",
-            values=_more_modules(recipe, judge.models.policy.shape),
+            values=_list_more_modules(recipe, judge.models.policy.shape),
             cost=2.5,
             condition=not recomputes_all and lists_modules,
         ),
     )
 
 
-def _more_offloads(recipe: Recipe) -> list[dict[str, Any]]:
+def _list_larger_offloads(recipe: Recipe) -> list[dict[str, Any]]:
     present_states = set(recipe.trainer.offload)
     larger_offloads = (
         in_written_order({*present_states, *states}) for states in offloads(recipe) if not set(states) <= present_states
@@ -103,7 +103,7 @@ def _more_offloads(recipe: Recipe) -> list[dict[str, Any]]:
     return [{"trainer.offload": states} for states in dict.fromkeys(larger_offloads)]
 
 
-def _more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
+def _list_more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
     trainer = recipe.trainer
     module = "mlp" if not shape.num_experts else "moe_act" if trainer.router_replay else "moe"
     modules = (*trainer.recompute_modules, module)
@@ -113,13 +113,13 @@ def _more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
 def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
     """Return the largest KV cache that fits during sampling, in GiB or as a share of the GPU. None: none fits."""
     table = judge.predict(recipe)
-    sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
+    sampling_bytes = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
     engine_gib = judge.gpus.engine
-    excess = max(sampling, default=0) - engine_gib * _GIB
-    if excess <= 0:
+    excess_bytes = max(sampling_bytes, default=0) - engine_gib * _GIB
+    if excess_bytes <= 0:
         return None
-    if (share := recipe.rollout.gpu_memory_utilization) is not None:
-        field, value = _SHARE, math.floor((share - excess / (engine_gib * _GIB)) * 100) / 100
+    if (gpu_share := recipe.rollout.gpu_memory_utilization) is not None:
+        field, value = _SHARE, math.floor((gpu_share - excess_bytes / (engine_gib * _GIB)) * 100) / 100
     else:
         field, value = _CACHE, cache_within(table, engine_gib)
     if value <= 0:
@@ -130,15 +130,15 @@ def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
 
 
 def remedies(
-    recipe: Recipe, judge: MemoryJudge, *, max_remedies: int = 3, before: Mapping[str, Any] | None = None
+    recipe: Recipe, judge: MemoryJudge, *, max_remedies: int = 3, required_values: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Return the cheapest changes with which the recipe fits into memory, cheapest first.
 
-    A change has new values by field; all are needed, and each change is enough alone. `before`: values set in any case.
-    If no change is enough, the search is repeated with the optimizer on the host.
+    A change has new values by field; all are needed, and each change is enough alone. `required_values` are set in any
+    case. If no change is enough, the search is repeated with the optimizer on the host.
     """
-    first_values = dict(before or {})
-    changed_recipe = with_field_values(recipe, first_values)
+    required_values = required_values or {}
+    changed_recipe = with_field_values(recipe, required_values)
     optimizer_on_host = _optimizer_on_host(changed_recipe)
     for fixed_values in [{}, *([optimizer_on_host] if optimizer_on_host is not None else [])]:
         start = with_field_values(changed_recipe, fixed_values)
@@ -155,7 +155,7 @@ def remedies(
             skips=_changes_more_than_needed,
         )
         if ranking.changes:
-            return [first_values | fixed_values | {**change.values} for change in ranking.changes]
+            return [{**required_values} | fixed_values | {**change.values} for change in ranking.changes]
     return []
 
 
@@ -220,16 +220,16 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
 
     None as the cache's size: leave the field out, the default is enough.
     """
-    share = recipe.rollout.gpu_memory_utilization
-    if share is not None:
+    gpu_share = recipe.rollout.gpu_memory_utilization
+    if gpu_share is not None:
         # Try shares in hundredths, the smallest first.
-        shares = [percent / 100 for percent in range(1, 101) if percent / 100 > share]
-        return _find_first_change(recipe, judge, [{_SHARE: larger_share} for larger_share in shares])
+        larger_shares = [percent / 100 for percent in range(1, 101) if percent / 100 > gpu_share]
+        return _find_first_change(recipe, judge, [{_SHARE: larger_share} for larger_share in larger_shares])
     if _find_first_change(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):
         return [{_CACHE: None}]
     # With the smallest cache the run does not fit, so it needs another change.
-    least = least_cache_gib(recipe, judge.models.policy.shape)
-    return remedies(recipe, judge, before={_CACHE: least})
+    least_gib = least_cache_gib(recipe, judge.models.policy.shape)
+    return remedies(recipe, judge, required_values={_CACHE: least_gib})
 
 
 def _find_first_change(recipe: Recipe, judge: MemoryJudge, values: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import FP8_BLOCK
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.memory.models import Models
-from megarl.planner.search import greatest, with_field_values
+from megarl.planner.search import find_greatest, with_field_values
 
 _GIB = 2**30
 _LONGEST_FORWARD = 8
@@ -32,7 +32,7 @@ def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
         )
         return judge.pass_bytes(with_shorter_rows).largest <= judge.gpus.trainer * _GIB
 
-    num_row_steps = greatest(
+    num_row_steps = find_greatest(
         fits,
         low=math.ceil(longest_sample / step_tokens),
         high=(recipe.trainer.max_tokens_per_microbatch - 1) // step_tokens,
@@ -58,7 +58,7 @@ def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
         with_longer_rows = with_field_values(recipe, {"trainer.max_tokens_per_forward": num_row_steps * step_tokens})
         return judge.pass_bytes(with_longer_rows).scoring <= pass_bytes.training
 
-    num_row_steps = greatest(
+    num_row_steps = find_greatest(
         fits, low=math.ceil(update_tokens / step_tokens), high=_LONGEST_FORWARD * update_tokens // step_tokens
     )
     if num_row_steps is None or num_row_steps * step_tokens <= update_tokens:

@@ -104,16 +104,17 @@ def list_choices(moves: Sequence[Move], *, is_partial: bool) -> list[Choice]:
     `is_partial`: moves may be left out, but not all. Otherwise each move takes one of its alternatives.
     """
     possible_moves = [move for move in moves if move.condition and move.values]
+    # Rank -1: the move is left out.
     alternatives_of_moves = [[*([-1] if is_partial else []), *range(len(move.values))] for move in possible_moves]
     choices = [
-        _combine([(move, rank) for move, rank in zip(possible_moves, combination, strict=True) if rank >= 0])
+        _combine_moves([(move, rank) for move, rank in zip(possible_moves, combination, strict=True) if rank >= 0])
         for combination in product(*alternatives_of_moves)
     ]
     choices = [choice for choice in choices if choice.values]
     return sorted(choices, key=lambda choice: len(choice.values)) if is_partial else choices
 
 
-def _combine(moves_and_ranks: Sequence[tuple[Move, int]]) -> Choice:
+def _combine_moves(moves_and_ranks: Sequence[tuple[Move, int]]) -> Choice:
     """Return the choice that takes from each move the alternative of this rank (0: the cheapest)."""
     values: dict[str, Any] = {}
     for move, rank in moves_and_ranks:
@@ -207,7 +208,7 @@ def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     return recipe.model_copy(update=copies)
 
 
-def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
+def find_greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
     """Return the greatest number from `low` to `high` that `fits`, or None. All below a fitting one must fit."""
     if low > high or not fits(low):
         return None

@@ -125,7 +125,7 @@ def find_placement_faults(recipe: Recipe) -> Iterator[str]:
         if engines is not None:
             yield (
                 "cluster.groups.engines: engines have no ranks of their own without rollout.placement = separate; set "
-                "that, or leave the group out"
+                "rollout.placement=separate, or leave the group out"
             )
         return
     num_ranks, tp, product_text = cluster.world_size, rollout.tp, cluster.rank_product

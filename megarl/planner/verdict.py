@@ -123,10 +123,10 @@ def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdi
         f"{limit_bytes / _GIB:.1f}"
     )
     limits_by_phase = {phase.name: limit_bytes for phase in table.phases}
-    if needed_bytes <= limit_bytes and (too_long := _too_long_request(table)) is not None:
+    if needed_bytes <= limit_bytes and (request_text := _too_long_request(table)) is not None:
         changes = tuple(map(_as_overrides, cache_remedies_on_cpus(recipe, models, limit_bytes)))
-        too_long = too_long if changes else f"{too_long}; {_NOTHING_ON_CPUS}"
-        return Verdict(False, f"does not fit on CPUs: {too_long}", limits_by_phase, {}, changes)
+        request_text = request_text if changes else f"{request_text}; {_NOTHING_ON_CPUS}"
+        return Verdict(False, f"does not fit on CPUs: {request_text}", limits_by_phase, {}, changes)
     if needed_bytes <= limit_bytes:
         return Verdict(True, f"fits on CPUs: {text}", limits_by_phase, {})
     excess_bytes = {phase.name: needed_bytes - limit_bytes for phase in table.fullest_host}

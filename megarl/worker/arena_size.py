@@ -25,7 +25,7 @@ def start_arena(
     is_gpu = device.current().type == "cuda"
     platform = Platform(is_gpu=is_gpu, has_transformer_engine=uses_transformer_engine())
     memory = RankMemory(recipe, models, platform, rank)
-    if not (num_bytes := memory.host_copies):
+    if not (num_bytes := memory.host_copy_bytes):
         return HostArena(0)
     # Each copy begins at a cache line.
     return HostArena(num_bytes + memory.max_host_copies * ALIGNMENT)

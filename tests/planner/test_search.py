@@ -12,7 +12,7 @@ from megarl.planner.search import (
     Choice,
     Fitted,
     Move,
-    greatest,
+    find_greatest,
     iterate_in_order,
     list_choices,
     search,
@@ -109,8 +109,8 @@ def test_skipped_choices_are_not_judged(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(0, None), (3, 3), (7, 7), (99, 10)])
 def test_the_greatest_number_that_fits(limit: int, expected: int | None) -> None:
-    assert greatest(lambda number: number <= limit, low=3, high=10) == expected
-    assert greatest(lambda number: True, low=4, high=3) is None
+    assert find_greatest(lambda number: number <= limit, low=3, high=10) == expected
+    assert find_greatest(lambda number: True, low=4, high=3) is None
 
 
 def test_a_changed_recipe_leaves_the_other_one_as_it_is(recipe: Recipe) -> None:

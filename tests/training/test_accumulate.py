@@ -20,7 +20,7 @@ from tests.training.test_training_engine import build, make_updates, recipe_of
 def train_in_passes(recipe: Recipe, parallel: ParallelConfig, num_passes: int) -> dict[str, torch.Tensor]:
     """Return one rank's weights after two steps, each with the gradients of `num_passes` passes."""
     from megarl.training.objective import StepNumbers
-    from megarl.training.rows.metrics import read
+    from megarl.training.rows.metrics import read_metrics
 
     engine, *_ = build(recipe, parallel)
     objective = partial(engine.role.objective, numbers=StepNumbers(0.0))
@@ -32,7 +32,7 @@ def train_in_passes(recipe: Recipe, parallel: ParallelConfig, num_passes: int) -
         measured: list[Any] = []
         for first in range(0, len(rows), size):
             measured += engine.accumulate(rows[first : first + size], objective)
-        assert engine.apply(read(measured), UpdateLimits()).outcome.applied
+        assert engine.apply(read_metrics(measured), UpdateLimits()).outcome.applied
     return {name: value.detach().clone() for name, value in engine.parameters.items()}
 
 

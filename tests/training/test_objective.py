@@ -17,7 +17,7 @@ from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.training.model import ModelShard
 from megarl.training.objective import StepNumbers, critic_objective, mismatch_metrics, policy_objective
 from megarl.training.rows.choice import make_microbatch
-from megarl.training.rows.metrics import name_metrics, read
+from megarl.training.rows.metrics import name_metrics, read_metrics
 from megarl.types import ConfigError, TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rollout.batches import rl_batch
@@ -65,7 +65,7 @@ def loss_on_rank(cp: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     policy_logprobs = (row.per_token["values"] - 1).requires_grad_()
     output = torch.stack([policy_logprobs, torch.zeros_like(policy_logprobs)])
     loss, _, unread = policy_objective(config)(output, row, StepNumbers(0.0))
-    metrics = name_metrics(read([unread])[0])
+    metrics = name_metrics(read_metrics([unread])[0])
     loss.backward()
     assert policy_logprobs.grad is not None
     return {
@@ -249,7 +249,11 @@ def terms_on_rank(algorithm: dict[str, Any], has_old: bool) -> tuple[float, torc
     loss, _, unread = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
     loss.backward()
     assert output.grad is not None and output.grad[0].any()
-    return loss.item(), output.grad, {name: metric.number for name, metric in name_metrics(read([unread])[0]).items()}
+    return (
+        loss.item(),
+        output.grad,
+        {name: metric.number for name, metric in name_metrics(read_metrics([unread])[0]).items()},
+    )
 
 
 @pytest.mark.parametrize("further", ["", ", cu_seqlens, mask"], ids=["of tokens", "of sequences"])
@@ -386,7 +390,9 @@ def test_shares_of_measured_and_bit_equal_tokens_count_tokens_with_a_loss() -> N
         torch.tensor([-1.0, -2.0, -3.25, nan, nan, -6.0]),
     )
     is_counted = torch.tensor([True, True, True, True, False, False])
-    found = {name: metric.number for name, metric in read([mismatch_metrics(trainer, engine, is_counted)])[0].items()}
+    found = {
+        name: metric.number for name, metric in read_metrics([mismatch_metrics(trainer, engine, is_counted)])[0].items()
+    }
     assert found["logprob_gap/measured"] == 3 / 4
     assert found["logprob_gap/bit_equal"] == pytest.approx(2 / 3)
     assert found["logprob_gap/max"] == 0.25

@@ -107,7 +107,7 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
     search.
     """
     work, gpu = model_work(shape_of(row["model"])), GPUS[row["gpu"]]
-    constants = constants.on(gpu)
+    constants = constants.for_gpu(gpu)
     load = Workload(
         lengths=_lengths_of(mean=row["mean_tokens"], limit=row["max_tokens"], prompt=row["prompt_tokens"]),
         num_prompts=row["prompts"],

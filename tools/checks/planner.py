@@ -276,7 +276,7 @@ def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str,
     models = read_models(recipe, read_model_shape(recipe.model.path), parallel)
     memory = RankMemory(recipe, models, CPU, rank, expert_load=1.0)
     plan: dict[str, int] = {}
-    for prefix, states in (("", memory.policy), ("critic ", memory.critic)):
+    for prefix, states in (("", memory.policy_states), ("critic ", memory.critic_states)):
         if prefix and models.critic is None:
             continue
         plan |= {
@@ -291,11 +291,11 @@ def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str,
     return plan | {
         **memory.frozen_bytes,
         "activations": uses["train"].use("activations").host_bytes,
-        "offloaded copies": memory.policy.offloaded_bytes(offload),
-        "page-locked": memory.host_copies,
+        "offloaded copies": memory.policy_states.offloaded_bytes(offload),
+        "page-locked": memory.host_copy_bytes,
         "engine weights": memory.engine.weight_bytes,
         "KV cache": memory.engine.cache_bytes,
-        "staging": memory.staging,
+        "staging": memory.staging_bytes,
     }
 
 

@@ -71,22 +71,22 @@ class Combinations:
         return sizes.parallel_of(self.placed)
 
     @cached_property
-    def numbers_by_trainer(self) -> dict[TrainerSizes, list[int]]:
-        numbers: dict[TrainerSizes, list[int]] = {}
-        for number, option in enumerate(self.trainer_options):
-            numbers.setdefault(option.trainer, []).append(number)
-        return numbers
+    def option_numbers_by_trainer(self) -> dict[TrainerSizes, list[int]]:
+        option_numbers: dict[TrainerSizes, list[int]] = {}
+        for option_number, option in enumerate(self.trainer_options):
+            option_numbers.setdefault(option.trainer, []).append(option_number)
+        return option_numbers
 
-    def options_as_full(self, full: TrainerOption) -> set[int]:
-        """Return the trainer options that need at least as much memory as the option `full`.
+    def options_needing_as_much(self, reference: TrainerOption) -> set[int]:
+        """Return the trainer options that need at least as much memory as the option `reference`.
 
         Their rows (packed micro-batches) are at least as long, and recompute the same modules or none.
         """
         return {
-            number
-            for number in self.numbers_by_trainer[full.trainer]
-            if self.trainer_options[number].row_tokens >= full.row_tokens
-            and self.trainer_options[number].recomputation in (full.recomputation, Recomputation("none"))
+            option_number
+            for option_number in self.option_numbers_by_trainer[reference.trainer]
+            if self.trainer_options[option_number].row_tokens >= reference.row_tokens
+            and self.trainer_options[option_number].recomputation in (reference.recomputation, Recomputation("none"))
         }
 
 
@@ -157,7 +157,10 @@ def iterate_by_bound(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
         group_number = int(np.searchsorted(group_starts, position, side="right")) - 1
         group = groups[group_number]
         position_in_group = int(position - group_starts[group_number])
-        option, engine, offload = np.unravel_index(position_in_group, group.least_seconds.shape)
+        option_number, engine_number, offload_number = np.unravel_index(position_in_group, group.least_seconds.shape)
         yield LayoutChoice(
-            group=group, option_number=int(option), engine_number=int(engine), offload_number=int(offload)
+            group=group,
+            option_number=int(option_number),
+            engine_number=int(engine_number),
+            offload_number=int(offload_number),
         )

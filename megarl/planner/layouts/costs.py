@@ -51,13 +51,13 @@ class LayoutCosts:
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
         # The first update computes its own old log-probs. A reference model scores all samples.
-        passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
+        scoring_passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
         return Workload(
             lengths=self.lengths,
             num_prompts=train.prompts_per_step,
             samples_per_prompt=train.samples_per_prompt,
             updates=updates,
-            scoring_passes=passes,
+            scoring_passes=scoring_passes,
             staleness=self.staleness,
         )
 
@@ -76,11 +76,12 @@ class LayoutCosts:
     @cached_property
     def _state_bytes(self) -> dict[str, int]:
         """The bytes per trained parameter, by state: weight, float32 gradient, main weight and moments."""
-        item = self._item_bytes
+        item_bytes = self._item_bytes
         # Muon has a second moment for embedding and head only, so count one: a lower bound.
         num_moments = {"adam": 2, "muon": 1, "sgd": 0}[self.recipe.optimizer.name]
-        copies = (item < _FLOAT32) + num_moments
-        return {"weights": item, "gradients": _FLOAT32, "optimizer": _FLOAT32 * copies}
+        # Main weights exist only if the weights are narrower than float32.
+        num_float32_copies = (item_bytes < _FLOAT32) + num_moments
+        return {"weights": item_bytes, "gradients": _FLOAT32, "optimizer": _FLOAT32 * num_float32_copies}
 
     @cached_property
     def trainer_cost(self) -> TrainerCost:
@@ -92,7 +93,7 @@ class LayoutCosts:
         return TrainerCost(
             work=work,
             gpu=self.speeds,
-            constants=FITTED.on(self.speeds),
+            constants=FITTED.for_gpu(self.speeds),
             score_flops=work.score_flops(self.lengths.sequences),
             item_bytes=self._item_bytes,
             host_share=self.recipe.trainer.optimizer_offload_fraction,
@@ -145,7 +146,7 @@ class LayoutCosts:
         return RolloutCost(
             work=model_work(self.shape),
             gpu=self.engine_speeds,
-            constants=FITTED.on(self.engine_speeds),
+            constants=FITTED.for_gpu(self.engine_speeds),
             item_bytes=self.engine_item_bytes,
             activation_bytes=self._item_bytes,
             cache_item_bytes=self._cache_item_bytes,
@@ -159,11 +160,12 @@ class LayoutCosts:
         rank_weights = self.trainer_cost.weights_on_rank(layouts)
         expert_weights, dense_weights = rank_weights.experts, rank_weights.dense
         weights = expert_weights + dense_weights
+        # Data-parallel ranks share the optimizer's states. Experts have data-parallel groups of their own.
         optimizer_share = expert_weights / (layouts.world / (layouts.etp * layouts.ep * layouts.pp)) + dense_weights / (
             layouts.dp * layouts.cp
         )
         elements = {"weights": weights, "gradients": weights, "optimizer": optimizer_share}
-        return {state: self._state_bytes[state] * number for state, number in elements.items()}
+        return {state: self._state_bytes[state] * num_elements for state, num_elements in elements.items()}
 
     def offload_seconds(
         self, state_bytes: Mapping[str, NDArray[np.float64]], states: Sequence[str]
@@ -177,7 +179,9 @@ class LayoutCosts:
 
     def model_loading_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
         """Return the seconds to copy each scoring model once from host memory [layouts]."""
-        frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
+        frozen = [
+            self.cost_of(planned_model.shape).weights_on_rank(layouts) for planned_model in self.models.frozen.values()
+        ]
         loaded_weights = sum((weights.experts + weights.dense for weights in frozen), np.zeros(len(layouts.tp)))
         return self._state_bytes["weights"] * loaded_weights / self.speeds.pcie
 
@@ -194,7 +198,7 @@ class LayoutCosts:
     @property
     def other_seconds(self) -> float:
         """Seconds outside all phases, equal for all layouts."""
-        return FITTED.on(self.speeds).sample_seconds * self.workload.num_samples
+        return FITTED.for_gpu(self.speeds).sample_seconds * self.workload.num_samples
 
     def rollout_seconds(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout if each engine has a KV cache of `cache_tokens`."""

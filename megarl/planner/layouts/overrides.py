@@ -28,7 +28,7 @@ def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
     """
     values = dict(placement.values)
     placed_recipe = with_field_values(recipe, values)
-    for field in _idle(recipe, placed_recipe):
+    for field in _list_idle_fields(recipe, placed_recipe):
         values[field] = all_fields()[field].get_default(call_default_factory=True)
     placed_recipe = with_field_values(recipe, values)
     if lacks_correction(placed_recipe):
@@ -42,7 +42,7 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
     A field of the recipe that loses its effect gets `=default`.
     """
     changed_recipe = with_field_values(recipe, values)
-    idle = _idle(recipe, changed_recipe)
+    idle_fields = _list_idle_fields(recipe, changed_recipe)
     recipe_fields = set(fields_set_by_user(recipe))
     # Write these fields even with their default value. Otherwise a start would compute another value.
     changed_values = {
@@ -54,10 +54,10 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
     }
     if has_whole_experts(changed_recipe) != has_whole_experts(recipe):
         changed_values[f"rollout.vllm.{WHOLE_EXPERTS}"] = True if has_whole_experts(changed_recipe) else None
-    return tuple(short_override(field, value) for field, value in (changed_values | dict.fromkeys(idle)).items())
+    return tuple(short_override(field, value) for field, value in (changed_values | dict.fromkeys(idle_fields)).items())
 
 
-def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
+def _list_idle_fields(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
     """Return the fields that `recipe` sets and that `changed_recipe` would ignore, except fields of a mixture's
     sources.
     """

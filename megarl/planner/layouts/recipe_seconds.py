@@ -39,21 +39,21 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
         keeps_logits=bool(trainer.keep_logits),
     )
     forward_tokens = trainer.max_tokens_per_forward or trainer.max_tokens_per_microbatch
-    logprobs = costs.scoring_seconds(layouts, row_tokens=np.array([float(forward_tokens)]))
+    scoring_seconds = costs.scoring_seconds(layouts, row_tokens=np.array([float(forward_tokens)]))
     placement = Placement(ranks=recipe.separate_ranks, staleness=costs.staleness if recipe.separate_ranks else 0)
     engine = EngineSizes(parallel.rollout_tp, parallel.rollout_ep)
     # With gpu_memory_utilization, vLLM chooses the size of the cache. Assume that it holds all requests.
-    has_share = recipe.rollout.gpu_memory_utilization is not None
-    cache = math.inf if has_share else recipe.rollout.kv_cache_gib * 2**30 / costs.token_bytes(engine)
-    offload = costs.model_loading_seconds(layouts) + costs.offload_seconds(
+    sets_gpu_share = recipe.rollout.gpu_memory_utilization is not None
+    cache_tokens = math.inf if sets_gpu_share else recipe.rollout.kv_cache_gib * 2**30 / costs.token_bytes(engine)
+    offload_seconds = costs.model_loading_seconds(layouts) + costs.offload_seconds(
         costs.rank_state_bytes(layouts), trainer.offload
     )
     return StepSeconds(
-        rollout=costs.rollout_seconds(placement, engine, cache).seconds,
-        logprobs=float(logprobs[0]),
+        rollout=costs.rollout_seconds(placement, engine, cache_tokens).seconds,
+        logprobs=float(scoring_seconds[0]),
         train=float(update.seconds[0]),
         reshard=costs.reshard_seconds(placement, engine),
-        offload=float(offload[0]),
+        offload=float(offload_seconds[0]),
         other=costs.other_seconds,
         is_concurrent=placement.staleness > 0,
     )

@@ -31,7 +31,7 @@ from megarl.planner.layouts.overrides import overrides_between, placement_values
 from megarl.planner.layouts.results import FoundLayout, SearchResult
 from megarl.planner.memory import activations
 from megarl.planner.memory.devices import CONTEXT_BYTES, GPU, MARGIN_GIB, GpuMemory
-from megarl.planner.memory.models import Built, Models
+from megarl.planner.memory.models import Models, PlannedModel
 from megarl.planner.memory.rank_memory import RankMemory
 from megarl.planner.predictions import models_of
 from megarl.planner.savings import offloads, recomputations
@@ -231,11 +231,11 @@ class LayoutSearch:
             <= (self.gpus.trainer - MARGIN_GIB) * _GIB
         ):
             return
-        options_as_full = group.options_as_full(option)
+        options_needing_as_much = group.options_needing_as_much(option)
         group.refused["memory: states and activations of an update exceed a GPU"] += len(
-            options_as_full - group.overfull
+            options_needing_as_much - group.overfull
         )
-        group.overfull |= options_as_full
+        group.overfull |= options_needing_as_much
 
     def _is_reshard_overfull(
         self,
@@ -274,7 +274,7 @@ class LayoutSearch:
         if overfull_phases := judge.overfull_phases(table, margin_gib=MARGIN_GIB):
             refused[f"memory: {overfull_phases[0].name} exceeds a GPU"] += 1
             if any(phase.metric in ("train", "logprobs") for phase in overfull_phases):
-                group.overfull |= group.options_as_full(choice.option)
+                group.overfull |= group.options_needing_as_much(choice.option)
             return None
         # Give the KV cache all memory that is left.
         cache_gib = max(least_gib, cache_within(table, self.gpus.engine - MARGIN_GIB))
@@ -322,14 +322,14 @@ class LayoutSearch:
     def _models_on(self, parallel: ParallelConfig) -> Models:
         """Return the run's models with these parallel sizes. Teachers keep their own sizes."""
 
-        def with_parallel(built: Built | None) -> Built | None:
-            return None if built is None else Built(built.shape, parallel)
+        def with_parallel(planned_model: PlannedModel | None) -> PlannedModel | None:
+            return None if planned_model is None else PlannedModel(planned_model.shape, parallel)
 
         policy = with_parallel(self.models.policy)
         assert policy is not None
         frozen = {
-            name: built if name in self.recipe.teachers else Built(built.shape, parallel)
-            for name, built in self.models.frozen.items()
+            name: planned_model if name in self.recipe.teachers else PlannedModel(planned_model.shape, parallel)
+            for name, planned_model in self.models.frozen.items()
         }
         return Models(policy, with_parallel(self.models.critic), frozen)
 

@@ -223,8 +223,8 @@ def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
     layer_bytes_by_kind = []
     if any(kind.has_experts for kind in shape.layers):
         routed_tokens = _count_routed_tokens(shape, parallel, settings)
-        channels = _FORWARD_TENSORS * shape.moe_intermediate_size // parallel.etp
-        layer_bytes_by_kind.append(routed_tokens * (channels + 2 * shape.hidden_size) * size)
+        expert_channels = _FORWARD_TENSORS * shape.moe_intermediate_size // parallel.etp
+        layer_bytes_by_kind.append(routed_tokens * (expert_channels + 2 * shape.hidden_size) * size)
     if not all(kind.has_experts for kind in shape.layers):
         layer_bytes_by_kind.append(tokens * _FORWARD_TENSORS * widths(shape, parallel).feed_forward * size)
     return residual_bytes + hidden_state_bytes + max(layer_bytes_by_kind)
@@ -374,13 +374,13 @@ def _saved_core_bytes(width: Widths, parallel: ParallelConfig, settings: PassSet
 
 def _dense_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes saved by a dense feed-forward layer and the norm before it."""
-    channels = widths(shape, parallel).feed_forward * settings.itemsize
-    norm = _norm_bytes(parallel, settings, shape.hidden_size, is_fused=True)
+    channel_bytes = widths(shape, parallel).feed_forward * settings.itemsize
+    norm_bytes = _norm_bytes(parallel, settings, shape.hidden_size, is_fused=True)
     if "mlp" in settings.recomputed:
         # Transformer Engine's layer contains the norm, so only the residual is saved.
-        return norm if settings.spec == "local" else _layer_input_bytes(shape, parallel, settings)
-    return norm + _count_rank_tokens(parallel, settings) * (
-        _gated_size(channels, settings) + 2 * settings.lora_rank * settings.itemsize
+        return norm_bytes if settings.spec == "local" else _layer_input_bytes(shape, parallel, settings)
+    return norm_bytes + _count_rank_tokens(parallel, settings) * (
+        _gated_size(channel_bytes, settings) + 2 * settings.lora_rank * settings.itemsize
     )
 
 
@@ -416,10 +416,10 @@ def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSet
     saved_bytes += rank_tokens * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
     # Saves the dispatched tokens and the expert's activations. Without a fused kernel, the product is saved again
     # before it is scaled by its probability.
-    weighed_bytes = 0 if settings.fuses_activation else channel_bytes
+    weighted_bytes = 0 if settings.fuses_activation else channel_bytes
     input_bytes_per_token = (shape.hidden_size + 2 * settings.lora_rank) * size
     activation_bytes_per_token = (
-        2 * channel_bytes if "moe_act" in settings.recomputed else _gated_size(channel_bytes, settings) + weighed_bytes
+        2 * channel_bytes if "moe_act" in settings.recomputed else _gated_size(channel_bytes, settings) + weighted_bytes
     )
     saved_bytes += _count_routed_tokens(shape, parallel, settings) * (
         input_bytes_per_token + activation_bytes_per_token

@@ -15,7 +15,7 @@ from megarl.planner.memory import engine_bytes
 from megarl.planner.memory.communicators import Communicator
 from megarl.planner.memory.devices import CONTEXT_BYTES, Platform
 from megarl.planner.memory.memory_table import CacheCapacity
-from megarl.planner.memory.models import Built
+from megarl.planner.memory.models import PlannedModel
 from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.rounding import divide_up
@@ -29,7 +29,7 @@ class EngineMemory:
     """
 
     recipe: Recipe
-    policy: Built
+    policy: PlannedModel
     platform: Platform
     rank: int
     _: KW_ONLY
@@ -105,14 +105,14 @@ class EngineMemory:
         if not self.has_engine:
             return 0
         rollout = self.recipe.rollout
-        default = engine_bytes.BATCHED_TOKENS[self.platform.kind]
+        default_tokens = engine_bytes.BATCHED_TOKENS[self.platform.kind]
         # On CPUs, `platform.cpu.vllm_patches` raises the limit to the longest request.
         if not self.platform.is_gpu:
-            default = max(default, self.recipe.context_tokens)
+            default_tokens = max(default_tokens, self.recipe.context_tokens)
         return engine_bytes.step_bytes(
             self.policy.shape,
             self.parallel.rollout_tp,
-            batched_tokens=int(rollout.vllm.get("max_num_batched_tokens") or default),
+            batched_tokens=int(rollout.vllm.get("max_num_batched_tokens") or default_tokens),
             max_requests=rollout.max_concurrent_requests,
             itemsize=self.itemsize,
         )
@@ -127,15 +127,15 @@ class EngineMemory:
             tokens=tokens,
             longest=self.recipe.context_tokens,
             max_concurrent_requests=max_requests,
-            decoding_requests=min(max_requests, self._requests_of_step),
+            decoding_requests=min(max_requests, self._requests_per_engine),
         )
 
     @property
-    def _requests_of_step(self) -> int:
+    def _requests_per_engine(self) -> int:
         train = self.recipe.train
-        attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
+        num_samples = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
         num_engines = (self.parallel.rollout_ranks or self.parallel.world_size) // self.parallel.rollout_tp
-        return divide_up(attempts, by=max(num_engines, 1))
+        return divide_up(num_samples, by=max(num_engines, 1))
 
     @property
     def _block_tokens(self) -> int:
@@ -162,11 +162,13 @@ class EngineMemory:
         if self.gpu_gib is None:
             return 0
         # vLLM subtracts the memory of its own communicator. The trainer creates its communicators later.
-        library_bytes = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graphs
+        library_bytes = (
+            CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graph_bytes
+        )
         return max(0, int(gpu_share * self.gpu_gib * 2**30) - self.weight_bytes - self.step_bytes - library_bytes)
 
     @property
-    def cuda_graphs(self) -> int:
+    def cuda_graph_bytes(self) -> int:
         rollout = self.recipe.rollout
         if not self.has_engine or rollout.vllm.get("enforce_eager"):
             return 0

@@ -12,7 +12,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class PlannedModel:
     """Sizes and parallel layout of the policy, the critic, or a model that only scores."""
 
     shape: ModelShape
@@ -28,9 +28,9 @@ class Built:
 class Models:
     """The models of a run. `frozen`: reference, reward model and teachers, by name. They only score."""
 
-    policy: Built
-    critic: Built | None
-    frozen: Mapping[str, Built]
+    policy: PlannedModel
+    critic: PlannedModel | None
+    frozen: Mapping[str, PlannedModel]
 
 
 def read_models(
@@ -44,18 +44,20 @@ def read_models(
     def shape_of(folder: str) -> ModelShape:
         return policy if folder == recipe.model.folder else planned_shape(folder, recipe.override_of(folder))
 
-    frozen: dict[str, Built] = {}
+    frozen: dict[str, PlannedModel] = {}
     # Under LoRA the reference is the policy without adapters: it needs no memory.
     if recipe.has_reference and not recipe.lora.rank:
-        frozen["reference"] = Built(policy, parallel)
+        frozen["reference"] = PlannedModel(policy, parallel)
     folder_by_field = recipe.further_models
     if (folder := folder_by_field.get("reward.model")) is not None:
-        frozen["reward_model"] = Built(shape_of(folder).with_value_head(), parallel)
+        frozen["reward_model"] = PlannedModel(shape_of(folder).with_value_head(), parallel)
     for name, folder in recipe.teachers.items():
-        frozen[name] = Built(shape_of(folder), teacher_parallel or parallel)
+        frozen[name] = PlannedModel(shape_of(folder), teacher_parallel or parallel)
     critic = None
     if recipe.has_critic:
         source = folder_by_field.get("critic.path", recipe.model.folder)
-        critic = Built(shape_of(source).with_value_head(), parallel)
+        critic = PlannedModel(shape_of(source).with_value_head(), parallel)
     trained_shape = policy.with_value_head() if recipe.loop == "reward_model" else policy
-    return Models(Built(trained_shape.with_draft_layers(recipe.trainer.trains_draft_layers), parallel), critic, frozen)
+    return Models(
+        PlannedModel(trained_shape.with_draft_layers(recipe.trainer.trains_draft_layers), parallel), critic, frozen
+    )

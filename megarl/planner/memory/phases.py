@@ -16,7 +16,7 @@ from megarl.planner.memory.devices import (
     Platform,
 )
 from megarl.planner.memory.memory_table import MemoryTable, MemoryUse, Phase
-from megarl.planner.memory.models import Built, Models
+from megarl.planner.memory.models import Models, PlannedModel
 from megarl.planner.memory.rank_memory import RankMemory
 from megarl.planner.memory.trainer_bytes import TrainerStates
 from megarl.rounding import round_up
@@ -24,7 +24,7 @@ from megarl.rounding import round_up
 TEMPORARY = ("activations", "pipeline", "backward", "logits", "drafts", "whole matrices", "engine step")
 """Uses of memory that torch's allocator takes and returns within a phase, in varying sizes."""
 # States that may be offloaded, by the names in trainer.offload.
-_ALL = ("parameters", "gradients", "optimizer")
+_ALL_STATES = ("parameters", "gradients", "optimizer")
 
 
 def memory_table(
@@ -100,15 +100,19 @@ class RankPhases:
     def _list_start_uses(self) -> list[MemoryUse]:
         """Return the uses at the fullest moment of a start: engine built, all models loaded, or first reshard."""
         # Before the first update, the optimizer has no moments.
-        states_at_start = replace(self.memory.policy, moments=0)
+        states_at_start = replace(self.memory.policy_states, moments=0)
         uses_while_building = [
-            *self._list_state_uses(states_at_start, _ALL),
+            *self._list_state_uses(states_at_start, _ALL_STATES),
             *self._list_critic_uses(()),
             *self._list_idle_engine(),
             *self._list_idle_models(),
         ]
-        if built_bytes := max(self.memory.policy.built, self.memory.critic.built):
-            built_host_bytes = max(self.memory.policy.built_on_host, self.memory.critic.built_on_host)
+        if built_bytes := max(
+            self.memory.policy_states.construction_bytes, self.memory.critic_states.construction_bytes
+        ):
+            built_host_bytes = max(
+                self.memory.policy_states.construction_host_bytes, self.memory.critic_states.construction_host_bytes
+            )
             uses_while_building.append(
                 MemoryUse("optimizer being built", device_bytes=built_bytes, host_bytes=built_host_bytes)
             )
@@ -123,7 +127,7 @@ class RankPhases:
 
     def _list_rollout_uses(self, policy: TrainerStates | None = None) -> list[MemoryUse]:
         return [
-            *self._list_state_uses(policy or self.memory.policy, ()),
+            *self._list_state_uses(policy or self.memory.policy_states, ()),
             *self._list_critic_uses(()),
             *self._list_awake_engine(),
             *self._list_idle_models(),
@@ -131,71 +135,80 @@ class RankPhases:
 
     def _list_reshard_uses(self, policy: TrainerStates | None = None) -> list[MemoryUse]:
         """Return the uses of a reshard. `policy`: the policy's states if they are not the usual ones (at a start)."""
-        states = policy or self.memory.policy
+        policy_states = policy or self.memory.policy_states
         # A separate rank has either a trainer or an engine, so nothing is offloaded and no engine sleeps.
-        is_alone = self.memory.parallel.is_separate
+        is_separate = self.memory.parallel.is_separate
         uses = [
-            *self._list_state_uses(states, _ALL if is_alone else ("parameters",)),
+            *self._list_state_uses(policy_states, _ALL_STATES if is_separate else ("parameters",)),
             *self._list_critic_uses(()),
             *self._list_idle_models(),
         ]
-        if states.merged and not self.memory.recipe.sends_adapter:
-            uses.append(MemoryUse("merged adapters", device_bytes=states.merged))
+        if policy_states.merged and not self.memory.recipe.sends_adapter:
+            uses.append(MemoryUse("merged adapters", device_bytes=policy_states.merged))
         if self.memory.engine.unquantised_weight_bytes:
             uses.append(MemoryUse("unquantised weights", device_bytes=self.memory.engine.unquantised_weight_bytes))
         # On a colocated GPU the cache is released during a reshard.
-        cache = 0 if self.memory.platform.is_gpu and not is_alone else self.memory.engine.cache_bytes
+        cache_bytes = 0 if self.memory.platform.is_gpu and not is_separate else self.memory.engine.cache_bytes
         return [
             *uses,
             MemoryUse("engine weights", device_bytes=self.memory.engine.weight_bytes),
-            MemoryUse("KV cache", device_bytes=cache),
-            MemoryUse("staging", device_bytes=self.memory.staging),
+            MemoryUse("KV cache", device_bytes=cache_bytes),
+            MemoryUse("staging", device_bytes=self.memory.staging_bytes),
         ]
 
     def _list_scoring_uses(self, name: str) -> list[MemoryUse]:
         """Return the uses while the model `name` computes log-probs or scores, without gradients."""
-        built = self._find_model(name)
-        settings = self.memory.pass_settings(built)
+        planned_model = self._find_model(name)
+        settings = self.memory.pass_settings(planned_model)
         if (row_tokens := self.memory.recipe.trainer.max_tokens_per_forward) is not None:
             settings = replace(settings, row_tokens=row_tokens)
         uses = [*self._list_uses_of_pass(name), *self._list_idle_engine()]
-        forward_bytes = activations.forward_bytes(built.shape, built.parallel, settings)
-        logit_bytes = activations.logits_bytes(built.shape, built.parallel, settings) if self._is_last(built) else 0
+        forward_bytes = activations.forward_bytes(planned_model.shape, planned_model.parallel, settings)
+        logit_bytes = (
+            activations.logits_bytes(planned_model.shape, planned_model.parallel, settings)
+            if self._is_last(planned_model)
+            else 0
+        )
         return [
             *uses,
-            *self._list_fp8_uses(built),
+            *self._list_fp8_uses(planned_model),
             MemoryUse("activations", device_bytes=int(forward_bytes)),
             MemoryUse("logits", device_bytes=int(logit_bytes)),
         ]
 
     def _list_training_uses(self, name: str) -> list[MemoryUse]:
         """Return the uses at the peak of an update of the model `name`: a row's passes, or the optimizer's step."""
-        built = self._find_model(name)
-        settings = self.memory.pass_settings(built)
-        stage = built.parallel.coordinates(self.memory.rank).pp
+        planned_model = self._find_model(name)
+        settings = self.memory.pass_settings(planned_model)
+        stage = planned_model.parallel.coordinates(self.memory.rank).pp
         # A row stored as a tree saves other tensors than a row of separate sequences. The larger of both sizes counts.
         row_settings = [settings]
         if self.memory.recipe.trainer.share_prefixes == "auto":
             row_settings.append(replace(settings, shares_prefixes=True))
         saved_bytes = max(
-            activations.stage_bytes(built.shape, built.parallel, stage, settings_of_row)
+            activations.stage_bytes(planned_model.shape, planned_model.parallel, stage, settings_of_row)
             for settings_of_row in row_settings
         )
-        backward_bytes = activations.backward_bytes(built.shape, built.parallel, settings)
+        backward_bytes = activations.backward_bytes(planned_model.shape, planned_model.parallel, settings)
         head_settings = replace(settings, keeps_logits=bool(self.memory.recipe.trainer.keep_logits))
         logit_bytes = (
-            activations.logits_bytes(built.shape, built.parallel, head_settings) if self._is_last(built) else 0
+            activations.logits_bytes(planned_model.shape, planned_model.parallel, head_settings)
+            if self._is_last(planned_model)
+            else 0
         )
         pass_uses = [
             MemoryUse("activations", device_bytes=int(saved_bytes)),
             MemoryUse(
-                "pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))
+                "pipeline",
+                device_bytes=int(
+                    activations.pipeline_bytes(planned_model.shape, planned_model.parallel, stage, settings)
+                ),
             ),
             MemoryUse("backward", device_bytes=int(backward_bytes)),
             MemoryUse("logits", device_bytes=int(logit_bytes)),
             *(
                 [MemoryUse("drafts", device_bytes=self.memory.drafting_bytes())]
-                if built is self.memory.models.policy
+                if planned_model is self.memory.models.policy
                 else []
             ),
         ]
@@ -203,7 +216,12 @@ class RankPhases:
         temporary_uses = max(
             pass_uses, self._list_optimizer_uses(name), key=lambda uses: sum(use.device_bytes for use in uses)
         )
-        return [*self._list_uses_of_pass(name), *self._list_idle_engine(), *self._list_fp8_uses(built), *temporary_uses]
+        return [
+            *self._list_uses_of_pass(name),
+            *self._list_idle_engine(),
+            *self._list_fp8_uses(planned_model),
+            *temporary_uses,
+        ]
 
     def _list_optimizer_uses(self, name: str) -> list[MemoryUse]:
         """Return the temporary uses of an optimizer step. Only Muon has some."""
@@ -215,25 +233,27 @@ class RankPhases:
         matrix_bytes = trainer_bytes.whole_matrix_bytes(self._find_model(name).layouts, product_bytes=product_bytes)
         return [MemoryUse("whole matrices", device_bytes=matrix_bytes)]
 
-    def _list_fp8_uses(self, built: Built) -> Iterator[MemoryUse]:
+    def _list_fp8_uses(self, planned_model: PlannedModel) -> Iterator[MemoryUse]:
         """Yield the FP8 copies of weights; the policy keeps them until the engine samples.
 
-        That FP8 also makes saved activations smaller is not counted.
+        The smaller saved activations under FP8 are not counted.
         """
         if self.memory.recipe.trainer.fp8 != "none":
-            models = {id(model): model.layouts for model in (built, self.memory.models.policy)}
-            copies = sum(trainer_bytes.fp8_bytes(layouts, self.memory.rank) for layouts in models.values())
-            yield MemoryUse("weights in FP8", device_bytes=copies)
+            layouts_by_model = {id(model): model.layouts for model in (planned_model, self.memory.models.policy)}
+            copy_bytes = sum(
+                trainer_bytes.fp8_bytes(layouts, self.memory.rank) for layouts in layouts_by_model.values()
+            )
+            yield MemoryUse("weights in FP8", device_bytes=copy_bytes)
 
     def _list_save_uses(self) -> list[MemoryUse]:
         """Return the uses while a checkpoint is staged in host memory."""
-        staged_bytes = (self.memory.policy + self.memory.critic).saved
+        staged_bytes = (self.memory.policy_states + self.memory.critic_states).saved
         # Checkpoints are staged in whole blocks of page-locked memory.
         if self.memory.platform.is_gpu:
             staged_bytes = round_up(staged_bytes, multiple=PINNED_BLOCK_BYTES)
         return [
-            *self._list_state_uses(self.memory.policy, _ALL),
-            *self._list_critic_uses(_ALL),
+            *self._list_state_uses(self.memory.policy_states, _ALL_STATES),
+            *self._list_critic_uses(_ALL_STATES),
             *self._list_idle_engine(),
             *self._list_idle_models(),
             MemoryUse("checkpoint", host_bytes=staged_bytes),
@@ -246,33 +266,33 @@ class RankPhases:
         """
         if name == "critic":
             return [
-                *self._list_state_uses(self.memory.policy, ()),
-                *self._list_critic_uses(_ALL),
+                *self._list_state_uses(self.memory.policy_states, ()),
+                *self._list_critic_uses(_ALL_STATES),
                 *self._list_idle_models(),
             ]
         return [
-            *self._list_state_uses(self.memory.policy, _ALL),
+            *self._list_state_uses(self.memory.policy_states, _ALL_STATES),
             *self._list_critic_uses(()),
-            *self._list_idle_models(at_work=name),
+            *self._list_idle_models(computing_model=name),
         ]
 
-    def _list_state_uses(self, states: TrainerStates, awake: Collection[str]) -> Iterator[MemoryUse]:
+    def _list_state_uses(self, states: TrainerStates, loaded_states: Collection[str]) -> Iterator[MemoryUse]:
         """Yield the memory of a trained model's states.
 
-        States in `awake`, and states that are never offloaded, are on the device. All others are on the host.
+        States in `loaded_states`, and states that are never offloaded, are on the device. All others are on the host.
         """
         offload = self.memory.recipe.trainer.offload
-        is_here = {name: name in awake or name not in offload for name in _ALL}
-        yield MemoryUse("parameters", device_bytes=states.parameters * is_here["parameters"])
-        yield MemoryUse("gradients", device_bytes=states.gradients * is_here["gradients"])
-        yield MemoryUse("main weights", device_bytes=states.main_weights * is_here["optimizer"])
-        yield MemoryUse("moments", device_bytes=states.moments * is_here["optimizer"])
+        is_on_device = {name: name in loaded_states or name not in offload for name in _ALL_STATES}
+        yield MemoryUse("parameters", device_bytes=states.parameters * is_on_device["parameters"])
+        yield MemoryUse("gradients", device_bytes=states.gradients * is_on_device["gradients"])
+        yield MemoryUse("main weights", device_bytes=states.main_weights * is_on_device["optimizer"])
+        yield MemoryUse("moments", device_bytes=states.moments * is_on_device["optimizer"])
         yield MemoryUse("offloaded copies", host_bytes=states.offloaded_bytes(offload) * self.memory.offloads_states)
         if states.on_host:
             yield MemoryUse("optimizer on the host", host_bytes=states.on_host)
 
-    def _list_critic_uses(self, awake: Collection[str]) -> Iterator[MemoryUse]:
-        uses = [*self._list_state_uses(self.memory.critic, awake)]
+    def _list_critic_uses(self, loaded_states: Collection[str]) -> Iterator[MemoryUse]:
+        uses = [*self._list_state_uses(self.memory.critic_states, loaded_states)]
         yield MemoryUse(
             "critic",
             device_bytes=sum(use.device_bytes for use in uses),
@@ -285,15 +305,15 @@ class RankPhases:
             return
         policy = self.memory.models.policy
         policy_bytes = trainer_bytes.parameter_bytes(policy.layouts, self.memory.rank, itemsize=self.memory.itemsize)
-        yield MemoryUse("weights being sent", device_bytes=policy_bytes + self.memory.drafter_weights)
+        yield MemoryUse("weights being sent", device_bytes=policy_bytes + self.memory.drafter_weight_bytes)
         # The uses of a start and of a reshard include its buffers.
         if phase not in ("start", "reshard"):
-            yield MemoryUse("staging", device_bytes=self.memory.staging)
+            yield MemoryUse("staging", device_bytes=self.memory.staging_bytes)
 
-    def _list_idle_models(self, at_work: str = "") -> Iterator[MemoryUse]:
-        """Yield the memory of the scoring models. On GPUs all wait in host memory, except the model `at_work`."""
+    def _list_idle_models(self, computing_model: str = "") -> Iterator[MemoryUse]:
+        """Yield the memory of the scoring models. On GPUs all wait in host memory, except the model `computing_model`."""
         for name, size in self.memory.frozen_bytes.items():
-            is_on_device = name == at_work or not self.memory.platform.is_gpu
+            is_on_device = name == computing_model or not self.memory.platform.is_gpu
             yield MemoryUse(
                 name,
                 device_bytes=size if is_on_device else 0,
@@ -327,13 +347,13 @@ class RankPhases:
             yield MemoryUse(
                 "NCCL", device_bytes=sum(communicator.num_bytes for communicator in self.memory.communicators)
             )
-            yield MemoryUse("CUDA graphs", device_bytes=self.memory.engine.cuda_graphs)
+            yield MemoryUse("CUDA graphs", device_bytes=self.memory.engine.cuda_graph_bytes)
             # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
             # wastes more, by an unknown amount.
             temporary_bytes = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
             yield MemoryUse("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary_bytes))
             if self.memory.has_trainer and self.memory.recipe.trainer.moe_dispatcher == "flex":
-                yield MemoryUse("DeepEP", device_bytes=self.memory.deep_ep_buffers)
+                yield MemoryUse("DeepEP", device_bytes=self.memory.deep_ep_buffer_bytes)
         else:
             yield from (MemoryUse(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
         if self.memory.has_trainer and self.memory.recipe.checkpoint.replicate:
@@ -341,15 +361,16 @@ class RankPhases:
             # if there is another node.
             num_copies = 4 if self.memory.recipe.cluster.nodes > 1 else 2
             yield MemoryUse(
-                "copies of the state", host_bytes=num_copies * (self.memory.policy + self.memory.critic).saved
+                "copies of the state",
+                host_bytes=num_copies * (self.memory.policy_states + self.memory.critic_states).saved,
             )
         yield MemoryUse("libraries", host_bytes=LIBRARY_BYTES)
 
-    def _find_model(self, name: str) -> Built:
+    def _find_model(self, name: str) -> PlannedModel:
         if name == "critic":
             assert self.memory.models.critic is not None
             return self.memory.models.critic
         return self.memory.models.policy if name == "policy" else self.memory.models.frozen[name]
 
-    def _is_last(self, built: Built) -> bool:
-        return built.parallel.coordinates(self.memory.rank).pp == built.parallel.pp - 1
+    def _is_last(self, planned_model: PlannedModel) -> bool:
+        return planned_model.parallel.coordinates(self.memory.rank).pp == planned_model.parallel.pp - 1

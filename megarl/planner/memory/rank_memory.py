@@ -20,7 +20,7 @@ from megarl.planner.memory.deep_ep import NUM_SMS, deep_ep_bytes
 from megarl.planner.memory.devices import Platform
 from megarl.planner.memory.drafter_bytes import drafter_bytes
 from megarl.planner.memory.engine_memory import EngineMemory
-from megarl.planner.memory.models import Built, Models
+from megarl.planner.memory.models import Models, PlannedModel
 from megarl.planner.memory.trainer_bytes import TrainerStates
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import parameter_shapes
@@ -59,14 +59,14 @@ class RankMemory:
         return ITEM_BYTES[self.recipe.model.dtype]
 
     @cached_property
-    def policy(self) -> TrainerStates:
+    def policy_states(self) -> TrainerStates:
         """The policy's states after the first update: before it, the optimizer has no moments."""
         if not self.has_trainer:
             return trainer_bytes.NO_STATES
         return self._trainer_states(self.models.policy, self.recipe.optimizer, self.recipe.lora.rank)
 
     @cached_property
-    def critic(self) -> TrainerStates:
+    def critic_states(self) -> TrainerStates:
         if self.models.critic is None or not self.has_trainer:
             return trainer_bytes.NO_STATES
         return self._trainer_states(self.models.critic, self.recipe.critic.optimizer, 0)
@@ -76,8 +76,8 @@ class RankMemory:
         if not self.has_trainer:
             return {}
         return {
-            name: trainer_bytes.parameter_bytes(built.layouts, self.rank, itemsize=self.itemsize)
-            for name, built in self.models.frozen.items()
+            name: trainer_bytes.parameter_bytes(planned_model.layouts, self.rank, itemsize=self.itemsize)
+            for name, planned_model in self.models.frozen.items()
         }
 
     @cached_property
@@ -93,12 +93,12 @@ class RankMemory:
         )
 
     @cached_property
-    def staging(self) -> int:
+    def staging_bytes(self) -> int:
         """The bytes of a reshard's buffers: two buckets, or all weights if smaller."""
         if not self.recipe.has_engine or self.parallel.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
-        return min(2 * bucket, self.engine.weight_bytes + self.policy.parameters)
+        return min(2 * bucket, self.engine.weight_bytes + self.policy_states.parameters)
 
     @property
     def offloads_states(self) -> bool:
@@ -106,11 +106,11 @@ class RankMemory:
         return self.has_engine or self.models.critic is not None
 
     @property
-    def host_copies(self) -> int:
+    def host_copy_bytes(self) -> int:
         """Bytes of host memory for offloaded states and, with GPUs, copies of the scoring models."""
         offload = self.recipe.trainer.offload if self.offloads_states else ()
         scoring = sum(self.frozen_bytes.values()) if self.platform.is_gpu else 0
-        return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring
+        return self.policy_states.offloaded_bytes(offload) + self.critic_states.offloaded_bytes(offload) + scoring
 
     @property
     def max_host_copies(self) -> int:
@@ -119,7 +119,7 @@ class RankMemory:
         return 4 * sum(len(parameter_shapes(model.layouts, model.parallel.coordinates(self.rank))) for model in models)
 
     @property
-    def deep_ep_buffers(self) -> int:
+    def deep_ep_buffer_bytes(self) -> int:
         """The bytes of DeepEP's buffers, shared by the trained models: the widest model counts.
 
         Zero: every rank has all experts, so no tokens are sent.
@@ -128,7 +128,9 @@ class RankMemory:
         if num_ranks == 1:
             return 0
         models = [self.models.policy, self.models.critic, *self.models.frozen.values()]
-        largest_hidden_size = max(built.shape.hidden_size for built in models if built is not None)
+        largest_hidden_size = max(
+            planned_model.shape.hidden_size for planned_model in models if planned_model is not None
+        )
         num_sms = self.recipe.trainer.megatron.get("moe_deepep_num_sms", NUM_SMS)
         num_sms = num_sms if isinstance(num_sms, int) else NUM_SMS
         return deep_ep_bytes(
@@ -169,9 +171,9 @@ class RankMemory:
             and self.parallel.coordinates(self.rank).pp in (0, last_stage)
         )
 
-    def _trainer_states(self, built: Built, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
+    def _trainer_states(self, planned_model: PlannedModel, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
         """Return the bytes of a trained model's states on this rank. The policy's include a trained drafter."""
-        layouts = built.layouts
+        layouts = planned_model.layouts
         return trainer_bytes.trainer_states(
             layouts,
             self.rank,
@@ -181,7 +183,7 @@ class RankMemory:
             is_pinned=self.platform.is_gpu,
             adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
             # A tuple can be a key of the cache, so equal sizes are computed once.
-            whole=tuple(self._drafter_shapes) if built is self.models.policy else (),
+            whole_shapes=tuple(self._drafter_shapes) if planned_model is self.models.policy else (),
             host_fraction=self.recipe.trainer.optimizer_offload_fraction,
         )
 
@@ -203,7 +205,7 @@ class RankMemory:
         return self.drafter.tensors.values() if self.drafter and is_last else ()
 
     @property
-    def drafter_weights(self) -> int:
+    def drafter_weight_bytes(self) -> int:
         return sum(map(math.prod, self._drafter_shapes)) * self.itemsize
 
     def drafting_bytes(self) -> int:
@@ -225,7 +227,7 @@ class RankMemory:
             + drafter_bytes(self.drafter, settings, num_steps=num_steps, ranks_per_row=ranks_per_row)
         )
 
-    def pass_settings(self, built: Built) -> PassSettings:
+    def pass_settings(self, planned_model: PlannedModel) -> PassSettings:
         """Return the settings of an update's passes through a model."""
         trainer_config = self.recipe.trainer
         is_bf16 = self.itemsize == 2
@@ -237,15 +239,17 @@ class RankMemory:
             recomputed_modules = trainer_config.recompute_modules
         return PassSettings(
             row_tokens=trainer_config.max_tokens_per_microbatch,
-            chunk_tokens=logprob_chunk_tokens(self.recipe, built.shape, built.parallel, is_gpu=self.platform.is_gpu),
+            chunk_tokens=logprob_chunk_tokens(
+                self.recipe, planned_model.shape, planned_model.parallel, is_gpu=self.platform.is_gpu
+            ),
             itemsize=self.itemsize,
-            sequence_parallel=built.parallel.tp > 1 and trainer_config.sequence_parallel is not False,
+            sequence_parallel=planned_model.parallel.tp > 1 and trainer_config.sequence_parallel is not False,
             recomputes_layers="full" in (trainer_config.recompute, granularity),
             recomputed=frozenset(recomputed_modules),
             spec="transformer_engine" if self.platform.has_transformer_engine else "local",
             fuses_activation=bool(megatron.get("bias_activation_fusion", self.platform.is_gpu)),
             pads_attention=not self.platform.is_gpu or not is_bf16,
-            lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
+            lora_rank=self.recipe.lora.rank if planned_model is self.models.policy else 0,
             has_logit_kernels=has_logit_kernels(self.recipe, is_gpu=self.platform.is_gpu),
             longest=max(self.recipe.trained_tokens, self.recipe.teacher_tokens),
             expert_load=float(megatron.get("moe_expert_capacity_factor") or self.expert_load),

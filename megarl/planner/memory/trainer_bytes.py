@@ -49,9 +49,9 @@ class TrainerStates:
     """Bytes that this rank writes into a checkpoint."""
     on_host: int = 0
     """Host bytes of an optimizer on the host: main weights, moments, gradients, pinned copies."""
-    built: int = 0
+    construction_bytes: int = 0
     """Temporary device bytes during the construction of an optimizer that is partly on the host."""
-    built_on_host: int = 0
+    construction_host_bytes: int = 0
     """The same for host bytes."""
 
     @property
@@ -86,21 +86,21 @@ def trainer_states(
     optimizer: OptimizerName,
     is_pinned: bool,
     adapters: MegatronLayouts | None = None,
-    whole: tuple[tuple[int, ...], ...] = (),
+    whole_shapes: tuple[tuple[int, ...], ...] = (),
     host_fraction: float = 0.0,
 ) -> TrainerStates:
     """Return the bytes of a trained model's states on a rank. `itemsize`: bytes per weight.
 
-    `adapters`: layouts of LoRA adapters; only these are trained. `whole`: shapes of trained tensors that are not split
-    (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`: share of the
-    parameters whose optimizer is on the host.
+    `adapters`: layouts of LoRA adapters; only these are trained. `whole_shapes`: shapes of trained tensors that are not
+    split (a drafter). `is_pinned`: the optimizer on the host is copied through pinned memory. `host_fraction`: share of
+    the parameters whose optimizer is on the host.
     """
     states = NO_STATES if adapters is None else _frozen_states(layouts, adapters, rank, itemsize=itemsize)
     trained_layouts = layouts if adapters is None else adapters
     parallel, coordinates = layouts.parallel, layouts.parallel.coordinates(rank)
     num_moments = 0 if optimizer == "sgd" else 2
     whole_parameters = [
-        Parameter(math.prod(shape), is_vector=len(shape) == 1, num_moments=num_moments) for shape in whole
+        Parameter(math.prod(shape), is_vector=len(shape) == 1, num_moments=num_moments) for shape in whole_shapes
     ]
     buffers = [*list_gradient_buffers(trained_layouts, rank, optimizer)]
     if whole_parameters:
@@ -264,8 +264,8 @@ def _buffer_states(
         )
         + is_pinned * sum(_pinned_bytes(part_numel * itemsize, True) for part_numel in whole_numels_on_host),
         # Megatron-Core first builds the optimizer for whole parameters, then for this rank's parts.
-        built=(numel - sum(whole_numels_on_host)) * FLOAT32 * has_main if numels_on_host else 0,
-        built_on_host=sum(whole_numels_on_host) * FLOAT32,
+        construction_bytes=(numel - sum(whole_numels_on_host)) * FLOAT32 * has_main if numels_on_host else 0,
+        construction_host_bytes=sum(whole_numels_on_host) * FLOAT32,
     )
 
 
@@ -301,6 +301,8 @@ def _estimate_numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
+    """Elements `start` to `stop` of a gradient buffer. `parameters` has the range (start, stop) of each parameter."""
+
     start: int
     stop: int
     parameters: tuple[tuple[int, int], ...]

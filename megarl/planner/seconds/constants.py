@@ -44,7 +44,7 @@ class Constants:
     grace_seconds: float
     """Factor of all fixed times on hosts with a Grace CPU."""
 
-    def on(self, gpu: GpuSpeeds) -> Constants:
+    def for_gpu(self, gpu: GpuSpeeds) -> Constants:
         """Return the constants with the factors for a kind of GPU applied."""
         efficiency_factor = self.blackwell_efficiency if gpu.is_blackwell else 1.0
         seconds_factor = self.grace_seconds if gpu.has_grace else 1.0

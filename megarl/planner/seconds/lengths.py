@@ -65,6 +65,7 @@ class Lengths:
         Beyond the last quantile, the logarithms of the lengths are extrapolated, up to the limit.
         """
         last_length = self.quantiles[-1]
+        # The longest of n samples lies near the quantile of rank 1 - 0.5 / n (Hazen's plotting position).
         if num_samples <= len(self.quantiles):
             return float(np.quantile(self.quantiles, 1 - 0.5 / max(num_samples, 1)))
         normal = NormalDist()
@@ -107,9 +108,9 @@ def assumed_lengths(*, limit: int, max_prompt_tokens: int) -> Lengths:
 
 
 def recorded_lengths(tokens: Sequence[float], *, limit: int, prompt_tokens: float, source: str) -> Lengths:
-    values = np.clip(np.asarray(tokens, np.float64), 1, limit)
-    places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
-    quantiles = np.asarray(np.quantile(values, places), np.float64)
+    clipped_tokens = np.clip(np.asarray(tokens, np.float64), 1, limit)
+    quantile_ranks = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+    quantiles = np.asarray(np.quantile(clipped_tokens, quantile_ranks), np.float64)
     return Lengths(quantiles=quantiles, limit=limit, prompt_tokens=prompt_tokens, source=source)
 
 

@@ -87,7 +87,7 @@ class RolloutCost:
             )
             full_seconds = float((engine_samples - requests) * lengths.mean / requests * decode_seconds[0])
         # Then no request waits. Integrate the steps' seconds over the tokens until the longest request ends.
-        tail_tokens, share_running = self._tail(
+        tail_tokens, share_running = self._sample_tail(
             lengths, waits=engine_samples > requests, num_samples=requests * engines.num_engines
         )
         running_requests = np.maximum(requests * share_running, 1.0)
@@ -162,7 +162,7 @@ class RolloutCost:
         return 1 - (1 - shape.top_k / shape.num_experts) ** requests
 
     @staticmethod
-    def _tail(lengths: Lengths, *, waits: bool, num_samples: float) -> tuple[Numbers, Numbers]:
+    def _sample_tail(lengths: Lengths, *, waits: bool, num_samples: float) -> tuple[Numbers, Numbers]:
         """Return moments of the tail, in decoded tokens from its start, and the share of requests active then: both
         [points].
 

@@ -160,7 +160,7 @@ class TrainerCost:
         `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). False: it computes them again.
         """
         num_rows, tokens_in_row = self._count_rows(
-            layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True
+            layouts, tokens=tokens / updates, row_tokens=row_tokens, is_update=True
         )
         attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
         head_seconds = self._head_seconds(layouts, tokens_in_row, products=3 if keeps_logits else 4, layer_passes=3)
@@ -181,7 +181,7 @@ class TrainerCost:
 
     def scoring_seconds(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> CauseSeconds:
         """Return the seconds of a forward pass over the batch, by cause (compute, bubbles, ...), each [layouts]."""
-        num_rows, tokens_in_row = self._count_rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
+        num_rows, tokens_in_row = self._count_rows(layouts, tokens=tokens, row_tokens=row_tokens, is_update=False)
         attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
         head_seconds = self._head_seconds(layouts, tokens_in_row, products=1, layer_passes=1)
         seconds_per_row = attention + feed_forward + head_seconds
@@ -189,14 +189,14 @@ class TrainerCost:
         return (seconds_per_row * num_rows + bubble_seconds) * _BALANCE
 
     def _count_rows(
-        self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool
+        self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, is_update: bool
     ) -> tuple[Numbers, Numbers]:
         """Return a data-parallel rank's number of rows, and the tokens per row: both [layouts]."""
         rank_tokens = tokens / layouts.dp
         # Packing leaves rows a little short of full (_FILL).
         num_rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
-        if has_groups:
-            # The interleaved schedule takes pp rows at a time.
+        if is_update:
+            # The interleaved schedule of an update takes pp rows at a time.
             num_rows = np.where(layouts.vpp > 1, np.ceil(num_rows / layouts.pp) * layouts.pp, num_rows)
         return num_rows, rank_tokens / num_rows
 

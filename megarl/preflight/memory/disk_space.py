@@ -35,5 +35,5 @@ def _predict_largest_save(recipe: Recipe) -> int:
         RankMemory(recipe, models, platform_here(recipe), parallel.rank(tp=0, dp=0, pp=stage))
         for stage in range(parallel.pp)
     ]
-    saved_bytes = sum(memory.policy.saved + memory.critic.saved for memory in stage_memories)
+    saved_bytes = sum(memory.policy_states.saved + memory.critic_states.saved for memory in stage_memories)
     return max(exported_bytes, saved_bytes * parallel.world_size // parallel.pp)

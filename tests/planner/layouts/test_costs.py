@@ -154,8 +154,8 @@ def test_wider_tensor_parallelism_sends_more_bytes(
         Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0)
     )
     assert group is not None
-    seconds = [float(group.update_seconds.tensor_exchange[group.numbers_by_trainer[at][0]]) for at in sizes]
-    link = FITTED.on(search.costs.speeds).link_efficiency * search.costs.speeds.nvlink
+    seconds = [float(group.update_seconds.tensor_exchange[group.option_numbers_by_trainer[at][0]]) for at in sizes]
+    link = FITTED.for_gpu(search.costs.speeds).link_efficiency * search.costs.speeds.nvlink
     sent = np.array(seconds) * link
     # Each of 4 * 40 collectives of a layer's halves sends (tp - 1) / tp of a row's hidden states in bfloat16, on ranks
     # whose rows are `8 / tp` times fewer.

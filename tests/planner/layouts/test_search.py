@@ -252,7 +252,7 @@ def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> No
         )
         assert group is not None and search.costs.workload.scoring_passes == 0.75
         # Rows of a trainer come with the shortest first.
-        first = {at: numbers[0] for at, numbers in group.numbers_by_trainer.items()}
+        first = {at: numbers[0] for at, numbers in group.option_numbers_by_trainer.items()}
         shortest.append(
             {at: (group.scoring_seconds[number], group.offload_seconds[number, 0]) for at, number in first.items()}
         )

@@ -114,7 +114,7 @@ def test_a_large_recipe_is_planned_where_no_model_is(
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert (
-        "is not there, so memory is predicted with the sizes of Qwen/Qwen3-" in text
+        "is not on this machine, so memory is predicted with the sizes of Qwen/Qwen3-" in text
         and "before a start: hf download" in text
     )
     assert text.splitlines()[0].startswith("fits: ")
