@@ -311,7 +311,7 @@ class RankPhases:
             yield MemoryUse("staging", device_bytes=self.memory.staging_bytes)
 
     def _list_idle_models(self, computing_model: str = "") -> Iterator[MemoryUse]:
-        """Yield the memory of the scoring models. On GPUs all wait in host memory, except the model `computing_model`."""
+        """Yield the memory of the scoring models. On GPUs all wait in host memory, except `computing_model`."""
         for name, size in self.memory.frozen_bytes.items():
             is_on_device = name == computing_model or not self.memory.platform.is_gpu
             yield MemoryUse(
