@@ -22,7 +22,7 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop) or any(
-            a >= b or a < 0 for a, b in zip(self.start, self.stop, strict=True)
+            first >= end or first < 0 for first, end in zip(self.start, self.stop, strict=True)
         ):
             raise ValueError(f"box of {self.name}: start {self.start} and stop {self.stop} enclose no elements")
 
@@ -63,10 +63,12 @@ def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) ->
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))
 
 
-def with_prefix(layout: Layout, *, box: str = "", storage: str = "") -> Layout:
-    """Return the layout with the prefix `box` before each tensor name, and `storage` before each storage name."""
+def with_prefix(layout: Layout, *, box_prefix: str = "", storage_prefix: str = "") -> Layout:
+    """Return the layout with the prefix `box_prefix` before each tensor name, and `storage_prefix` before each storage
+    name.
+    """
     return tuple(
-        replace(piece, box=replace(piece.box, name=box + piece.box.name), storage=storage + piece.storage)
+        replace(piece, box=replace(piece.box, name=box_prefix + piece.box.name), storage=storage_prefix + piece.storage)
         for piece in layout
     )
 
@@ -107,8 +109,8 @@ def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
         return
     offset = first_element
     for box_offset, box_shape in flat_boxes(shape, first_element - piece.offset, end_element - piece.offset):
-        box_start = tuple(a + b for a, b in zip(piece.box.start, box_offset, strict=True))
-        box_stop = tuple(a + n for a, n in zip(box_start, box_shape, strict=True))
+        box_start = tuple(first + shift for first, shift in zip(piece.box.start, box_offset, strict=True))
+        box_stop = tuple(first + size for first, size in zip(box_start, box_shape, strict=True))
         yield Piece(Box(piece.box.name, box_start, box_stop), piece.storage, offset, piece.strides)
         offset += prod(box_shape)
 
@@ -117,6 +119,6 @@ def _boxes_in_row(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield (offset, shape) of the boxes that cover elements `start` to `stop` of row `index`."""
-    before = index * prod(shape[1:])
-    for offset, box in flat_boxes(shape[1:], start - before, stop - before):
+    elements_before = index * prod(shape[1:])
+    for offset, box in flat_boxes(shape[1:], start - elements_before, stop - elements_before):
         yield (index, *offset), (1, *box)

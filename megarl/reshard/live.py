@@ -35,7 +35,7 @@ LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
 """Function that loads (name, tensor) pairs of a checkpoint into vLLM."""
 
 
-def record(
+def record_engine_layout(
     model: nn.Module | None, shape: ModelShape, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> tuple[Layout | None, str]:
     """Record the layout of this rank's engine. A collective over `group` (default: the world).
@@ -305,10 +305,10 @@ class GatheredReshard:
         """Send the groups of tensors one after another to vLLM's loader. A collective."""
         reports: list[CopyReport] = []
         if self._load is not None:
-            self._load(self._gather(reports))
+            self._load(self._gather_tensors(reports))
         else:
             # A rank without an engine must still run the generator: its transports are collectives.
-            deque(self._gather(reports), maxlen=0)
+            deque(self._gather_tensors(reports), maxlen=0)
         return sum(reports, CopyReport())
 
     def verify(self) -> None:
@@ -317,15 +317,15 @@ class GatheredReshard:
     def self_test(self) -> CopyReport:
         return self.run()
 
-    def _gather(self, reports: list[CopyReport]) -> Iterator[tuple[str, Tensor]]:
+    def _gather_tensors(self, reports: list[CopyReport]) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor with its name, group by group. Append a report per group to `reports`."""
         device = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
             shapes = tensors if self._load is not None else {}
-            full = {
+            full_tensors = {
                 name: torch.empty(size, dtype=self._dtypes.get(name, self._dtype), device=device)
                 for name, size in shapes.items()
             }
-            transport = Transport(plan, self._parameters, full, dtype=self._dtype, group=self._group)
+            transport = Transport(plan, self._parameters, full_tensors, dtype=self._dtype, group=self._group)
             reports.append(transport.reshard())
-            yield from full.items()
+            yield from full_tensors.items()

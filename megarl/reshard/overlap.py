@@ -143,24 +143,24 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
         )
 
     merged: list[CopyTemplate] = []
-    for _, group in groupby(
+    for _, equal_copies in groupby(
         sorted(
             copy_templates,
             key=lambda template: (merge_key(template), template.destination_offset, template.source_offset),
         ),
         key=merge_key,
     ):
-        run: list[CopyTemplate] = []
-        for copy_template in group:
+        series: list[CopyTemplate] = []
+        for copy_template in equal_copies:
             # torch's strides cannot be negative, so a descending series stays unmerged.
-            if run and (
-                _index_step(run[-1], copy_template)[0] < 0
-                or (len(run) > 1 and _index_step(run[-1], copy_template) != _index_step(*run[:2]))
+            if series and (
+                _index_step(series[-1], copy_template)[0] < 0
+                or (len(series) > 1 and _index_step(series[-1], copy_template) != _index_step(*series[:2]))
             ):
-                merged.append(_stack_series(run))
-                run = []
-            run.append(copy_template)
-        merged.append(_stack_series(run))
+                merged.append(_stack_series(series))
+                series = []
+            series.append(copy_template)
+        merged.append(_stack_series(series))
     return merged if len(merged) == len(copy_templates) else merge_series(merged)
 
 
@@ -168,16 +168,16 @@ def _index_step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
     return b.source_offset - a.source_offset, b.destination_offset - a.destination_offset
 
 
-def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
+def _stack_series(series: list[CopyTemplate]) -> CopyTemplate:
     """Merge equal copies at equal distances into one copy. Its new first dimension numbers them."""
-    if len(run) == 1:
-        return run[0]
-    first = run[0]
-    source_step, destination_step = _index_step(first, run[1])
-    return first._replace(
-        shape=(len(run), *first.shape),
-        source_strides=(source_step, *first.source_strides),
-        destination_strides=(destination_step, *first.destination_strides),
+    if len(series) == 1:
+        return series[0]
+    first_copy = series[0]
+    source_step, destination_step = _index_step(first_copy, series[1])
+    return first_copy._replace(
+        shape=(len(series), *first_copy.shape),
+        source_strides=(source_step, *first_copy.source_strides),
+        destination_strides=(destination_step, *first_copy.destination_strides),
     )
 
 
@@ -231,12 +231,12 @@ def _disjoint_cells(holdings: Sequence[Holding]) -> list[_Cell]:
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]
     cells = []
     for ranges in product(*map(pairwise, cuts)):
-        start, stop = tuple(a for a, _ in ranges), tuple(b for _, b in ranges)
+        start, stop = tuple(low for low, _ in ranges), tuple(high for _, high in ranges)
         containers = tuple(
             holding
             for holding in holdings
-            if all(first <= cell_first for first, cell_first in zip(holding.start, start, strict=True))
-            and all(end >= cell_end for end, cell_end in zip(holding.stop, stop, strict=True))
+            if all(stored_first <= cell_first for stored_first, cell_first in zip(holding.start, start, strict=True))
+            and all(stored_end >= cell_end for stored_end, cell_end in zip(holding.stop, stop, strict=True))
         )
         if containers:
             cells.append((start, stop, containers))

@@ -196,8 +196,8 @@ class Plan:
 
     def choose_sources(self, holders: Sequence[int], takers: Sequence[int], rotation: int) -> NDArray[np.int64]:
         """Return the source rank of each destination rank: int64 [takers]."""
-        request = (holders, takers, rotation)
-        if request not in self._source_ranks:
+        cache_key = (holders, takers, rotation)
+        if cache_key not in self._source_ranks:
             holder_ranks, taker_ranks = np.asarray(holders), np.asarray(takers)
             rotated_positions, source_ranks = (
                 np.arange(len(taker_ranks)) + rotation,
@@ -218,8 +218,8 @@ class Plan:
                     holder_ranks[holder_order[holder_index % len(holder_ranks)]],
                     source_ranks,
                 )
-            self._source_ranks[request] = source_ranks
-        return self._source_ranks[request]
+            self._source_ranks[cache_key] = source_ranks
+        return self._source_ranks[cache_key]
 
     def _list_copies(self, rank: int, overlap: Overlap, rotation: int, num_slices: int) -> list[list[_Copies]]:
         """Return a rank's copies of one tensor by slice; empty if it has none."""
@@ -325,8 +325,8 @@ def _number_link_groups(topology: RankTopology) -> NDArray[np.int64]:
     """
     rows = []
     for level in range(len(topology[0]) + 1):
-        numbers: dict[tuple[int | str, ...], int] = {}
-        rows.append([numbers.setdefault(tuple(place[level:]), len(numbers)) for place in topology])
+        group_numbers: dict[tuple[int | str, ...], int] = {}
+        rows.append([group_numbers.setdefault(tuple(position[level:]), len(group_numbers)) for position in topology])
     return np.asarray(rows, dtype=np.int64)
 
 

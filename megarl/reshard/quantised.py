@@ -30,7 +30,7 @@ class WeightBuffer:
     until the last one.
 
     `destinations` maps names to weights: views of one buffer, with memory only within `allocate_buffer`. Modules use
-    the same places at different times. All ranks of an engine have the same buckets, so they quantise together.
+    the same elements at different times. All ranks of an engine have the same buckets, so they quantise together.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class WeightBuffer:
         device: torch.device,
         collective: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Assign places in the buffer to `modules`. `layout` is the layout of this rank's engine.
+        """Assign parts of the buffer to `modules`. `layout` is the layout of this rank's engine.
 
         The context `collective` is entered around each quantisation, in which an engine's ranks exchange maxima.
         """
         self._collective = collective
         bucket_spans = find_bucket_spans({module.name: module.shapes for module in modules}, plan, layout)
-        start_indices, self.numel = assign_buffer_places(
+        start_indices, self.numel = assign_buffer_starts(
             [(*bucket_spans[module.name], sum(map(prod, module.shapes.values()))) for module in modules]
         )
         self._buffer = torch.empty(self.numel, dtype=dtype, device=device)
         self.destinations: dict[str, Tensor] = {}
-        self._due: dict[int, list[QuantisedModule]] = defaultdict(list)
+        self._modules_by_last_bucket: dict[int, list[QuantisedModule]] = defaultdict(list)
         for module, element_index in zip(modules, start_indices, strict=True):
             for name, shape in module.shapes.items():
                 self.destinations[name] = self._buffer.narrow(0, element_index, prod(shape)).view(shape)
                 element_index += prod(shape)
-            self._due[bucket_spans[module.name][1]].append(module)
+            self._modules_by_last_bucket[bucket_spans[module.name][1]].append(module)
         self._take: TakeModule | None = None
 
     @contextmanager
@@ -80,7 +80,7 @@ class WeightBuffer:
     def take_complete_modules(self, bucket: int) -> None:
         """Call `take` for each module completed by this bucket. All pieces of the bucket must have arrived."""
         assert self._take is not None
-        for module in self._due.get(bucket, ()):
+        for module in self._modules_by_last_bucket.get(bucket, ()):
             with self._collective():
                 self._take(module, {name: self.destinations[name] for name in module.shapes})
 
@@ -150,25 +150,25 @@ def find_bucket_spans(modules: Mapping[str, Collection[str]], plan: Plan, layout
     return {module: (min(buckets), max(buckets)) for module, buckets in buckets_by_module.items()}
 
 
-def assign_buffer_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+def assign_buffer_starts(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Return at which element of one shared buffer each module starts, and the buffer's number of elements.
 
-    `spans` lists (first bucket, last bucket, size) of each module. A place is free two buckets after its module's last
-    bucket, because a bucket is unpacked while the next one is copied.
+    `spans` lists (first bucket, last bucket, size) of each module. Elements are free two buckets after their module's
+    last bucket, because a bucket is unpacked while the next one is copied.
     """
-    # (first element, end, last bucket) of each place in use.
+    # (first element, end, last bucket) of each module in the buffer.
     occupied: list[tuple[int, int, int]] = []
-    places = [0] * len(spans)
+    starts = [0] * len(spans)
     for module in sorted(range(len(spans)), key=lambda i: spans[i]):
         first_bucket, last_bucket, module_numel = spans[module]
-        occupied = sorted(place for place in occupied if place[2] + 2 > first_bucket)
-        start = 0
+        occupied = sorted(span for span in occupied if span[2] + 2 > first_bucket)
+        first_free = 0
         for occupied_start, occupied_end, _ in occupied:
-            if start + module_numel <= occupied_start:
+            if first_free + module_numel <= occupied_start:
                 break
-            start = max(start, occupied_end)
-        places[module] = start
-        occupied.append((start, start + module_numel, last_bucket))
-    return places, max(
-        (place + module_numel for place, (_, _, module_numel) in zip(places, spans, strict=True)), default=0
+            first_free = max(first_free, occupied_end)
+        starts[module] = first_free
+        occupied.append((first_free, first_free + module_numel, last_bucket))
+    return starts, max(
+        (start + module_numel for start, (_, _, module_numel) in zip(starts, spans, strict=True)), default=0
     )

@@ -43,7 +43,7 @@ class PrivateSlots:
         self._slots = [torch.empty(plan.staging_numel, dtype=dtype, device=device) for _ in plan.buckets[:2]]
         self.num_bytes = sum(slot.nbytes for slot in self._slots)
         self._group = group
-        self._splits = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
+        self._splits = [count_elements(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
         self._in_flight: deque[dist.Work] = deque()
 
     def views(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
@@ -92,7 +92,7 @@ class SharedSlots:
         """
         self._rank, self._group = plan.rank, group
         exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
-        self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
+        self._sent, self._received = zip(*(count_elements(plan, bucket) for bucket in exchanged), strict=True)
         slot_numel = max(map(sum, self._sent))
         self._peer_ends = select.poll()
         # A memfd has no name, so no file remains after a crash. Peers open it through /proc/PID/fd before it is closed.
@@ -100,7 +100,7 @@ class SharedSlots:
         try:
             os.ftruncate(file_number, self._HEAD_BYTES + 2 * slot_numel * dtype.itemsize)
             peers = gather_values((os.getpid(), file_number, slot_numel, self._sent), group)
-            memory_maps = self._map([(process, number) for process, number, *_ in peers])
+            memory_maps = self._map_memory([(process, number) for process, number, *_ in peers])
             gather_values(None, group)  # A barrier: all peers must have mapped the file before it is closed.
         finally:
             os.close(file_number)
@@ -118,9 +118,9 @@ class SharedSlots:
             rank for rank, slot_numel in enumerate(map(sum, zip(*self._received, strict=True))) if slot_numel
         ]
         self._readers = [rank for rank, slot_numel in enumerate(map(sum, zip(*self._sent, strict=True))) if slot_numel]
-        self._nothing = torch.empty(0, dtype=dtype)
+        self._empty = torch.empty(0, dtype=dtype)
 
-    def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
+    def _map_memory(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
         """Map the other ranks' shared memory, and set `_peer_ends`, which signals the end of a peer's process.
 
         `files` are pairs of process id and file descriptor.
@@ -147,12 +147,12 @@ class SharedSlots:
 
         The received elements are views of the other ranks' memory.
         """
-        messages = [self._nothing] * len(self._slots)
+        messages = [self._empty] * len(self._slots)
         for rank, numel in enumerate(self._received[exchange]):
             if numel:
                 messages[rank] = self._slots[rank][exchange % 2].narrow(0, self._starts[rank][exchange], numel)
         sent = sum(self._sent[exchange])
-        return self._slots[self._rank][exchange % 2][:sent] if sent else self._nothing, messages
+        return self._slots[self._rank][exchange % 2][:sent] if sent else self._empty, messages
 
     def claim(self, exchange: int) -> None:
         """Wait until all other ranks have read the slot's earlier exchange."""
@@ -222,7 +222,7 @@ def gather_values(value: Value, group: dist.ProcessGroup | None = None) -> list[
     return signed.gather(value, group, purpose="weights")
 
 
-def splits(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
+def count_elements(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
     """Return the elements sent to each rank, and received from each rank, in a bucket."""
     sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
     for transfer in bucket.sends:

@@ -38,5 +38,7 @@ def hand_overs(holders: Mapping[int, Collection[Node]], nodes: Sequence[Node]) -
 
     `holders` has the nodes with each copy; `nodes` are the nodes of the new start.
     """
-    missing = [origin for origin, holding in sorted(holders.items()) if not set(holding) & set(nodes)]
-    return {origin: nodes[copy_index % len(nodes)] for copy_index, origin in enumerate(missing)}
+    missing_origins = [
+        origin for origin, holding_nodes in sorted(holders.items()) if not set(holding_nodes) & set(nodes)
+    ]
+    return {origin: nodes[copy_index % len(nodes)] for copy_index, origin in enumerate(missing_origins)}

@@ -45,7 +45,7 @@ class _CopyPairs:
             return
         # A strided copy moves element by element: the wider the elements, the fewer. Views as int64 fail (RuntimeError)
         # if a stride or offset is not a multiple of 8 bytes.
-        bits = next(b for b in _BITS if b.itemsize == destination.itemsize)
+        bits = next(integers for integers in _BITS if integers.itemsize == destination.itemsize)
         destination, source = destination.view(bits), source.view(bits)
         with suppress(RuntimeError):
             destination, source = destination.view(torch.int64), source.view(torch.int64)
@@ -59,7 +59,8 @@ class _CopyPairs:
     def run(self) -> None:
         """Run all copies: by numpy on a CPU, else small dense ones and the others in one launch each."""
         # numpy's copy of long rows is nearly twice as fast: unlike torch's, it does not first read the memory it
-        # overwrites. The arrays must not outlive the copy: lent memory is emptied and refilled at other addresses.
+        # overwrites. The arrays must not outlive the copy: memory released between copies comes back at other
+        # addresses.
         for destination, source in self.on_cpu:
             np.copyto(np.from_dlpack(destination), np.from_dlpack(source))
         for pairs in (self.tensors, self.small):
@@ -210,10 +211,10 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
     Raises ValueError if the view exceeds the storage, or if the storage is not contiguous.
     """
     # `as_strided` does not check the parameter's bounds: it would read the neighbouring memory of a shared storage.
-    last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
-    if not storage.is_contiguous() or last >= storage.numel():
+    last_element = view.offset + sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
+    if not storage.is_contiguous() or last_element >= storage.numel():
         raise ValueError(
-            f"{name}: the reshard's plan needs element {last} of the tensor {view.storage}, but it has "
+            f"{name}: the reshard's plan needs element {last_element} of the tensor {view.storage}, but it has "
             f"{storage.numel()} elements"
             f"{'' if storage.is_contiguous() else ' and is not contiguous'}; "
             "the plan was made for another tensor"
@@ -235,8 +236,8 @@ def transfer_view(storage: Tensor, view: View, transfer: Transfer, dtype: torch.
             f"{transfer.name}: the tensor {view.storage} is {storage.dtype}, but it must be float32 in models of any "
             "dtype; rounding it would change the model"
         )
-    units = View(view.storage, view.offset * width, (*(stride * width for stride in view.strides), 1))
-    return strided_view(storage.detach().flatten().view(dtype), units, (*transfer.shape, width), transfer.name)
+    item_view = View(view.storage, view.offset * width, (*(stride * width for stride in view.strides), 1))
+    return strided_view(storage.detach().flatten().view(dtype), item_view, (*transfer.shape, width), transfer.name)
 
 
 def _bind_buckets(
@@ -248,15 +249,15 @@ def _bind_buckets(
 ) -> Iterator[_BoundBucket]:
     """Yield the plan's buckets, with views of the tensors and of the staging memory `slots`."""
 
-    def source(transfer: Transfer) -> Tensor:
+    def source_view(transfer: Transfer) -> Tensor:
         return transfer_view(_storage(sources, transfer.source.storage), transfer.source, transfer, dtype)
 
-    def destination(transfer: Transfer) -> Tensor:
+    def destination_view(transfer: Transfer) -> Tensor:
         return transfer_view(
             _storage(destinations, transfer.destination.storage), transfer.destination, transfer, dtype
         )
 
-    def message(slot: Tensor, start: int, transfer: Transfer) -> Tensor:
+    def staged_view(slot: Tensor, start: int, transfer: Transfer) -> Tensor:
         """Return a transfer's view [*shape] in the staging buffer `slot` [elements], from element `start` on."""
         shape = transfer.shape if transfer.width == 1 else (*transfer.shape, transfer.width)
         return slot.narrow(0, start, transfer.numel).view(shape)
@@ -265,21 +266,21 @@ def _bind_buckets(
     for bucket in plan.buckets:
         local, pack, unpack = _CopyPairs(), _CopyPairs(), _CopyPairs()
         for transfer in bucket.local:
-            local.add(destination(transfer), source(transfer))
+            local.add(destination_view(transfer), source_view(transfer))
         if not bucket.is_exchanged:
             yield _BoundBucket(local, pack, unpack, None)
             continue
         outgoing, messages = slots.views(exchange_index)
         start = 0
         for transfer in bucket.sends:
-            pack.add(message(outgoing, start, transfer), source(transfer))
+            pack.add(staged_view(outgoing, start, transfer), source_view(transfer))
             start += transfer.numel
         # On both sides, the elements of one sender follow each other in the order of the plan.
         starts = [0] * plan.num_ranks
         for transfer in bucket.receives:
             start = starts[transfer.source_rank]
             starts[transfer.source_rank] += transfer.numel
-            unpack.add(destination(transfer), message(messages[transfer.source_rank], start, transfer))
+            unpack.add(destination_view(transfer), staged_view(messages[transfer.source_rank], start, transfer))
         yield _BoundBucket(local, pack, unpack, exchange_index)
         exchange_index += 1
 
@@ -295,7 +296,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host: dict[str, float] = defaultdict(float)
+        self._host_seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._start = time.perf_counter()
 
@@ -311,7 +312,7 @@ class _Clock:
         else:
             start = time.perf_counter()
             yield
-            self._host[name] += time.perf_counter() - start
+            self._host_seconds[name] += time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage and in total. The host waits for the stream."""
@@ -319,6 +320,6 @@ class _Clock:
             # Synchronise this stream only: waiting for unrelated work of other streams would distort the times.
             torch.cuda.current_stream(self._device).synchronize()
         for name, start, stop in self._events:
-            self._host[name] += start.elapsed_time(stop) / 1000
-        names = dict.fromkeys(("pack", "wire", "local", "unpack", *self._host))
-        return {name: self._host[name] for name in names} | {"total": time.perf_counter() - self._start}
+            self._host_seconds[name] += start.elapsed_time(stop) / 1000
+        names = dict.fromkeys(("pack", "wire", "local", "unpack", *self._host_seconds))
+        return {name: self._host_seconds[name] for name in names} | {"total": time.perf_counter() - self._start}

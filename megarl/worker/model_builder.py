@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.models.configuration import name_refused_overrides, uses_transformer_engine
-from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
+from megarl.reshard.layouts.megatron import MegatronLayouts, check_shapes, megatron_layouts, parameter_shapes
 from megarl.training.host.host_arena import HostArena
 from megarl.training.model import ModelShard
 from megarl.training.replica import Replica
@@ -57,7 +57,7 @@ class ModelBuilder:
 
         def load_weights(tensors: Mapping[str, Tensor]) -> None:
             # Before any byte is copied, compare the computed layout with Megatron-Core 0.16.1's real parameters.
-            check_against(parameter_shapes(layouts, parallel.coordinates(self.rank)), tensors)
+            check_shapes(parameter_shapes(layouts, parallel.coordinates(self.rank)), tensors)
             override = self.recipe.override_of(folder)
             safetensors.load(
                 folder, layouts[self.rank], tensors, override=override, with_draft_layers=with_draft_layers

@@ -36,7 +36,7 @@ class WeightChecks(TrainerPart):
         layout = self._builder.layouts(policy.shape)[rank]
         if (part := policy.find_part(DrafterPart)) is not None:
             # Both models have tensors of the same names, such as lm_head.weight, so prefix the drafter's.
-            layout += with_prefix(drafter_layouts(part.shape, self._builder.parallel)[rank], box=DRAFTER)
+            layout += with_prefix(drafter_layouts(part.shape, self._builder.parallel)[rank], box_prefix=DRAFTER)
         return Ledger(f"trainer rank {rank}", layout, policy.weights)
 
     def take_checksums(self, version: int) -> RankChecksums:

@@ -42,7 +42,7 @@ def test_the_slots_of_a_peer_that_has_ended_or_left_are_those_of_one_that_is_gon
         slots = SharedSlots.__new__(SharedSlots)
         slots._peer_ends = select.poll()
         with pytest.raises(PeerGoneError):
-            slots._map([(process, number)])
+            slots._map_memory([(process, number)])
 
 
 def recipe_of(model: Path) -> Recipe:

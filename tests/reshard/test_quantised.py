@@ -11,7 +11,7 @@ import torch
 
 from megarl.reshard.boxes import dense_piece
 from megarl.reshard.plan import make_plan
-from megarl.reshard.quantised import WeightBuffer, assign_buffer_places
+from megarl.reshard.quantised import WeightBuffer, assign_buffer_starts
 
 
 def test_places_are_shared_only_in_turn() -> None:
@@ -19,7 +19,7 @@ def test_places_are_shared_only_in_turn() -> None:
     for _ in range(200):
         firsts = [chooser.randrange(12) for _ in range(chooser.randrange(1, 12))]
         spans = [(first, first + chooser.randrange(4), chooser.randrange(1, 50)) for first in firsts]
-        places, total = assign_buffer_places(spans)
+        places, total = assign_buffer_starts(spans)
         for i, (first, last, size) in enumerate(spans):
             assert places[i] + size <= total
             for j, (other_first, other_last, other_size) in enumerate(spans[:i]):
@@ -29,9 +29,9 @@ def test_places_are_shared_only_in_turn() -> None:
 
 
 def test_a_place_is_used_again() -> None:
-    assert assign_buffer_places([(0, 0, 7), (2, 3, 7), (5, 5, 7)]) == ([0, 0, 0], 7)
-    assert assign_buffer_places([(0, 0, 7), (1, 3, 7), (5, 5, 7)]) == ([0, 7, 0], 14)
-    assert assign_buffer_places([]) == ([], 0)
+    assert assign_buffer_starts([(0, 0, 7), (2, 3, 7), (5, 5, 7)]) == ([0, 0, 0], 7)
+    assert assign_buffer_starts([(0, 0, 7), (1, 3, 7), (5, 5, 7)]) == ([0, 7, 0], 14)
+    assert assign_buffer_starts([]) == ([], 0)
 
 
 @dataclass(frozen=True)

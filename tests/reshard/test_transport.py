@@ -30,7 +30,7 @@ from megarl.reshard import staging
 from megarl.reshard.boxes import Box, Piece, dense_piece
 from megarl.reshard.checks.fingerprint import MASK, checksum
 from megarl.reshard.checks.ledger import Ledger
-from megarl.reshard.checks.version_checksums import by_tensor, merge, version_checksum
+from megarl.reshard.checks.version_checksums import merge_checksums, sum_by_tensor, version_checksum
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankPlan, make_plan
 from megarl.reshard.staging import PrivateSlots, SharedSlots
@@ -151,8 +151,8 @@ def test_a_bit_flipped_after_the_export_is_named(tmp_path: Path) -> None:
     layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.bfloat16)
     export(target, source, model, layouts, rank, parameters, dtype=torch.bfloat16, bucket_bytes=1 << 20)
     assert CHECKSUMS not in companions(target)
-    boxes, _ = merge([Ledger("trainer rank 0", layouts[rank], parameters).take(1)])
-    assert json.loads((target / CHECKSUMS).read_text())["weights"] == version_checksum(by_tensor(boxes))
+    boxes, _ = merge_checksums([Ledger("trainer rank 0", layouts[rank], parameters).take(1)])
+    assert json.loads((target / CHECKSUMS).read_text())["weights"] == version_checksum(sum_by_tensor(boxes))
     load(target, layouts[rank], parameters)
     weights = load_file(target / SINGLE)
     for name in weights:

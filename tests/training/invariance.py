@@ -241,7 +241,7 @@ def build(recipe: Recipe, parallel: ParallelConfig, has_value_head: bool) -> tup
 
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
-    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+    from megarl.reshard.layouts.megatron import check_shapes, megatron_layouts, parameter_shapes
     from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
@@ -253,7 +253,7 @@ def build(recipe: Recipe, parallel: ParallelConfig, has_value_head: bool) -> tup
     rank = dist.get_rank()
 
     def load(parameters: Mapping[str, Any]) -> None:
-        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), parameters)
+        check_shapes(parameter_shapes(layouts, parallel.coordinates(rank)), parameters)
         safetensors.load(recipe.model.path, layouts[rank], parameters)
         for name, parameter in parameters.items():
             if name.endswith("value_head.weight"):

@@ -17,7 +17,7 @@ from megarl.families.shape import ModelShape
 from megarl.reshard.layouts.placed import make_reshard_layouts
 from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
-from megarl.reshard.staging import splits
+from megarl.reshard.staging import count_elements
 from tools.collectives.programs import Call, Group, Job, Program
 
 
@@ -97,7 +97,7 @@ def differing_ranks(plan: Plan, exchanged: Sequence[Exchange], ranks: Sequence[i
             sends, receives = exchange.sources == rank, exchange.takers == rank
             sent[exchange.takers[sends]] = exchange.numel[sends]
             received[exchange.sources[receives]] = exchange.numel[receives]
-            if (sent.tolist(), received.tolist()) != splits(rank_plan, bucket):
+            if (sent.tolist(), received.tolist()) != count_elements(rank_plan, bucket):
                 differing.append(rank)
                 break
     return differing

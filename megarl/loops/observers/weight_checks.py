@@ -11,7 +11,13 @@ from megarl.loops.saving.resume import Origin
 from megarl.loops.step import Step
 from megarl.reshard.boxes import Box
 from megarl.reshard.checks.ledger import RankChanges, RankChecksums
-from megarl.reshard.checks.version_checksums import Difference, by_tensor, engine_differences, merge, version_checksum
+from megarl.reshard.checks.version_checksums import (
+    Difference,
+    engine_differences,
+    merge_checksums,
+    sum_by_tensor,
+    version_checksum,
+)
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
@@ -119,7 +125,9 @@ class WeightChecks(StepObserver):
         self._seconds += max((checksums.seconds for checksums in checksums_of_ranks), default=0.0)
         for version in {checksums.version for checksums in checksums_of_ranks}.intersection(self._boxes):
             received = [
-                checksums.of_dtypes(self._dtypes) for checksums in checksums_of_ranks if checksums.version == version
+                checksums.select_dtypes(self._dtypes)
+                for checksums in checksums_of_ranks
+                if checksums.version == version
             ]
             if differences := list(engine_differences(self._boxes[version], received)):
                 # The trainer's weights may have changed before they were sent. Then `check_trainer` names the trainer
@@ -144,7 +152,7 @@ class WeightChecks(StepObserver):
             box.name: dtype for rank in rank_checksums for box, dtype in zip(rank.boxes, rank.dtypes, strict=True)
         }
         version = step + 1
-        merged_boxes, differences = merge(rank_checksums)
+        merged_boxes, differences = merge_checksums(rank_checksums)
         if differences:
             raise self._make_difference_error(version, "after the update", differences)
         # A reshard in the background may deliver the version before the newest one.
@@ -153,7 +161,7 @@ class WeightChecks(StepObserver):
             for earlier_version in self._boxes
             if earlier_version >= version - 1
         } | {version: merged_boxes}
-        self._checksums[version] = version_checksum(by_tensor(merged_boxes))
+        self._checksums[version] = version_checksum(sum_by_tensor(merged_boxes))
         if is_new:
             self._folder.add_version(version, step, self._checksums[version])
 

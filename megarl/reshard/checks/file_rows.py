@@ -32,13 +32,17 @@ COLUMNS = 4096
 """Maximum compared elements of a row. A rank reads at most 64 KiB for each copy of the loader."""
 
 
-def sampled_names(names: Iterable[str], seed: int) -> list[str]:
+def sample_names(names: Iterable[str], seed: int) -> list[str]:
     """Return at most PER_KIND random names of each kind. Names of a kind differ only in layer and expert number."""
-    kinds: dict[str, list[str]] = defaultdict(list)
+    names_by_kind: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
-        kinds[parse_name(name).template].append(name)
-    numbers = random.Random(seed)
-    return [name for kind in kinds.values() for name in numbers.sample(kind, min(PER_KIND, len(kind)))]
+        names_by_kind[parse_name(name).template].append(name)
+    random_state = random.Random(seed)
+    return [
+        name
+        for kind_names in names_by_kind.values()
+        for name in random_state.sample(kind_names, min(PER_KIND, len(kind_names)))
+    ]
 
 
 def check_rows(
@@ -116,6 +120,7 @@ class RowComparer(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        # A tensor computed from a tensor of the folder gets its name.
         if isinstance(result, Tensor) and _storage(result) not in self._live:
             operands = (_storage(operand) for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor))
             if (name := next((self._names[key] for key in operands if key in self._names), None)) is not None:
@@ -151,11 +156,11 @@ class RowComparer(Recorder):
                 )
                 return
 
-    def _is_equal(self, written: Tensor, expected: Tensor) -> bool:
+    def _is_equal(self, live_row: Tensor, folder_row: Tensor) -> bool:
         """Return whether a live row equals the folder's row, before or after rounding to the trainer's dtype."""
-        exact = expected.to(torch.float32)
-        return torch.equal(written, exact.to(written.dtype)) or torch.equal(
-            written, exact.to(self._dtype).to(written.dtype)
+        wide_row = folder_row.to(torch.float32)
+        return torch.equal(live_row, wide_row.to(live_row.dtype)) or torch.equal(
+            live_row, wide_row.to(self._dtype).to(live_row.dtype)
         )
 
     def _draw_rows(self, shape: Sequence[int]) -> Iterator[tuple[int | slice, ...]]:

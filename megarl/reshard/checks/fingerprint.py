@@ -95,7 +95,7 @@ def _checksum_of_block(block: Tensor, rows: Tensor, first_column: int) -> Tensor
 
     `rows` has a random number per row. `first_column` is the tensor's column at which the block begins.
     """
-    words, first_word = _words(block, first_column)
+    words, first_word = _view_as_words(block, first_column)
     columns = _random_numbers(first_word, words.shape[1], -1, block.device)
     # Products of odd numbers are odd, so each element affects at least 32 bits. Overflow wraps around.
     products = torch.mul(words, columns, out=_scratch(words.shape, torch.int64, block.device))
@@ -117,7 +117,7 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
     return _buffers.memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def _words(block: Tensor, first_column: int) -> tuple[Tensor, int]:
+def _view_as_words(block: Tensor, first_column: int) -> tuple[Tensor, int]:
     """Return the bits of a block [rows, columns] as integers [rows, words], and the index of the first word.
 
     A word has the elements of 4 bytes, such as two bfloat16 elements: the sum is two to four times faster.
@@ -166,20 +166,22 @@ def _row_numbers(start: tuple[int, ...], shape: tuple[int, ...], device: torch.d
     `start` and `shape` exclude the last dimension.
     """
     rows = torch.ones(1, dtype=torch.int64, device=device)
-    for dim, (first, size) in enumerate(zip(start, shape, strict=True), -len(shape) - 1):
-        # Each index has its own number, so the shape of the larger tensor is not needed.
-        rows = torch.outer(rows, _random_numbers(first, size, dim, device)).flatten()
+    for dim, (first_index, size) in enumerate(zip(start, shape, strict=True), -len(shape) - 1):
+        # Dimensions count from the last one, -1. Each index has its own number, so the shape of the larger tensor is
+        # not needed.
+        rows = torch.outer(rows, _random_numbers(first_index, size, dim, device)).flatten()
     return rows
 
 
 @lru_cache(maxsize=1024)
-def _random_numbers(first: int, count: int, dim: int, device: torch.device) -> Tensor:
-    """Return a random odd number for each index from `first` to `first + count` of a dimension, int64 [count].
+def _random_numbers(first_index: int, count: int, dim: int, device: torch.device) -> Tensor:
+    """Return a random odd number for each index from `first_index` to `first_index + count` of a dimension, int64
+    [count].
 
     The function is SplitMix64 (Steele, Lea and Flood, 2014). `dim` counts from the last dimension, -1.
     """
     # The seeds of two dimensions are 2^40 apart, more than the indices of any dimension.
-    numbers = torch.arange(first, first + count, dtype=torch.int64, device=device) + (-dim << 40)
+    numbers = torch.arange(first_index, first_index + count, dtype=torch.int64, device=device) + (-dim << 40)
     numbers = numbers * _reinterpret_signed(0x9E3779B97F4A7C15)
     numbers = (numbers ^ _shift_right(numbers, 30)) * _reinterpret_signed(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ _shift_right(numbers, 27)) * _reinterpret_signed(0x94D049BB133111EB)

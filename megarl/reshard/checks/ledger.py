@@ -36,7 +36,7 @@ class RankChecksums:
     is_converted: bool
     seconds: float
 
-    def of_dtypes(self, dtypes: Mapping[str, str]) -> RankChecksums:
+    def select_dtypes(self, dtypes: Mapping[str, str]) -> RankChecksums:
         """Return only the checksums of boxes whose tensor is unlisted in `dtypes`, or listed with the box's
         data type.
         """
@@ -96,9 +96,9 @@ class Ledger:
     @torch.no_grad()
     def take(self, version: int) -> RankChecksums:
         """Compute, store and return the checksums of a new version."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         values = self._compute_checksums()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         self.newest = RankChecksums(
             self._holder, version, self._boxes, values, self._dtypes, self._is_converted, seconds
         )
@@ -109,10 +109,10 @@ class Ledger:
         """Return the boxes changed since the checksums were taken; None: there are no checksums."""
         if self.newest is None:
             return None
-        started = time.perf_counter()
-        changed = np.flatnonzero(self._compute_checksums() != self.newest.values)
-        boxes = tuple(self.newest.boxes[index] for index in changed)
-        return RankChanges(self._holder, self.newest.version, boxes, time.perf_counter() - started)
+        start_time = time.perf_counter()
+        changed_indices = np.flatnonzero(self._compute_checksums() != self.newest.values)
+        boxes = tuple(self.newest.boxes[index] for index in changed_indices)
+        return RankChanges(self._holder, self.newest.version, boxes, time.perf_counter() - start_time)
 
     def forget(self) -> None:
         self.newest = None
@@ -127,18 +127,22 @@ class Ledger:
         layout.
         """
         names = self.storages if storages is None else storages
-        return {number: self._checksum(number) for name in names for number in self._piece_indices.get(name, ())}
+        return {
+            piece_index: self._checksum(piece_index)
+            for name in names
+            for piece_index in self._piece_indices.get(name, ())
+        }
 
     def _compute_checksums(self) -> NDArray[np.int64]:
         checksums = [self._checksum(number) for number in range(len(self._layout))]
         # One copy to the host for all, because each copy waits for the device.
         return torch.stack(checksums).cpu().numpy() if checksums else np.zeros(0, np.int64)
 
-    def _checksum(self, number: int) -> Tensor:
-        piece = self._layout[number]
+    def _checksum(self, piece_index: int) -> Tensor:
+        piece = self._layout[piece_index]
         if self._is_converted:
             return checksum(self._tensors[piece.storage])
-        dtype = None if self._cast_to is None else self._cast_to[number]
+        dtype = None if self._cast_to is None else self._cast_to[piece_index]
         return piece_checksum(piece, self._tensors[piece.storage], dtype)
 
 

@@ -27,7 +27,9 @@ class Difference:
     is_certain: bool
 
 
-def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> tuple[dict[Box, int], list[Difference]]:
+def merge_checksums(
+    ranks: Sequence[RankChecksums], trusted: Checksums | None = None
+) -> tuple[dict[Box, int], list[Difference]]:
     """Return the checksum of each box over all ranks, and a `Difference` for each box with unequal copies.
 
     A copy is wrong if it differs from `trusted`, or for a box outside `trusted`, from the majority.
@@ -39,23 +41,28 @@ def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> t
     merged: dict[Box, int] = {}
     differences: list[Difference] = []
     for box, copies in copies_by_box.items():
-        ranked = sorted(copies, key=lambda value: -len(copies[value]))
-        right = (trusted or {}).get(box, ranked[0])
-        merged[box] = right
-        if list(copies) == [right]:
+        values_by_count = sorted(copies, key=lambda value: -len(copies[value]))
+        accepted_value = (trusted or {}).get(box, values_by_count[0])
+        merged[box] = accepted_value
+        if list(copies) == [accepted_value]:
             continue
-        is_certain = box in (trusted or {}) or len(copies[ranked[0]]) > len(copies[ranked[1]])
-        wrong = [holder for value, holders in copies.items() if not is_certain or value != right for holder in holders]
-        differences.append(Difference(box, tuple(wrong), is_certain))
+        is_certain = box in (trusted or {}) or len(copies[values_by_count[0]]) > len(copies[values_by_count[1]])
+        wrong_holders = [
+            holder
+            for value, holders in copies.items()
+            if not is_certain or value != accepted_value
+            for holder in holders
+        ]
+        differences.append(Difference(box, tuple(wrong_holders), is_certain))
     return merged, differences
 
 
-def by_tensor(boxes: Checksums) -> dict[str, int]:
+def sum_by_tensor(boxes: Checksums) -> dict[str, int]:
     """Return the checksum of each tensor by name: the sum over its disjoint boxes."""
-    total: dict[str, int] = defaultdict(int)
+    sums_by_name: dict[str, int] = defaultdict(int)
     for box, value in boxes.items():
-        total[box.name] = (total[box.name] + value) & MASK
-    return dict(total)
+        sums_by_name[box.name] = (sums_by_name[box.name] + value) & MASK
+    return dict(sums_by_name)
 
 
 def version_checksum(tensors: Mapping[str, int]) -> str:
@@ -71,10 +78,10 @@ def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> 
     the tensor are compared.
     """
     comparable = [engine for engine in engines if not engine.is_converted]
-    merged, differences = merge(comparable, trainer)
+    merged, differences = merge_checksums(comparable, trainer)
     yield from differences
     reported_names = {difference.box.name for difference in differences}
-    expected, engine_checksums = by_tensor(trainer), by_tensor(merged)
+    expected, engine_checksums = sum_by_tensor(trainer), sum_by_tensor(merged)
     for name in engine_checksums:
         if name in reported_names or engine_checksums[name] == expected.get(name):
             continue

@@ -223,16 +223,17 @@ def reshard_plan(
         layouts.destinations,
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        topology=_list_rank_places(
-            parallel, ranks_per_node=ranks_per_node, engine_ranks_per_node=engine_ranks_per_node
-        ),
+        topology=_list_rank_nodes(parallel, ranks_per_node=ranks_per_node, engine_ranks_per_node=engine_ranks_per_node),
     )
 
 
-def _list_rank_places(
+def _list_rank_nodes(
     parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per_node: int | None
 ) -> list[tuple[int]]:
-    """Return each rank's place for `make_plan`: only its node. None: engines use the trainers' nodes."""
+    """Return each rank's node, as a topology for `make_plan`.
+
+    `engine_ranks_per_node` None: engines use the trainers' nodes.
+    """
     if engine_ranks_per_node is None:
         return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
     trainers = [(rank // ranks_per_node,) for rank in range(parallel.world_size)]
@@ -325,11 +326,11 @@ def _count_tensor(plan: Plan, overlap: Overlap, *, rotation: int, num_slices: in
         numel = sum(region.numel for region in flow.regions)
         # 0, 1 and 2 are the indices of TIERS: local, same_node, other_node.
         tier = np.where(sources == takers, 0, np.where(plan.nodes[sources] == plan.nodes[takers], 1, 2))
-        copy_templates = sum(map(len, flow.copy_templates(int(sources[0]), num_slices)))
+        num_copies = sum(map(len, flow.copy_templates(int(sources[0]), num_slices)))
         np.add.at(received, (tier, takers), numel)
         np.add.at(sent, (tier, sources), numel)
-        np.add.at(copies, takers, copy_templates)
-        np.add.at(copies, sources[tier > 0], copy_templates)
+        np.add.at(copies, takers, num_copies)
+        np.add.at(copies, sources[tier > 0], num_copies)
         pairs.append((sources * num_ranks + takers)[tier > 0])
     return _TensorCounts(received=received, sent=sent, copies=copies, pairs=np.concatenate(pairs))
 
@@ -348,9 +349,9 @@ def _count_gathered(plan: Plan, overlap: Overlap) -> _Bytes:
     gathered = np.zeros((3, plan.num_ranks), np.int64)
     for numel, holders in overlap.cells:
         ranks = np.asarray(holders)
-        kind = np.where(np.isin(plan.nodes, plan.nodes[ranks]), 1, 2)
-        kind[ranks] = 0
-        np.add.at(gathered, (kind, np.arange(plan.num_ranks)), numel)
+        tier = np.where(np.isin(plan.nodes, plan.nodes[ranks]), 1, 2)
+        tier[ranks] = 0
+        np.add.at(gathered, (tier, np.arange(plan.num_ranks)), numel)
     return gathered
 
 

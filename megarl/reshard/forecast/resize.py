@@ -173,7 +173,7 @@ def _list_sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Seque
 
 def _cut_share(piece: Piece, index: int, num_sharers: int) -> Iterator[Piece]:
     """Yield the boxes of part `index` of a piece cut into `num_sharers` equal parts."""
-    start, stop = (piece.box.numel * number // num_sharers for number in (index, index + 1))
+    start, stop = (piece.box.numel * share_index // num_sharers for share_index in (index, index + 1))
     if start == stop:
         return
     for offset, shape in flat_boxes(piece.box.shape, start, stop):

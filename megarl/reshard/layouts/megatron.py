@@ -1,6 +1,6 @@
 """Layouts of Megatron's parameters, computed from the model's sizes and the ranks' parallel coordinates.
 
-Each rank computes the layouts of all ranks, without a collective or a model. `check_against` compares a rank's layout
+Each rank computes the layouts of all ranks, without a collective or a model. `check_shapes` compares a rank's layout
 with the live model.
 """
 
@@ -63,7 +63,7 @@ def chunk_prefix(chunk: int, vpp: int) -> str:
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
-def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
     """Compare a live model's parameters with the computed shapes. Raises ConfigError naming the first difference."""
     for name, value in live.items():
         if name not in shapes:
@@ -246,19 +246,25 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
-        """The ranks at each place of the parallel grid.
+        """The ranks at each position of the parallel grid.
 
         The key is (in the experts' grid, pipeline stage, expert-parallel coordinate, tensor-parallel coordinate). The
         last entry None: all tensor-parallel coordinates.
         """
-        ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
+        ranks_by_key: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):
             coordinates = self.parallel.coordinates(rank)
             # All expert-parallel ranks have the dense parameters, so their coordinate is always 0.
-            for of_experts, ep, split in ((False, 0, coordinates.tp), (True, coordinates.ep, coordinates.etp)):
-                for key in ((of_experts, coordinates.pp, ep, split), (of_experts, coordinates.pp, ep, None)):
-                    ranks.setdefault(key, []).append(rank)
-        return {key: tuple(place_ranks) for key, place_ranks in ranks.items()}
+            for is_expert_grid, ep, tensor_coordinate in (
+                (False, 0, coordinates.tp),
+                (True, coordinates.ep, coordinates.etp),
+            ):
+                for key in (
+                    (is_expert_grid, coordinates.pp, ep, tensor_coordinate),
+                    (is_expert_grid, coordinates.pp, ep, None),
+                ):
+                    ranks_by_key.setdefault(key, []).append(rank)
+        return {key: tuple(ranks_of_key) for key, ranks_of_key in ranks_by_key.items()}
 
 
 def _local_shape(rule: Rule, parts: tuple[int, ...]) -> tuple[int, ...]:

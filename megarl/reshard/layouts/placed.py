@@ -36,15 +36,15 @@ def make_reshard_layouts(
     With separate engines, only the running replicas count. `engine`: the engines' model if it has fewer tensors than
     `model`. With `adapter`, the layouts describe the matrices of a LoRA adapter.
     """
-    padded = padded_vocab_size(model.vocab_size, parallel.tp)
-    trainer = megatron_layouts(model, parallel, padded_vocab_size=padded, transformer_engine=transformer_engine)
-    first = parallel.world_size if parallel.is_separate else 0
-    engines = VllmLayouts(engine or model, parallel.rollout_tp, num_ranks - first, parallel.rollout_ep)
+    padded_size = padded_vocab_size(model.vocab_size, parallel.tp)
+    trainer = megatron_layouts(model, parallel, padded_vocab_size=padded_size, transformer_engine=transformer_engine)
+    first_engine = parallel.world_size if parallel.is_separate else 0
+    engines = VllmLayouts(engine or model, parallel.rollout_tp, num_ranks - first_engine, parallel.rollout_ep)
     if adapter is None:
-        return _place_layouts(trainer, engines, first, num_ranks)
+        return _place_layouts(trainer, engines, first_engine, num_ranks)
     targets, rank = adapter.targets, adapter.rank
     return _place_layouts(
-        adapter_layouts(trainer, targets, rank), VllmAdapterLayouts(engines, targets, rank), first, num_ranks
+        adapter_layouts(trainer, targets, rank), VllmAdapterLayouts(engines, targets, rank), first_engine, num_ranks
     )
 
 

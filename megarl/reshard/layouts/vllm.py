@@ -46,7 +46,9 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
         with recorder:
             # Every vLLM model has this method, but torch's modules do not declare it.
             model.load_weights(recorder.sources(tensors))  # pyright: ignore[reportCallIssue]
-        recorder.check_coverage({name: n for module in quantised for name, n in module.padding().items()})
+        recorder.check_coverage(
+            {name: num_padding for module in quantised for name, num_padding in module.padding().items()}
+        )
     return tuple(recorder.pieces)
 
 
@@ -129,7 +131,7 @@ class Recorder(TorchDispatchMode):
                 self._handle_write(func, named_parameter, target, arguments)
                 return target
             if named_source := self._sources.get(_storage(target)):
-                self._zero_source(func, named_source, target)
+                self._record_zeroed_source(func, named_source, target)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.clone.default and _storage(args[0]) in self._sources:
             self._copies[_storage(result)] = (result, args[0])
@@ -160,7 +162,7 @@ class Recorder(TorchDispatchMode):
             else:
                 self.pieces.append(piece)
 
-    def _zero_source(self, func, source: tuple[str, torch.Tensor], target: torch.Tensor) -> None:
+    def _record_zeroed_source(self, func, source: tuple[str, torch.Tensor], target: torch.Tensor) -> None:
         name, tensor = source
         if func.overloadpacket.__name__ != "zero_" or target.numel() != tensor.numel():
             raise DirectWriteError(
@@ -179,7 +181,7 @@ class Recorder(TorchDispatchMode):
                 f"{name}: vLLM's loader fills this parameter with computed values instead of a checkpoint tensor"
             )
         tensor_name, tensor = self._sources[_storage(source)]
-        piece = _piece(tensor_name, tensor, source, name, parameter, target)
+        piece = _make_piece(tensor_name, tensor, source, name, parameter, target)
         if piece is None:
             raise DirectWriteError(
                 f"{name}: vLLM's loader does not copy a plain slice of {tensor_name}, but {tuple(source.shape)} with "
@@ -208,7 +210,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _piece(
+def _make_piece(
     tensor_name: str,
     tensor: torch.Tensor,
     source: torch.Tensor,
@@ -232,8 +234,12 @@ def _piece(
         stop.append(start[-1] + (1 if dim is None else source.size(dim)))
         dims.append(dim)
     box = Box(tensor_name, tuple(start), tuple(stop))
-    if dim_of_stride or box.numel != source.numel() or any(b > n for b, n in zip(stop, tensor.shape, strict=True)):
+    if (
+        dim_of_stride
+        or box.numel != source.numel()
+        or any(end > size_of_dim for end, size_of_dim in zip(stop, tensor.shape, strict=True))
+    ):
         return None
     box_strides = contiguous_strides(box.shape)
-    strides = tuple(box_strides[i] if dim is None else target.stride(dim) for i, dim in enumerate(dims))
+    strides = tuple(box_strides[dim_index] if dim is None else target.stride(dim) for dim_index, dim in enumerate(dims))
     return Piece(box, parameter_name, int(target.storage_offset() - parameter.storage_offset()), strides)

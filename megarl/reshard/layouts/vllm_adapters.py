@@ -56,13 +56,17 @@ class VllmAdapterLayouts(Layouts):
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
         return tuple(
-            tensor for tensor in list_tensors(self._rules, self.engine.model) if tensor.template in self._places
+            tensor
+            for tensor in list_tensors(self._rules, self.engine.model)
+            if tensor.template in self._weights_by_template
         )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole matrices by template: A [LoRA rank, in features], B [out features, LoRA rank]."""
-        return {name: shape for rule in self._rules for name, shape in rule.tensors if name in self._places}
+        return {
+            name: shape for rule in self._rules for name, shape in rule.tensors if name in self._weights_by_template
+        }
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         if tensor.template not in self._holdings_by_template:
@@ -83,7 +87,7 @@ class VllmAdapterLayouts(Layouts):
 
     def _numel(self, template: str, rank: int, stored_rank: int) -> int:
         """Return the numbers of a matrix in all layers on an engine rank, stored with LoRA rank `stored_rank`."""
-        stack, index, letter = self._places[template]
+        stack, index, letter = self._weights_by_template[template]
         features = self.shapes[template][1 if letter == "A" else 0]
         if _is_split(stack, letter):
             features = self.engine.range_on(stack, stack.parts[index], rank % self.engine.tp)[2]
@@ -94,7 +98,7 @@ class VllmAdapterLayouts(Layouts):
 
         Rows of B are as long as the slot's rank, even with a smaller adapter.
         """
-        stack, part_index, letter = self._places[template]
+        stack, part_index, letter = self._weights_by_template[template]
         shape, world_size = self.shapes[template], len(self.engine)
         slot_pattern = StoragePattern(slot_name(stack.storage.removesuffix(".weight"), letter, part_index))
         if not _is_split(stack, letter):
@@ -118,8 +122,8 @@ class VllmAdapterLayouts(Layouts):
         return layers_by_template(self._rules, self.engine.model)
 
     @cached_property
-    def _places(self) -> dict[str, tuple[Stack, int, str]]:
-        """Place of each stored matrix, by template: the weight's fused parameter, its index there, and "A" or "B"."""
+    def _weights_by_template(self) -> dict[str, tuple[Stack, int, str]]:
+        """The adapted weight of each stored matrix, by template: its fused parameter, its index there, and "A" or "B"."""
         return {
             adapter_tensor(part.tensor, letter): (stack, index, letter)
             for stack in list_stacks(self.engine.model)

@@ -95,11 +95,13 @@ class QuantisedModule:
         config = getattr(self._module, "moe_config", None)
         if config is None:
             return {}
-        hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
+        hidden_size, intermediate_size = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
         num_padded = {}
         for key, parameter in self._loaded.items():
-            projections = self._method.moe.w13_num_shards if key == "w13_weight" else 1
-            num_padded[f"{self.name}.{key}"] = parameter.numel() - parameter.shape[0] * projections * hidden * inner
+            num_projections = self._method.moe.w13_num_shards if key == "w13_weight" else 1
+            num_padded[f"{self.name}.{key}"] = (
+                parameter.numel() - parameter.shape[0] * num_projections * hidden_size * intermediate_size
+            )
         return num_padded
 
     @contextmanager
@@ -160,11 +162,11 @@ class QuantisedModule:
         results = self.quantise(weights)
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(results[name]))]
 
-    def holds(self, name: str, first: int, stride: int, row: Tensor) -> bool | None:
+    def holds(self, name: str, first_element: int, stride: int, row: Tensor) -> bool | None:
         """Return whether the live weight `name` equals a row [columns] of unquantised values, within FP8's rounding.
 
-        In the flat unquantised weight, the row starts at element `first`, and `stride` is the distance between its
-        elements. None: the kernel reorders weights or scales, so rows cannot be compared.
+        In the flat unquantised weight, the row starts at element `first_element`, and `stride` is the distance between
+        its elements. None: the kernel reorders weights or scales, so rows cannot be compared.
         """
         key = name.removeprefix(f"{self.name}.")
         live, loaded = self._live.get(key), self._loaded[key]
@@ -181,7 +183,7 @@ class QuantisedModule:
         scale_blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
         if any(divide_up(size, by=block) != count for block, (size, count) in zip(scale_blocks, sizes, strict=True)):
             return None
-        element_indices = first + stride * torch.arange(len(row))
+        element_indices = first_element + stride * torch.arange(len(row))
         coordinates = torch.unravel_index(element_indices.to(live.device), live.shape)
         scale_factors = scale[
             tuple(dim_indices // block for dim_indices, block in zip(coordinates, scale_blocks, strict=True))
@@ -242,9 +244,9 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
     # vLLM 0.30 stores these parameters for its layerwise reload. Its wrapped loaders would start this reload, so the
     # original loaders are restored.
-    remembered, _ = get_layerwise_info(module).restore_metadata
+    stored_parameters, _ = get_layerwise_info(module).restore_metadata
     parameters = {}
-    for key, parameter in remembered.items():
+    for key, parameter in stored_parameters.items():
         if key not in _unquantised_names(module):
             parameters[key] = restore_layer_refs(to_meta_tensor(parameter), module)
             parameters[key].weight_loader = cast(Any, _get_original_loader(parameters[key]))
@@ -257,11 +259,11 @@ def _unquantised_names(module: nn.Module) -> set[str]:
     return {key for key in module._parameters if key in SKIP_TENSORS}
 
 
-def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
-    """Return weights [*shape] as a parameter of the class and attributes of `like`, which vLLM's loader set."""
+def _as_parameter(weights: Tensor, template: Tensor) -> Tensor:
+    """Return weights [*shape] as a parameter of the class and attributes of `template`, which vLLM's loader set."""
     parameter = weights.detach()
-    parameter.__class__ = like.__class__
-    vars(parameter).update(vars(like))
+    parameter.__class__ = template.__class__
+    vars(parameter).update(vars(template))
     return parameter
 
 

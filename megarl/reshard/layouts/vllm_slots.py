@@ -78,7 +78,10 @@ class AdapterSlots:
         manager = worker.model_runner.lora_manager
         slots = manager._adapter_manager
         # vLLM gives each adapter the first free slot, so register the adapters in the order of their slots.
-        for request in (self.request, *(self.further_request(i, f"further {i}") for i in range(self._num_further))):
+        for request in (
+            self.request,
+            *(self.further_request(index, f"further {index}") for index in range(self._num_further)),
+        ):
             manager.add_dummy_lora(request, self.rank)
             slots.activate_adapter(request.lora_int_id)
             # vLLM needs these weights only to activate the adapter again. megarl never does this, so they are freed.
@@ -138,19 +141,19 @@ class AdapterSlots:
 @contextmanager
 def without_adapters(model: nn.Module | None) -> Iterator[None]:
     """Context in which plain linear layers replace the adapter layers of a vLLM model, as during loading."""
-    wrapped = [
-        (parent, key, child)
+    adapter_layers = [
+        (parent, child_name, child)
         for parent in (model.modules() if model is not None else ())
-        for key, child in parent.named_children()
+        for child_name, child in parent.named_children()
         if hasattr(child, "lora_a_stacked")
     ]
-    for parent, key, child in wrapped:
-        setattr(parent, key, child.base_layer)
+    for parent, child_name, child in adapter_layers:
+        setattr(parent, child_name, child.base_layer)
     try:
         yield
     finally:
-        for parent, key, child in wrapped:
-            setattr(parent, key, child)
+        for parent, child_name, child in adapter_layers:
+            setattr(parent, child_name, child)
 
 
 def live_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -164,5 +167,5 @@ def _modules_with_slots(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _hugging_face_modules(name: str, module: Any, packed: Mapping[str, list[str]]) -> list[str]:
     if module.n_slices == 1:
         return [name]
-    parent, _, last = name.rpartition(".")
-    return [f"{parent}.{part}" for part in packed[last]]
+    parent, _, fused_name = name.rpartition(".")
+    return [f"{parent}.{projection}" for projection in packed[fused_name]]

@@ -14,7 +14,7 @@ from megarl.engine.parts.trained_adapter import TrainedAdapter
 from megarl.families.draft_layers import DRAFTER
 from megarl.groups.peer_errors import engine_collectives_marked
 from megarl.reshard.boxes import with_prefix
-from megarl.reshard.checks.file_rows import check_rows, sampled_names
+from megarl.reshard.checks.file_rows import check_rows, sample_names
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.layouts.packed import checkpoint_names
@@ -51,7 +51,7 @@ class ReshardChecks:
             model, name_in_folder = engine.model, checkpoint_names(self._plan.engine_shape)
             written_names = {name_in_folder[piece.box.name] for piece in self._plan.recorded}
             # Tensors in MXFP4 have other names in the files, and are not compared.
-            compared_names = sampled_names(written_names & folder.names, recipe.seed)
+            compared_names = sample_names(written_names & folder.names, recipe.seed)
         dtype = getattr(torch, recipe.model.dtype)
         with without_adapters(model):
             check_rows(
@@ -136,7 +136,7 @@ class ReshardChecks:
         }
         # Without a conversion, the plan's boxes are parts of the live tensors. Else each whole parameter is one box.
         if not self._plan.live_reshard.converts:
-            recorded_drafter = with_prefix(self._plan.recorded_drafter, box=DRAFTER, storage=DRAFTER)
+            recorded_drafter = with_prefix(self._plan.recorded_drafter, box_prefix=DRAFTER, storage_prefix=DRAFTER)
             return Ledger(owner, self._plan.recorded + recorded_drafter, live_tensors)
         adapter_part = engine.find_part(TrainedAdapter)
         slots = adapter_part.slots.tensors if adapter_part is not None and adapter_part.slots is not None else {}

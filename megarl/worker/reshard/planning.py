@@ -25,7 +25,7 @@ from megarl.reshard.boxes import Layout
 from megarl.reshard.drafters import ReshardWithDrafter, record_drafter
 from megarl.reshard.layouts.placed import ReshardLayouts, make_reshard_layouts
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
-from megarl.reshard.live import DirectReshard, GatheredReshard, LiveReshard, LoadTensors, record
+from megarl.reshard.live import DirectReshard, GatheredReshard, LiveReshard, LoadTensors, record_engine_layout
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.reshard_report import MergeRounding
 from megarl.reshard.staging import gather_values
@@ -125,7 +125,7 @@ class _Planner:
         sender = reshard_ends.policy or reshard_ends.snapshot
         sent_weights = sender.weights if sender is not None else {}
         model = reshard_ends.engine.model if reshard_ends.engine is not None else None
-        engine_layout, refusal = record(model, self._engine_shape, self._dtype, reshard_ends.group)
+        engine_layout, refusal = record_engine_layout(model, self._engine_shape, self._dtype, reshard_ends.group)
         if engine_layout is not None:
             return ReshardPlan(
                 self._plan_direct(layouts, engine_layout, sent_weights, model), self._engine_shape, engine_layout
@@ -161,7 +161,7 @@ class _Planner:
         slots = engine_part.slots if engine_part is not None else None
         # Record where vLLM's loader places the base weights, then where the adapter's matrices lie in the slots.
         with without_adapters(model):
-            engine_layout, refusal = record(model, self._engine_shape, self._dtype, reshard_ends.group)
+            engine_layout, refusal = record_engine_layout(model, self._engine_shape, self._dtype, reshard_ends.group)
         base_layouts, adapter_layouts = (
             make_reshard_layouts(
                 self._engine_shape,

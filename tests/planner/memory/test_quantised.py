@@ -17,7 +17,7 @@ from megarl.planner.sizes import parallel_of
 from megarl.reshard.layouts.placed import make_reshard_layouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import make_plan
-from megarl.reshard.quantised import assign_buffer_places, find_bucket_spans
+from megarl.reshard.quantised import assign_buffer_starts, find_bucket_spans
 
 
 def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> None:
@@ -99,7 +99,7 @@ def test_few_layers_wait_at_a_time(name: str, sizes: dict[str, int], large: Call
     assert isinstance(layouts, VllmLayouts)
     modules = modules_of(layouts, 0)
     spans = find_bucket_spans(modules, plan, layouts[0])
-    _, room = assign_buffer_places([(*spans[module], sum(names.values())) for module, names in modules.items()])
+    _, room = assign_buffer_starts([(*spans[module], sum(names.values())) for module, names in modules.items()])
     whole = sum(sum(names.values()) for names in modules.values())
     assert 2 * room < unquantised_bytes(layouts, 0, itemsize=2, bucket_bytes=bucket, stages=parallel.pp)
     assert room < whole / 5

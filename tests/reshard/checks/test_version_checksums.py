@@ -8,7 +8,7 @@ import torch
 
 from megarl.reshard.boxes import Box, Piece
 from megarl.reshard.checks.ledger import Ledger, RankChecksums
-from megarl.reshard.checks.version_checksums import by_tensor, engine_differences, merge, version_checksum
+from megarl.reshard.checks.version_checksums import engine_differences, merge_checksums, sum_by_tensor, version_checksum
 
 WHOLE = torch.arange(48, dtype=torch.float32).view(8, 6).to(torch.bfloat16)
 
@@ -34,22 +34,22 @@ def test_layouts_agree_on_the_version() -> None:
         [rank("a", 0, 3), rank("b", 3, 8)],
         [rank("a", 0, 2, dim=1), rank("b", 2, 6, dim=1), rank("c", 2, 6, dim=1)],
     ]
-    found = [merge(ranks) for ranks in layouts]
+    found = [merge_checksums(ranks) for ranks in layouts]
     assert all(differences == [] for _, differences in found)
-    assert len({version_checksum(by_tensor(boxes)) for boxes, _ in found}) == 1
-    flipped, _ = merge([rank("a", 0, 3), rank("b", 3, 8, flips=[4])])
-    assert version_checksum(by_tensor(flipped)) != version_checksum(by_tensor(found[0][0]))
+    assert len({version_checksum(sum_by_tensor(boxes)) for boxes, _ in found}) == 1
+    flipped, _ = merge_checksums([rank("a", 0, 3), rank("b", 3, 8, flips=[4])])
+    assert version_checksum(sum_by_tensor(flipped)) != version_checksum(sum_by_tensor(found[0][0]))
 
 
 def test_the_majority_names_the_wrong_copy_and_two_copies_name_both() -> None:
-    _, [difference] = merge([rank("a", 0, 8), rank("b", 0, 8, flips=[7]), rank("c", 0, 8)])
+    _, [difference] = merge_checksums([rank("a", 0, 8), rank("b", 0, 8, flips=[7]), rank("c", 0, 8)])
     assert (holders(difference.holders), difference.is_certain) == (["b"], True)
-    _, [difference] = merge([rank("a", 0, 8), rank("b", 0, 8, flips=[7])])
+    _, [difference] = merge_checksums([rank("a", 0, 8), rank("b", 0, 8, flips=[7])])
     assert (holders(difference.holders), difference.is_certain) == (["a", "b"], False)
 
 
 def test_an_engine_is_compared_with_trainers_of_another_layout() -> None:
-    trainer, _ = merge([rank("t0", 0, 4), rank("t1", 4, 8)])
+    trainer, _ = merge_checksums([rank("t0", 0, 4), rank("t1", 4, 8)])
     assert list(engine_differences(trainer, [rank("e0", 0, 3, dim=1), rank("e1", 3, 6, dim=1)])) == []
     [difference] = engine_differences(trainer, [rank("e0", 0, 3, dim=1), rank("e1", 3, 6, dim=1, flips=[0])])
     assert (holders(difference.holders), difference.is_certain) == (["e0", "e1"], False)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megarl.checkpoint.safetensors import load
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
-from megarl.reshard.layouts.megatron import check_against, chunk_prefix, megatron_layouts, parameter_shapes
+from megarl.reshard.layouts.megatron import check_shapes, chunk_prefix, megatron_layouts, parameter_shapes
 from megarl.types import ConfigError
 from tests.rank_pool import RankPool
 
@@ -105,7 +105,7 @@ def load_and_compare(folder: str, parallel: ParallelConfig) -> int:
     at = parallel.coordinates(dist.get_rank())
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
-    check_against(parameter_shapes(layouts, at), live)
+    check_shapes(parameter_shapes(layouts, at), live)
     load(folder, layouts[dist.get_rank()], live)
 
     globals_ = megatron_tensors(model, load_file(Path(folder) / "model.safetensors"))
@@ -243,7 +243,7 @@ def test_transformer_engine_names_replace_the_norms(tiny_model: Callable[..., Pa
 )
 def test_a_model_that_differs_is_refused(live: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_against({"a": (2, 3)}, {name: torch.empty(shape) for name, shape in live.items()})
+        check_shapes({"a": (2, 3)}, {name: torch.empty(shape) for name, shape in live.items()})
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def checks_of_layouts(model: nn.Module, layout: Layout, tensors: dict[str, torch
     """
     import torch.distributed as dist
 
-    from megarl.reshard.checks.file_rows import check_rows, sampled_names
+    from megarl.reshard.checks.file_rows import check_rows, sample_names
     from megarl.reshard.live import DirectReshard
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -83,7 +83,7 @@ def checks_of_layouts(model: nn.Module, layout: Layout, tensors: dict[str, torch
             reshard.self_test()
         except MegarlError:
             failed[-1].append("verify")
-        names = sampled_names({piece.box.name for piece in layout}, seed=0)
+        names = sample_names({piece.box.name for piece in layout}, seed=0)
         try:
             check_rows(model, names, tensors.__getitem__, dtype=torch.float32, seed=0)
         except MegarlError as error:

@@ -41,10 +41,10 @@ def resharding(engine: Any, folder: str, tensors: dict[str, Any]) -> Any:
 
     from megarl.families.shape import read_model_shape
     from megarl.reshard.boxes import dense_piece
-    from megarl.reshard.live import DirectReshard, record
+    from megarl.reshard.live import DirectReshard, record_engine_layout
 
     shape = read_model_shape(folder, {})
-    recorded, refusal = record(engine.model, shape, torch.bfloat16)
+    recorded, refusal = record_engine_layout(engine.model, shape, torch.bfloat16)
     assert recorded is not None, refusal
     whole = tuple(dense_piece(name, tuple(t.shape), name, 0) for name, t in tensors.items())
     return DirectReshard(
@@ -135,7 +135,7 @@ def refused(folder: str) -> list[str]:
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
     from megarl.families.shape import read_model_shape
-    from megarl.reshard.live import record
+    from megarl.reshard.live import record_engine_layout
 
     engine = engine_of(folder)
     shape = read_model_shape(folder, {})
@@ -145,11 +145,11 @@ def refused(folder: str) -> list[str]:
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "fp8_linear", type("MarlinFP8ScaledMMLinearKernel", (), {})())
-        said.append(record(engine.model, shape, torch.bfloat16)[1])
+        said.append(record_engine_layout(engine.model, shape, torch.bfloat16)[1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "fp8_backend", Fp8MoeBackend.FLASHINFER_TRTLLM)
-        said.append(record(engine.model, shape, torch.bfloat16)[1])
-    said.append(record(engine.model, shape, torch.bfloat16)[1])
+        said.append(record_engine_layout(engine.model, shape, torch.bfloat16)[1])
+    said.append(record_engine_layout(engine.model, shape, torch.bfloat16)[1])
     # vLLM would quantise this family's.
     assert engine.model.get_parameter("model.layers.0.mlp.gate.weight").dtype == torch.bfloat16
     engine.close()
