@@ -123,7 +123,7 @@ class VllmAdapterLayouts(Layouts):
 
     @cached_property
     def _weights_by_template(self) -> dict[str, tuple[Stack, int, str]]:
-        """The adapted weight of each stored matrix, by template: its fused parameter, its index there, and "A" or "B"."""
+        """The adapted weight of each stored matrix by template: fused parameter, index in it, and "A" or "B"."""
         return {
             adapter_tensor(part.tensor, letter): (stack, index, letter)
             for stack in list_stacks(self.engine.model)
