@@ -132,7 +132,7 @@ class PackedModel(GPTModel):
     def _preprocess(
         self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
     ) -> Any:
-        """Return embeddings and rotary angles, in the tuple that Megatron's `forward` expects."""
+        """Return embeddings and rotary angles, in the tuple that Megatron expects."""
         if packed_seq_params.qkv_format != "packed":
             return super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         # One rotary angle per token. Without Transformer Engine's kernel, Megatron-Core 0.16.1 loops over the sequences

@@ -174,7 +174,7 @@ class _Prediction:
 
 
 def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
-    """Return a choice's sort key: sufficient ones by cost, then others by free memory and KV cache."""
+    """Return a choice's sort key: sufficient choices by cost, then others by free memory and KV cache."""
     prediction = change.outcome
     if prediction.is_enough:
         return False, change.choice.cost

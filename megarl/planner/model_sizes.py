@@ -38,7 +38,7 @@ def find_size_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = Tr
 
 
 def _find_tp_faults(recipe: Recipe, shape: ModelShape, *, is_sampled: bool) -> Iterator[str]:
-    """Yield an error for each tp that does not divide the model. `is_sampled`: engines start."""
+    """Yield an error for each tp that does not divide the model."""
     trainer, rollout = recipe.trainer, recipe.rollout
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     engine_vocabulary = round_up(shape.vocab_size, multiple=_ENGINE_VOCABULARY_MULTIPLE)
@@ -73,7 +73,7 @@ def _find_pipeline_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _find_expert_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield errors of trainer.ep and trainer.etp that this model does not support."""
+    """Yield errors of trainer.ep and trainer.etp."""
     trainer = recipe.trainer
     for field, size, model_size, name in (
         ("trainer.ep", trainer.ep, shape.num_experts, "experts"),

@@ -233,7 +233,7 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
 
 
 def _find_first_change(recipe: Recipe, judge: MemoryJudge, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first change with which the recipe fits and the cache holds a request of maximum length."""
+    """Return the first change with which the recipe fits and the cache holds the longest request."""
 
     def accept(changed: Recipe, _: Choice) -> MemoryTable | None:
         table = judge.accept(changed)

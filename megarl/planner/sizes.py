@@ -155,7 +155,7 @@ def find_placement_faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _find_engine_group_faults(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
-    """Yield an error if engines do not use all ranks of cluster.groups.engines."""
+    """Yield an error if engines do not use all ranks of their nodes."""
     rollout = recipe.rollout
     setting = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
     if rollout.ranks not in (None, engines.num_ranks):

@@ -105,7 +105,7 @@ def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> V
 
 
 def _too_long_request(table: MemoryTable) -> str | None:
-    """Return an error if the KV cache cannot hold the longest possible request, else None."""
+    """Return an error if the KV cache cannot hold the longest possible request."""
     if table.cache is None or holds_longest_request(table):
         return None
     return (

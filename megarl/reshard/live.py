@@ -302,7 +302,7 @@ class GatheredReshard:
 
     @torch.no_grad()
     def run(self) -> CopyReport:
-        """Send the groups of tensors one after another to vLLM's loader. A collective."""
+        """Send all groups of tensors to vLLM's loader. A collective."""
         reports: list[CopyReport] = []
         if self._load is not None:
             self._load(self._gather_tensors(reports))

@@ -223,7 +223,7 @@ def gather_values(value: Value, group: dist.ProcessGroup | None = None) -> list[
 
 
 def count_elements(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
-    """Return the elements sent to each rank, and received from each rank, in a bucket."""
+    """Return the elements of a bucket sent to each rank, and received from each rank."""
     sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
     for transfer in bucket.sends:
         sent[transfer.destination_rank] += transfer.numel

@@ -34,7 +34,6 @@ class GradientReduction:
             config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
 
     def run(self) -> None:
-        """Sum the gradients of all passes since the last step over the ranks, once. A collective."""
         if self.pending is not None:
             with span("reduce gradients"):
                 self.pending()

@@ -61,7 +61,7 @@ class ModelShard:
         arena: HostArena | None = None,
         parts: ModelParts = NO_PARTS,
     ) -> None:
-        """Create process groups, build this rank's chunks of the model, and load their weights."""
+        """Create process groups, build this rank's chunks, and load their weights."""
         self.recipe, self.parallel, self.shape = recipe, parallel, shape
         self._replica = replica
         self.arena = arena or HostArena(0)

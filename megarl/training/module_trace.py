@@ -22,7 +22,6 @@ class ModuleTrace:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], measure: Callable[[Tensor], Tensor]) -> None:
-        """Prepare for this pipeline stage's chunks. Megatron's process groups must exist."""
         self._chunks, self._measure = chunks, measure
         self._chunk_numbers = list_chunk_numbers(len(chunks))
         self._rows = [-1] * len(chunks)

@@ -33,10 +33,7 @@ class OptimizerStep:
         self.skipped_in_a_row = 0
 
     def run(self, role: Role, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
-        """Step schedule and optimizer, but skip an update that is not finite or exceeds a limit. A collective.
-
-        `rows` has each row's metrics.
-        """
+        """Step schedule and optimizer, or skip the update. A collective. `rows` has each row's metrics."""
         # The schedule advances for skipped updates too, so it ends with the last update.
         self._schedule.step(increment=1)
         learning_rate = self._optimizer.param_groups[0]["lr"]

@@ -22,7 +22,7 @@ class Replica:
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
-        """Create the process groups of all replicas with several ranks, and keep this rank's."""
+        """Create the groups of all replicas, and keep this rank's."""
         rank = dist.get_rank()
         self._group: dist.ProcessGroup | None = None
         for replica_number in range(parallel.dp):

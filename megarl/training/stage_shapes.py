@@ -31,7 +31,7 @@ class StageCommunicator(P2PCommunicator):
     def __init__(
         self, config: ModelParallelConfig, shapes: Sequence[Shape], carriers: Sequence[StateCarrier | None]
     ) -> None:
-        """Compute the shapes of all tensors that this stage receives, in the schedule's order."""
+        """Compute the shapes that this stage receives, in the schedule's order."""
         group: Any = parallel_state.get_pipeline_model_parallel_group()
         super().__init__(group, config)
         schedule_table = get_schedule_table(len(shapes), len(carriers), config.microbatch_group_size_per_vp_stage)

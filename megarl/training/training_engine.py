@@ -67,7 +67,7 @@ class TrainingEngine(ModelShard):
         arena: HostArena | None = None,
         memory_owner: TrainingEngine | None = None,
     ) -> None:
-        """Build the model, attach parts, wrap its chunks with gradient buffers, then build the optimizer."""
+        """Build chunks, parts, gradient buffers and optimizer, in this order."""
         trainer, is_policy = recipe.trainer, role == "policy"
         parts = select_model_parts(recipe, is_policy=is_policy)
         super().__init__(recipe, parallel, shape, load_weights, replica=replica, arena=arena, parts=parts)
@@ -276,7 +276,7 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def _gradient_passes(self, rows: Sequence[TokenBatch], objective: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of Megatron's schedule for forward and backward passes, which run within this context."""
+        """Yield the schedule's arguments for forward and backward passes, which run within this context."""
         for part in self.engine_parts:
             part.prepare_update(rows)
         with self._update_context(), torch.enable_grad(), span("forward and backward"):

@@ -243,7 +243,7 @@ def train_reshard_and_compare_drafts(recipe: Recipe, parallel: ParallelConfig, e
     import torch.distributed as dist
 
     from megarl.engine.parts.drafts import TrainedDrafts
-    from megarl.reshard.checks.version_checksums import engine_differences, merge
+    from megarl.reshard.checks.version_checksums import engine_differences, merge_checksums
     from megarl.worker.colocated import Worker
 
     # Parts of the trainer are attributes that the class does not declare.
@@ -266,7 +266,7 @@ def train_reshard_and_compare_drafts(recipe: Recipe, parallel: ParallelConfig, e
     assert engine is not None
     ranks: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(ranks, (trainer, engine))
-    boxes, differences = merge([trainer for trainer, _ in ranks])
+    boxes, differences = merge_checksums([trainer for trainer, _ in ranks])
     assert differences == [] and list(engine_differences(boxes, [engine for _, engine in ranks])) == []
     # A changed element of the engine's drafter is noticed.
     with torch.no_grad():

@@ -76,7 +76,7 @@ def build(
 ) -> tuple[Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
-    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+    from megarl.reshard.layouts.megatron import check_shapes, megatron_layouts, parameter_shapes
     from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(folder)
@@ -84,7 +84,7 @@ def build(
     layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        check_against(parameter_shapes(layouts, parallel.coordinates(dist.get_rank())), parameters)
+        check_shapes(parameter_shapes(layouts, parallel.coordinates(dist.get_rank())), parameters)
         safetensors.load(folder, layouts[dist.get_rank()], parameters)
 
     return TrainingEngine(recipe, parallel, shape, load, role=role, memory_owner=memory_owner), layouts

@@ -19,7 +19,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.experts.replay import expert_layers
-from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+from megarl.reshard.layouts.megatron import check_shapes, megatron_layouts, parameter_shapes
 from megarl.training.routed_experts import ExpertExchange, RouteFeed
 from megarl.training.training_engine import TrainingEngine
 from megarl.types import TrainingSequence
@@ -122,7 +122,7 @@ def trace(work: Work, rank: int) -> Trace:
     def check_weights(tensors: Mapping[str, Tensor]) -> None:
         padded = padded_vocab_size(shape.vocab_size, parallel.tp)
         layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded)
-        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), tensors)
+        check_shapes(parameter_shapes(layouts, parallel.coordinates(rank)), tensors)
 
     with recorded_world(recorder), imagined_device():
         # Without a GPU Megatron makes parameters in host memory.

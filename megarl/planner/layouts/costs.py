@@ -47,7 +47,6 @@ class LayoutCosts:
 
     @cached_property
     def workload(self) -> Workload:
-        """The sequences and passes of one training step."""
         train, algorithm = self.recipe.train, self.recipe.algorithm
         updates = train.updates_per_step
         # The first update computes its own old log-probs. A reference model scores all samples.
@@ -88,7 +87,6 @@ class LayoutCosts:
         return self.cost_of(self.shape)
 
     def cost_of(self, shape: ModelShape) -> TrainerCost:
-        """Return the cost model of passes through a model on the trainer's GPUs."""
         work = model_work(shape)
         return TrainerCost(
             work=work,
@@ -142,7 +140,6 @@ class LayoutCosts:
 
     @cached_property
     def rollout_cost(self) -> RolloutCost:
-        """The cost model of sampling on the engines' GPUs."""
         return RolloutCost(
             work=model_work(self.shape),
             gpu=self.engine_speeds,

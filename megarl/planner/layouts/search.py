@@ -196,7 +196,7 @@ class LayoutSearch:
         return (phase_seconds + reshard_seconds)[:, :, None] + offload_seconds[:, None, :] + self.costs.other_seconds
 
     def _least_state_bytes(self, state_bytes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """Return a lower bound of a rank's states on its GPU during an update, in bytes [layouts]."""
+        """Return a lower bound of a rank's states on its GPU during an update [layouts]."""
         optimizer_share_on_gpu = (
             1 - self.recipe.trainer.optimizer_offload_fraction
         ) * self.recipe.trainer.distributed_optimizer

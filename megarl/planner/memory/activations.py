@@ -296,7 +296,7 @@ def _attention_bytes(shape: ModelShape, width: Widths, parallel: ParallelConfig,
 def _latent_attention_bytes(
     attention: Latent, width: Widths, parallel: ParallelConfig, settings: PassSettings
 ) -> float:
-    """Return the bytes saved by latent attention: projections, norms, rotary channels, core attention."""
+    """Return the bytes saved by a layer's latent attention."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     saved_bytes = _norm_bytes(parallel, settings, width.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
@@ -313,8 +313,7 @@ def _linear_attention_bytes(
 ) -> float:
     """Return the bytes saved by linear attention.
 
-    Tensor and context parallelism divide them: a rank has all tokens of some heads. This function counts some tokens of
-    all heads, which are as many numbers.
+    A rank has all tokens of some heads. Counted are some tokens of all heads, which are as many numbers.
     """
     tokens = _count_rank_tokens(parallel, settings) / parallel.tp
     # Attention pads on CPUs only. There the delta rule runs in plain torch, and saves more.
@@ -324,10 +323,9 @@ def _linear_attention_bytes(
 
 
 def _head_norm_bytes(width: Widths, settings: PassSettings, copied_query_channels: int) -> float:
-    """Return the bytes per token that the norms of queries and keys store for the backward pass.
+    """Return the bytes per token that the norms of queries and keys save. The rotary embeddings save nothing more.
 
-    The rotary embeddings after them store nothing more. `copied_query_channels`: channels of queries that are copied
-    out of the fused projection.
+    `copied_query_channels`: channels of queries copied out of the fused projection.
     """
     size = settings.itemsize
     statistics_bytes = FLOAT32 * (width.heads + width.kv_heads)
@@ -363,7 +361,7 @@ def _core_attention_bytes(width: Widths, parallel: ParallelConfig, settings: Pas
 
 
 def _saved_core_bytes(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes saved by core attention in addition to its inputs and its output."""
+    """Return the bytes saved by core attention besides inputs and output."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings)
     if settings.pads_attention:
         return tokens * ((2 * width.query + 2 * width.key) * size + FLOAT32 * width.heads)
@@ -373,7 +371,7 @@ def _saved_core_bytes(width: Widths, parallel: ParallelConfig, settings: PassSet
 
 
 def _dense_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes saved by a dense feed-forward layer and the norm before it."""
+    """Return the bytes saved by a dense feed-forward layer and its norm."""
     channel_bytes = widths(shape, parallel).feed_forward * settings.itemsize
     norm_bytes = _norm_bytes(parallel, settings, shape.hidden_size, is_fused=True)
     if "mlp" in settings.recomputed:
@@ -385,9 +383,8 @@ def _dense_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
 
 
 def _gated_size(channel_size: float, settings: PassSettings) -> float:
-    """Return the size of what a gated feed-forward layer saves, in the unit of `channel_size` (bytes or numbers).
-
-    `channel_size`: size of one activation.
+    """Return the size of what a gated feed-forward layer saves, if one activation has `channel_size` (bytes or
+    numbers).
 
     Saved are gate, up and their product. Without a fused kernel, the activated gate is saved too, and the sum of up and
     Megatron's `glu_linear_offset`.
@@ -405,7 +402,7 @@ def _count_routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: 
 
 
 def _expert_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes saved by a layer of experts: norm, router, routed tokens, shared expert."""
+    """Return the bytes saved by a layer of experts."""
     size = settings.itemsize
     rank_tokens = _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
     channel_bytes = shape.moe_intermediate_size // parallel.etp * size
@@ -447,10 +444,7 @@ def _head_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
 
 
 def _draft_layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of a trained draft layer: two norms and their projection, the layer, the head.
-
-    With recomputed layers, the draft layer is recomputed while its head's tensors exist.
-    """
+    """Return the bytes of a trained draft layer: two norms and their projection, the layer, the head."""
     size, tokens = settings.itemsize, _count_rank_tokens(parallel, settings) / _count_sequence_parts(parallel, settings)
     draft_layer_bytes = layer_bytes(shape, parallel, settings, shape.draft_layer_kind)
     # Both norms' outputs are copied into one tensor, the input of the projection.

@@ -108,9 +108,7 @@ def _list_trainer_communicators(parallel: ParallelConfig, ranks_per_node: int) -
 def _list_norm_communicators(
     parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool
 ) -> Iterator[Communicator]:
-    """Yield the groups that sum the gradient's norm. With a distributed optimizer, each rank has a part of the
-    gradient.
-    """
+    """Yield the groups that sum the gradient's norm."""
     if is_distributed:
         yield Communicator("gradient norm", parallel.world_size)
         return
@@ -148,10 +146,7 @@ def _list_expert_communicators(parallel: ParallelConfig, ranks_per_node: int) ->
 
 
 def _list_balance_communicators(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
-    """Yield the groups that sum token counts for balancing losses.
-
-    Megatron creates them even if other groups have the same ranks.
-    """
+    """Yield the groups that sum token counts. Megatron creates them even if other groups have the same ranks."""
     if losses:
         yield Communicator("data parallelism", parallel.dp)
     if "seq_aux_loss" in losses:

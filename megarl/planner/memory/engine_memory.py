@@ -101,7 +101,7 @@ class EngineMemory:
 
     @cached_property
     def step_bytes(self) -> int:
-        """The temporary bytes of an engine step on this rank."""
+        """The temporary bytes of an engine step."""
         if not self.has_engine:
             return 0
         rollout = self.recipe.rollout
@@ -118,7 +118,6 @@ class EngineMemory:
         )
 
     def cache_capacity(self) -> CacheCapacity:
-        """Return the tokens and requests for which the engine's KV cache has room."""
         blocks = self.cache_bytes // self._block_bytes
         # vLLM 0.30 reserves one block, which holds no request.
         tokens = max(0, blocks - 1) * self._block_tokens
@@ -143,7 +142,6 @@ class EngineMemory:
 
     @property
     def _block_bytes(self) -> int:
-        """The bytes of one block of the KV cache on this rank."""
         itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
         return engine_bytes.cache_block_bytes(
             self._shape,

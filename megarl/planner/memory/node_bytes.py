@@ -59,7 +59,7 @@ def node_terms(recipe: Recipe, table: MemoryTable) -> dict[str, int]:
 
 
 def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:
-    """Return the distinct pairs (trainer ranks, engine ranks) that occur on the nodes of a run."""
+    """Return the distinct pairs (trainer ranks, engine ranks) of a run's nodes."""
     ranks_per_node, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
     if engines is not None:
         return {NodeRanks(trainers=ranks_per_node), NodeRanks(engines=engines.ranks_per_node)}

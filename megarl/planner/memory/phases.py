@@ -63,7 +63,7 @@ class RankPhases:
     memory: RankMemory
 
     def list_phases(self) -> Iterator[Phase]:
-        """Yield the phases of a step on this rank, each with all its uses of memory."""
+        """Yield the phases of a step, each with all its uses of memory."""
         part: Literal["", "trainer", "engine"] = ""
         if self.memory.parallel.is_separate:
             part = "trainer" if self.memory.has_trainer else "engine"
@@ -157,7 +157,7 @@ class RankPhases:
         ]
 
     def _list_scoring_uses(self, name: str) -> list[MemoryUse]:
-        """Return the uses while the model `name` computes log-probs or scores, without gradients."""
+        """Return the uses while the model `name` scores, without gradients."""
         planned_model = self._find_model(name)
         settings = self.memory.pass_settings(planned_model)
         if (row_tokens := self.memory.recipe.trainer.max_tokens_per_forward) is not None:
@@ -224,7 +224,7 @@ class RankPhases:
         ]
 
     def _list_optimizer_uses(self, name: str) -> list[MemoryUse]:
-        """Return the temporary uses of an optimizer step. Only Muon has some."""
+        """Return the temporary uses of an optimizer step, for Muon only."""
         recipe = self.memory.recipe
         optimizer = recipe.critic.optimizer if name == "critic" else recipe.optimizer
         if optimizer.name != "muon":
@@ -300,7 +300,7 @@ class RankPhases:
         )
 
     def _list_overlap_uses(self, phase: str) -> Iterator[MemoryUse]:
-        """Yield the memory of a reshard that overlaps training: a copy of the weights, and its buffers."""
+        """Yield the uses of a reshard that overlaps training."""
         if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
             return
         policy = self.memory.models.policy
@@ -328,14 +328,13 @@ class RankPhases:
         ]
 
     def _list_idle_engine(self) -> list[MemoryUse]:
-        """Return the memory of an engine that does not sample.
-
-        On a GPU it sleeps without GPU memory; a LoRA adapter or an EAGLE-3 drafter needs its weights in host memory. On
-        a CPU it cannot sleep.
+        """Return the memory of an engine that does not sample: on a GPU it sleeps without GPU memory, on a CPU it
+        cannot.
         """
         if not self.memory.platform.is_gpu:
             return self._list_awake_engine()[:2]
         has_drafter = self.memory.has_engine and self.memory.recipe.drafter is not None
+        # An adapter or a drafter needs the engine's weights in host memory.
         is_copied = has_drafter or self.memory.engine.adapter_slot_bytes > 0
         return [MemoryUse("sleeping engine", host_bytes=self.memory.engine.weight_bytes)] if is_copied else []
 

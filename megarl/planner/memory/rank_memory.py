@@ -172,7 +172,6 @@ class RankMemory:
         )
 
     def _trainer_states(self, planned_model: PlannedModel, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
-        """Return the bytes of a trained model's states on this rank. The policy's include a trained drafter."""
         layouts = planned_model.layouts
         return trainer_bytes.trainer_states(
             layouts,

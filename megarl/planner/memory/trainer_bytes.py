@@ -122,7 +122,7 @@ def trainer_states(
 
 
 def _frozen_states(layouts: MegatronLayouts, adapters: MegatronLayouts, rank: int, *, itemsize: int) -> TrainerStates:
-    """Return the bytes of base weights under LoRA: they have no gradients and no optimizer, but may be offloaded."""
+    """Return the bytes of base weights under LoRA: without gradients and optimizer, but they may be offloaded."""
     coordinates = layouts.parallel.coordinates(rank)
     shapes = parameter_shapes(layouts, coordinates)
     adapted_weights = {name.partition("adapter.")[0] + "weight" for name in parameter_shapes(adapters, coordinates)}

@@ -191,7 +191,7 @@ class TrainerCost:
     def _count_rows(
         self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, is_update: bool
     ) -> tuple[Numbers, Numbers]:
-        """Return a data-parallel rank's number of rows, and the tokens per row: both [layouts]."""
+        """Return a data-parallel rank's rows, and the tokens per row: both [layouts]."""
         rank_tokens = tokens / layouts.dp
         # Packing leaves rows a little short of full (_FILL).
         num_rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
@@ -241,7 +241,7 @@ class TrainerCost:
         return 2 * hidden_bytes * (layouts.tp - 1) / layouts.tp / link_bytes_per_second * stage_layers
 
     def _context_exchange_seconds(self, layouts: Layouts, *, tokens: Numbers, stage_layers: Numbers) -> Numbers:
-        """Return the seconds in which context-parallel ranks exchange a row's keys and values [layouts]."""
+        """Return the seconds to exchange a row's keys and values over context-parallel ranks [layouts]."""
         key_value_bytes = self.work.shape.attention.cached_numbers(1) * self.item_bytes
         received_tokens = tokens / layouts.cp * (layouts.cp - 1)
         bytes_per_second = self._link_bytes_per_second(layouts.tp * layouts.cp)

@@ -12,7 +12,7 @@ from megarl.families.eagle3 import drafter_faults, drafter_folder
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import find_folder
-from megarl.planner.cache import block_tokens, gib_text, needed_bytes
+from megarl.planner.cache import block_tokens, gib_text, sequence_cache_bytes
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.libraries.library_fields import supported_head_sizes
 from megarl.preflight.model.draft_layers import model_drafter_faults
@@ -136,9 +136,9 @@ def _find_cache_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     longest_sequence = recipe.data.max_prompt_tokens + new_tokens
-    needed_cache_bytes = needed_bytes(recipe, shape, block=tokens_per_block, tokens=longest_sequence)
+    needed_cache_bytes = sequence_cache_bytes(recipe, shape, block_tokens=tokens_per_block, tokens=longest_sequence)
     if needed_cache_bytes > rollout.kv_cache_gib * 2**30:
-        block_bytes = needed_bytes(recipe, shape, block=tokens_per_block, tokens=0)
+        block_bytes = sequence_cache_bytes(recipe, shape, block_tokens=tokens_per_block, tokens=0)
         # vLLM reserves one block, so do not count it.
         cached_tokens = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * tokens_per_block
         yield (

@@ -157,7 +157,7 @@ class RowComparer(Recorder):
                 return
 
     def _is_equal(self, live_row: Tensor, folder_row: Tensor) -> bool:
-        """Return whether a live row equals the folder's row, before or after rounding to the trainer's dtype."""
+        """Return whether two rows [columns] are equal before or after rounding to the trainer's dtype."""
         wide_row = folder_row.to(torch.float32)
         return torch.equal(live_row, wide_row.to(live_row.dtype)) or torch.equal(
             live_row, wide_row.to(self._dtype).to(live_row.dtype)

@@ -336,7 +336,6 @@ def _count_tensor(plan: Plan, overlap: Overlap, *, rotation: int, num_slices: in
 
 
 def _count_missing(plan: Plan, overlap: Overlap) -> _Bytes:
-    """Return the elements that each rank needs and lacks: [ranks]."""
     missing = np.zeros(plan.num_ranks, np.int64)
     for flow in overlap.flows:
         takers = np.asarray(flow.takers)

@@ -126,7 +126,7 @@ class _StateLayouts:
     """Layouts of a training state with certain parallel sizes. If ranks have the same weight, one of them copies it."""
 
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
-        """List the pieces that each rank needs, and the pieces that its copy contains, by bytes per element."""
+        """List each rank's needed and copied pieces, by bytes per element."""
         num_ranks = parallel.world_size
         self.needed: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
         """Pieces needed by each rank."""
@@ -164,7 +164,7 @@ class _StateLayouts:
 
 
 def _list_sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
-    """Return the ranks with the same parameters as `rank`: they share the optimizer's state."""
+    """Return the ranks that share the optimizer's state of `rank`'s parameters."""
     coordinates = layouts.parallel.coordinates(rank)
     return layouts.ranks[
         is_expert, coordinates.pp, coordinates.ep if is_expert else 0, coordinates.etp if is_expert else coordinates.tp

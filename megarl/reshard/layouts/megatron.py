@@ -107,7 +107,7 @@ class MegatronLayouts(Layouts):
     transformer_engine: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the parallel sizes do not fit the model's layers, experts or tensors."""
+        """Check the parallel sizes."""
         model, parallel = self.model, self.parallel
         if parallel.pp * parallel.vpp > model.num_layers:
             chunks = f"pp {parallel.pp}" + (f" * vpp {parallel.vpp}" if parallel.vpp > 1 else "")

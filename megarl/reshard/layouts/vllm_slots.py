@@ -32,7 +32,7 @@ class AdapterSlots:
     """
 
     def __init__(self, model: nn.Module, rank: int, *, num_further: int = 0) -> None:
-        """Find the first slot of each LoRA module. `num_further`: adapters next to the trained one."""
+        """Find the slots of each LoRA module."""
         self.rank, self._num_further = rank, num_further
         self._modules = dict(_modules_with_slots(model))
         if not self._modules:

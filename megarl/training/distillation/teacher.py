@@ -44,7 +44,6 @@ class Teacher(FrozenModel):
         super().__init__(*args, **kwargs)
 
     def _build_chunk(self, index: int) -> PackedModel:
-        """Build a chunk of the teacher. The last chunk outputs targets for the student."""
         return self.parts.build_policy(
             TeacherModel,
             self.config,

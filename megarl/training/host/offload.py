@@ -80,7 +80,6 @@ class MergedWeights:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-        """Allocate a merged weight next to each weight with an adapter, and offload it until `merging`."""
         self._adapters: dict[str, tuple[Adapter, Tensor]] = {}
         for index, name, adapter in adapters_of(chunks):
             weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"
@@ -128,7 +127,6 @@ class ScaledAdapters:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """Allocate a scaled copy of each adapter's B, and offload it until `valid`."""
         self._adapters: list[tuple[Adapter, Tensor]] = []
         self.weights: dict[str, Tensor] = {}
         for index, name, adapter in adapters_of(chunks):

@@ -110,7 +110,7 @@ class MuonRule:
     """Divides a model's parameters between Muon and Adam, and replaces Adam by `MuonWithAdam`."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
-        """Find the trained parameters of this rank that are matrices in the model's layouts."""
+        """Find this rank's trained parameters that are matrices."""
         self._shard, self._config = shard, config
         self._layouts = megatron_layouts(
             shard.shape,

@@ -97,7 +97,7 @@ class DrafterPart(EnginePart):
     """
 
     def __init__(self, shard: ModelShard) -> None:
-        """Attach the drafter to the last stage and load its weights. All stages carry the hidden states for it."""
+        """Attach the drafter to the last stage. All stages carry states for it."""
         recipe, trainer = shard.recipe, shard.recipe.trainer
         assert recipe.drafter is not None
         folder = find_folder(recipe.drafter)
@@ -137,7 +137,6 @@ class DrafterRate:
     """Update rule with another learning rate for the drafter, on the policy's schedule."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
-        """Find the drafter's parameters on this rank, and compute their learning rates."""
         rate = shard.recipe.trainer.drafter_learning_rate
         assert rate is not None
         # The names of a stage with several chunks begin with the chunk's. Stages before the last have no such

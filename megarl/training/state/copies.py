@@ -101,7 +101,6 @@ class StateCopier:
     """
 
     def __init__(self, topology: RankTopology) -> None:
-        """Create the process group for exchanges with partner ranks. A collective over the world."""
         self._rank, self._partners = dist.get_rank(), partners(topology)
         has_partners = self._partners != list(range(len(topology)))
         # A group of its own, because its messages run in a thread, at any time between those of the training step.
@@ -333,7 +332,6 @@ def _checksum(file: MemoryFile) -> int:
 
 
 def _refuse_changed_bytes(copy: StateCopy, dtype: str, expected_checksum: int) -> None:
-    """Raise DataError if a block's bytes changed on the way from another rank."""
     if (checksum := _checksum(copy.files[dtype])) != expected_checksum:
         raise DataError(
             f"the copy of rank {copy.origin}'s state after step {copy.step} has the checksum {checksum:08x}, expected "

@@ -39,7 +39,7 @@ def build(recipe: Recipe, parallel: ParallelConfig, filled: bool = True) -> tupl
     from megarl.models.configuration import uses_transformer_engine
     from megarl.models.lora import adapters_of
     from megarl.reshard.layouts.lora import adapter_layouts
-    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+    from megarl.reshard.layouts.megatron import check_shapes, megatron_layouts, parameter_shapes
     from megarl.training.training_engine import TrainingEngine
 
     shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
@@ -51,7 +51,7 @@ def build(recipe: Recipe, parallel: ParallelConfig, filled: bool = True) -> tupl
     )
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), parameters)
+        check_shapes(parameter_shapes(layouts, parallel.coordinates(rank)), parameters)
         safetensors.load(recipe.model.path, layouts[rank], parameters)
 
     engine = TrainingEngine(recipe, parallel, shape, load)

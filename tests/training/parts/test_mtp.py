@@ -83,7 +83,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, out: str | None) -> dict[s
     """One rank's log-probs, then its metrics, gradients and weights of one update; with `out` two exports."""
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
-    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+    from megarl.reshard.layouts.megatron import check_shapes, megatron_layouts, parameter_shapes
     from megarl.training.training_engine import TrainingEngine
 
     shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
@@ -91,7 +91,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, out: str | None) -> dict[s
     layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
 
     def load(tensors: Mapping[str, torch.Tensor]) -> None:
-        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), tensors)
+        check_shapes(parameter_shapes(layouts, parallel.coordinates(rank)), tensors)
         safetensors.load(
             recipe.model.path, layouts[rank], tensors, with_draft_layers=recipe.trainer.trains_draft_layers
         )
