@@ -108,9 +108,9 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
         )
 
         with wide_softmax():
-            balance.begin(len(row.token_ids))
+            balance.begin_update(len(row.token_ids))
             if balance.needs_counts:
-                with balance.counting(), torch.no_grad():
+                with balance.count_tokens(), torch.no_grad():
                     outputs(model, batch)
             model.zero_grad()
             logprobs, entropies = outputs(model, batch)
