@@ -144,7 +144,7 @@ def find_recompute_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         elif module == "shared_experts" and not shape.shared_intermediate_size:
             yield f"{field}: a {shape.family} model has no shared experts; leave {module} out"
         elif module in _NEEDS_TRANSFORMER_ENGINE and (runs_on_cpu() or not transformer_engine.is_installed()):
-            yield f"{field}: {module} needs Transformer Engine's layers, which are not here; leave it out"
+            yield f"{field}: {module} needs Transformer Engine's layers, which this machine cannot use; leave it out"
         elif module == "mlp" and not shape.has_dense_layers:
             yield f"{field}: a {shape.family} model has experts in every layer; name moe instead of mlp"
     if trainer.router_replay and "moe" in trainer.recompute_modules:

@@ -196,7 +196,7 @@ def _find_uneven_batches(recipe: Recipe, dp: int) -> Iterator[str]:
     # Interleaved pipelines of Megatron-Core run groups of pp microbatches.
     if trainer.vpp > 1 and num_sequences // num_parts < trainer.pp:
         yield (
-            f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
+            f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, but an update has "
             f"{num_sequences // num_parts} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
 
@@ -209,7 +209,7 @@ def _find_too_few_samples(recipe: Recipe) -> Iterator[str]:
     if recipe.loop == "preference" and recipe.preference.loss == "kto" and train.prompts_per_step < 2:
         yield (
             f"train.prompts_per_step = {train.prompts_per_step}: preference.loss kto estimates the KL from each prompt "
-            "with another one's answer; use 2 or more"
+            "with another prompt's answer; use 2 or more"
         )
     advantage = recipe.algorithm.advantage
     # These estimators compare all samples of a step.
@@ -235,6 +235,7 @@ def find_length_faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _find_row_length_faults(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of sequences longer than a row."""
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
     # The reward model reads its score at one position after the completion.
     longest_tokens = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
@@ -257,6 +258,7 @@ def _find_row_length_faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _find_temperature_faults(sampling: SamplingConfig) -> Iterator[str]:
+    """Yield errors of temperatures too low to train on."""
     if sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any "

@@ -68,7 +68,7 @@ def format_refusal(recipe: Recipe, judge: MemoryJudge, overfull_phases: Sequence
         return f"{text}; what fits: {', or '.join(map(_as_overrides, changes))}"
     if (wider_change := find_wider_remedy(recipe, judge)) is not None:
         return (
-            f"{text}; no change of offload, recomputation, KV cache or row length is enough; what does: "
+            f"{text}; no change of offload, recomputation, KV cache or row length is enough; larger sizes that fit: "
             f"{_as_overrides(wider_change)}"
         )
     return f"{text}; {_NOTHING}"

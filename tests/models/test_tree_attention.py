@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.models.attention import PackedRow
-from megarl.models.trees.attention import TokenTree, attend, flex_attend, gather
+from megarl.models.trees.attention import TokenTree, attend, flex_attend, gather_entries
 from megarl.models.trees.core_attention import with_trees
 from megarl.models.trees.row import TreeRow
 from megarl.training.rows.choice import make_microbatch
@@ -167,11 +167,11 @@ def test_gradients_of_repeated_entries_have_the_same_bits_each_time() -> None:
         torch.manual_seed(0)
         x, index = torch.randn(40, 256, requires_grad=True), torch.randint(20, (40_000,))
         gradient = torch.randn(40_000, 256)
-        first, *others = (torch.autograd.grad(gather(x, index), x, gradient)[0] for _ in range(6))
+        first, *others = (torch.autograd.grad(gather_entries(x, index), x, gradient)[0] for _ in range(6))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(first, other) for other in others)
     expected = torch.zeros(40, 256, dtype=torch.float64).index_add_(0, index, gradient.double())
     torch.testing.assert_close(first.double(), expected, rtol=0, atol=1e-3)
     y = torch.arange(6.0).view(2, 3)
-    assert gather(y, torch.tensor([2, 0, 2]), dim=1).tolist() == [[2, 0, 2], [5, 3, 5]]
+    assert gather_entries(y, torch.tensor([2, 0, 2]), dim=1).tolist() == [[2, 0, 2], [5, 3, 5]]

@@ -253,7 +253,7 @@ def attend(
     return out.narrow(-1, 0, width)
 
 
-def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+def gather_entries(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     """Return the entries of `x` [*shape] at `index` [n] along `dim`. The gradients of repeated entries are summed.
 
     The sum has a fixed order: equal inputs give equal bits.

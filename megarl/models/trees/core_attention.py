@@ -35,7 +35,9 @@ def with_trees(attention: type[nn.Module]) -> type[nn.Module]:
             tree = packed_seq_params.tree
             q, k, v = (x.flatten(0, -3) for x in (query, key, value))
             if tree.gathered_index is not None:
-                k, v = (tree_attention.gather(x, tree.gathered_index) for x in gather_keys(k, v, self.tree_cp_group))
+                k, v = (
+                    tree_attention.gather_entries(x, tree.gathered_index) for x in gather_keys(k, v, self.tree_cp_group)
+                )
             sinks = getattr(self, "softmax_offset", None)
             out = tree_attention.attend(q, k, v, tree, scale=self.tree_scale, window=self.tree_window, sinks=sinks)
             return out.reshape(out.size(0), 1, -1)

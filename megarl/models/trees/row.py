@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.data.token_batch import places_by_rank
 from megarl.models.attention import PackedRow
 from megarl.models.experts.balance import RowTokens
-from megarl.models.trees.attention import TokenTree, gather
+from megarl.models.trees.attention import TokenTree, gather_entries
 
 
 @dataclass
@@ -55,20 +55,20 @@ class TreeRow(PackedRow):
 
     def prediction_states(self, hidden: Tensor) -> Tensor:
         """Return the states [edges, hidden_size] of the stored tokens that make the predictions (edges)."""
-        return gather(hidden, self.tree.edge_sources)
+        return gather_entries(hidden, self.tree.edge_sources)
 
     def spread_predictions(self, outputs: Tensor) -> Tensor:
         """Copy outputs [values, edges] to each token of the sequences. An edge's gradient is the sum over its
         tokens.
         """
-        return gather(outputs, self.tree.edges, dim=1)
+        return gather_entries(outputs, self.tree.edges, dim=1)
 
     def spread_states(self, values: Tensor) -> Tensor:
         """Copy values [values, stored tokens] to each token of the sequences."""
-        return gather(values, self.tree.stored_of, dim=1)
+        return gather_entries(values, self.tree.stored_of, dim=1)
 
     def states_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        return gather(hidden, self.tree.stored_of[places])
+        return gather_entries(hidden, self.tree.stored_of[places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class TreeTokens(RowTokens):
     stored_of: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
-        return gather(values, self.stored_of)
+        return gather_entries(values, self.stored_of)
 
     def weigh(self, values: Tensor) -> Tensor:
         """Return the values [tokens] unchanged: no token of the sequences is padding."""

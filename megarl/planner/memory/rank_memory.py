@@ -172,6 +172,7 @@ class RankMemory:
         )
 
     def _trainer_states(self, planned_model: PlannedModel, optimizer: OptimizerConfig, lora_rank: int) -> TrainerStates:
+        """Return the bytes of a trained model's states on this rank."""
         layouts = planned_model.layouts
         return trainer_bytes.trainer_states(
             layouts,

@@ -119,8 +119,8 @@ class RowComparer(Recorder):
             yield name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and name its result after the folder's tensor from which it was computed."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        # A tensor computed from a tensor of the folder gets its name.
         if isinstance(result, Tensor) and _storage(result) not in self._live:
             operands = (_storage(operand) for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor))
             if (name := next((self._names[key] for key in operands if key in self._names), None)) is not None:

@@ -80,6 +80,7 @@ class MergedWeights:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        """Allocate a merged weight for each weight with an adapter."""
         self._adapters: dict[str, tuple[Adapter, Tensor]] = {}
         for index, name, adapter in adapters_of(chunks):
             weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"
@@ -127,6 +128,7 @@ class ScaledAdapters:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        """Allocate a scaled copy of each B."""
         self._adapters: list[tuple[Adapter, Tensor]] = []
         self.weights: dict[str, Tensor] = {}
         for index, name, adapter in adapters_of(chunks):

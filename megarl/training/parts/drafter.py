@@ -137,6 +137,7 @@ class DrafterRate:
     """Update rule with another learning rate for the drafter, on the policy's schedule."""
 
     def __init__(self, shard: ModelShard, config: OptimizerConfig) -> None:
+        """Find the drafter's parameters, and compute their learning rates."""
         rate = shard.recipe.trainer.drafter_learning_rate
         assert rate is not None
         # The names of a stage with several chunks begin with the chunk's. Stages before the last have no such

@@ -101,6 +101,7 @@ class StateCopier:
     """
 
     def __init__(self, topology: RankTopology) -> None:
+        """Create the group for exchanges with partners. A collective."""
         self._rank, self._partners = dist.get_rank(), partners(topology)
         has_partners = self._partners != list(range(len(topology)))
         # A group of its own, because its messages run in a thread, at any time between those of the training step.

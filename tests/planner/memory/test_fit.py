@@ -62,7 +62,7 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
     if not (told := faults(recipe)):
         return
     (text,) = told
-    offered = re.findall(r"(?:what fits: |, or |what does: )([a-z_.]+=[^;]*?)(?=, or |;|$)", text)
+    offered = re.findall(r"(?:what fits: |, or |larger sizes that fit: )([a-z_.]+=[^;]*?)(?=, or |;|$)", text)
     assert bool(offered) != ("none of the changes tried fits" in text), text
     for overrides in (offer.split() for offer in offered):
         other = large(name, f"cluster.gpu_memory_gib={gib}", *overrides)
