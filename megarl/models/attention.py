@@ -169,9 +169,9 @@ class PackedRow(PackedSeqParams):
         """Copy values [kinds, computed tokens] to every token of the sequences: [kinds, tokens]."""
         return values
 
-    def states_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the hidden states [places, hidden_size] at these places among the rank's tokens."""
-        return hidden[places]
+    def states_at(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states [positions, hidden_size] at these positions of the rank's tokens."""
+        return hidden[positions]
 
 
 class _ZigzagSplit(NamedTuple):
@@ -386,10 +386,11 @@ def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
 
 def attended_keys(config: TransformerConfig, layer_number: int) -> int:
     """Return the number of keys that a layer's queries attend to, up to their own token; 0: all of them."""
-    size, layers = config.window_size, config.window_attn_skip_freq
+    window_size, window_layers = config.window_size, config.window_attn_skip_freq
     # Without a list of layers every layer has the window. Megatron's function also accepts None (0.16.1).
-    has_window = is_layer_window_attention(size, layers, layer_number)  # pyright: ignore[reportArgumentType]
-    return size[0] + 1 if has_window and size else 0
+    has_window = is_layer_window_attention(window_size, window_layers, layer_number)  # pyright: ignore[reportArgumentType]
+    # Megatron's window leaves out the query's own token.
+    return window_size[0] + 1 if has_window and window_size else 0
 
 
 def score_factor(config: TransformerConfig, softmax_scale: float | None) -> float:

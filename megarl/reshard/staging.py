@@ -113,7 +113,8 @@ class SharedSlots:
         ]
         self.num_bytes = sum(slot.nbytes for slot in self._slots[plan.rank])
         """Bytes of this rank's two slots; 0 for a rank that sends nothing."""
-        self._starts = [[sum(counts[: plan.rank]) for counts in sent] for _, _, _, sent in peers]
+        self._message_starts = [[sum(counts[: plan.rank]) for counts in sent] for _, _, _, sent in peers]
+        """First element of this rank's message in the slot of each peer, by exchange."""
         self._senders = [
             rank for rank, slot_numel in enumerate(map(sum, zip(*self._received, strict=True))) if slot_numel
         ]
@@ -150,7 +151,7 @@ class SharedSlots:
         messages = [self._empty] * len(self._slots)
         for rank, numel in enumerate(self._received[exchange]):
             if numel:
-                messages[rank] = self._slots[rank][exchange % 2].narrow(0, self._starts[rank][exchange], numel)
+                messages[rank] = self._slots[rank][exchange % 2].narrow(0, self._message_starts[rank][exchange], numel)
         sent = sum(self._sent[exchange])
         return self._slots[self._rank][exchange % 2][:sent] if sent else self._empty, messages
 

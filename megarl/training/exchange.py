@@ -75,6 +75,7 @@ def token_runs(keys: NDArray[np.int64], sequence: NDArray[np.int64], token: NDAr
     sequence, and its place there. Returns [runs, numbers of a key + 2].
     """
     continues_run = (np.diff(sequence) == 0) & (np.diff(token) == 1)
+    # The slices cover the case without tokens.
     first_indices = np.flatnonzero(np.concatenate([[True], ~continues_run])[: len(token)])
     last_indices = np.append(first_indices[1:], len(token))[: len(first_indices)] - 1
     return np.column_stack([keys[sequence[first_indices]], token[first_indices], token[last_indices] + 1])

@@ -152,7 +152,7 @@ class ModelShard:
         """Return output values in the order of the batch's tokens, float32 [count, tokens] per row; None on ranks that
         do not report.
 
-        `outputs`: the values [count, places] of each padded row, and its microbatch.
+        `outputs`: the values [count, positions] of each padded row, and its microbatch.
         """
         if not self.returns_results:
             return None

@@ -112,11 +112,11 @@ class TeacherModel(TargetModel):
 class TeacherTargets(NamedTuple):
     """Distillation targets of one teacher, for some of a row's positions on this rank.
 
-    Shapes: places int64 [target tokens], rows uint8 [target tokens, bytes of a target].
+    Shapes: positions int64 [target tokens], contents uint8 [target tokens, bytes of a target].
     """
 
-    places: Tensor
-    rows: Tensor
+    positions: Tensor
+    contents: Tensor
     num_local_tokens: int
     """The teacher's tokens in this rank's part of the policy's vocabulary. They come first in the part."""
     head: Tensor | None
@@ -152,8 +152,8 @@ class StudentModel(TargetModel):
         all_targets, self._targets = self._targets, ()
         for targets in all_targets:
             compare = self._top_k_divergence if targets.head is None else self._full_vocabulary_divergence
-            states = row.states_at(hidden, targets.places)
-            divergences = divergences.index_add(0, targets.places, compare(states, weight, targets))
+            states = row.states_at(hidden, targets.positions)
+            divergences = divergences.index_add(0, targets.positions, compare(states, weight, targets))
         return torch.stack([logprobs, entropies, divergences])
 
     def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
@@ -162,7 +162,7 @@ class StudentModel(TargetModel):
         return vocab_parallel_divergence(
             hidden,
             weight[: targets.num_local_tokens],
-            targets.rows.view(targets.head.dtype),
+            targets.contents.view(targets.head.dtype),
             targets.head,
             self._divergence,
             group=self.pg_collection.tp,
@@ -172,7 +172,7 @@ class StudentModel(TargetModel):
 
     def _top_k_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
         """Return divergences [target tokens]. All tokens outside the teacher's top k count as one token."""
-        token_ids, logprob_bytes = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
+        token_ids, logprob_bytes = targets.contents.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
         teacher_logprobs = logprob_bytes.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_k_logprobs(
             hidden,

@@ -70,14 +70,16 @@ class TokenTree:
         Order: chunks of this rank, then earlier tokens of their segments, then ancestors from the root on.
         """
         device = self.reach.device
-        segments, starts, ends = self.chunks.T
-        queries = self._count_own_before(starts), self._count_own_before(ends)
-        calls = _group_blocks(*queries, starts, ends, is_causal=True, device=device)
-        is_second_chunk = np.diff(segments, prepend=-1) == 0
+        segment_starts, chunk_starts, chunk_ends = self.chunks.T
+        queries = self._count_own_before(chunk_starts), self._count_own_before(chunk_ends)
+        calls = _group_blocks(*queries, chunk_starts, chunk_ends, is_causal=True, device=device)
+        is_second_chunk = np.diff(segment_starts, prepend=-1) == 0
         # Both chunks of a segment attend to the same tokens. They use two calls, because the backward pass of a call
         # writes each key's gradient once.
         for is_chosen_chunk in (~is_second_chunk, is_second_chunk):
-            borders = (x[is_chosen_chunk & (starts > segments)] for x in (*queries, segments, starts))
+            borders = (
+                x[is_chosen_chunk & (chunk_starts > segment_starts)] for x in (*queries, segment_starts, chunk_starts)
+            )
             calls += _group_blocks(*borders, is_causal=False, device=device)
         num_ancestors = self._count_ancestors()
         queries = self._count_own_before(self.ends), self._count_own_before(self.reaches)

@@ -150,7 +150,7 @@ class RolloutCost:
             latency = constants.reduce_seconds if is_near else constants.network_reduce_seconds
             link_bytes_per_second = constants.link_efficiency * (gpu.nvlink if is_near else gpu.network)
             sent_bytes = 2 * requests * shape.hidden_size * self.activation_bytes * (tp - 1) / tp
-            # Two all-reduces per layer.
+            # Two all-reduces per layer. In a ring, a rank sends 2 (tp - 1) / tp of the reduced bytes.
             seconds = seconds + 2 * work.num_layers * (latency + sent_bytes / link_bytes_per_second)
         return seconds
 

@@ -163,6 +163,8 @@ class TrainerCost:
             layouts, tokens=tokens / updates, row_tokens=row_tokens, is_update=True
         )
         attention, feed_forward = self._forward_seconds(layouts, tokens_in_row)
+        # Matrix products of the head: one forward, two backward, and one if logits are computed again. A layer has one
+        # forward pass and a backward pass of twice the work.
         head_seconds = self._head_seconds(layouts, tokens_in_row, products=3 if keeps_logits else 4, layer_passes=3)
         # A backward pass has two matrix products for each one of the forward pass: for the inputs and for the weights.
         backward_factors = CauseSeconds(

@@ -177,10 +177,14 @@ class TargetFetcher(RowFeed):
         completed = []
         for targets, head in zip(all_targets, self._device_heads, strict=True):
             # Allocated by torch: an empty numpy array has strides that torch cannot view as another dtype.
-            contents = torch.empty(targets.rows.shape, dtype=torch.uint8, device=self._device).copy_(targets.rows)
+            contents = torch.empty(targets.contents.shape, dtype=torch.uint8, device=self._device).copy_(
+                targets.contents
+            )
             if dist.get_world_size(group) > 1:
                 dist.broadcast(contents, group=group, group_src=0)
-            completed.append(targets._replace(places=targets.places.to(self._device), rows=contents, head=head))
+            completed.append(
+                targets._replace(positions=targets.positions.to(self._device), contents=contents, head=head)
+            )
         return completed
 
     def release(self) -> None:
