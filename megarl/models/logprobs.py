@@ -134,7 +134,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
                 kernels.to_logit_gradients(
                     logits, log_total, token_slopes, entropy_gradient, local_targets - block.start, logprob_gradient
                 )
-                gradients.add(block, logits)
+                gradients.add_block(block, logits)
                 continue
             grad_logits = _compute_logit_gradients(logits, log_total, token_slopes, entropy_gradient)
             if truncation is not None:
@@ -145,7 +145,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
                 # Round into the memory of the logits, which are no longer needed.
                 rounded_gradient = block_memory[: grad_logits.numel()].view_as(grad_logits)
                 grad_logits = rounded_gradient.copy_(grad_logits)
-            gradients.add(block, grad_logits)
+            gradients.add_block(block, grad_logits)
         return *gradients.collect(), *(None,) * 7
 
 
@@ -229,7 +229,7 @@ class HeadGradients:
         self._hidden_gradient: Tensor | None = None
         self._weight_gradient = torch.empty_like(weight) if needs[1] else None
 
-    def add(self, block: range, grad_logits: Tensor) -> None:
+    def add_block(self, block: range, grad_logits: Tensor) -> None:
         """Add one vocabulary block's part of the two gradients. Call it once per block.
 
         `block`: its rows of the vocabulary. `grad_logits` [tokens, block]: gradient of its logits, in the weight's

@@ -60,7 +60,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     if not is_trained:
         judge = MemoryJudge(Models(_engines_alone(judge.models.policy), None, {}), judge.gpus)
     if needs_savings:
-        recipe = _Savings(recipe, judge).choose()
+        recipe = _Savings(recipe, judge).choose_values()
     if needs_cache:
         recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, judge)})
     if needs_logits and can_keep_logits(with_logits := with_field_values(recipe, {KEEP_LOGITS: True}), judge):
@@ -136,7 +136,7 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
             # Without models that alternate on a rank, there is nothing to offload.
             if field == _OFFLOAD and offloads(completed) == [()]:
                 continue
-            yield f"{_format_field(completed, field)} by default: {savings.explain(field, completed)}"
+            yield f"{_format_field(completed, field)} by default: {savings.explain_value(field, completed)}"
     cache_gib, row_tokens = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
     if cache_gib != written.rollout.kv_cache_gib:
         yield f"{_CACHE} = {cache_gib:g} by default: the rest of a GPU's memory"
@@ -191,7 +191,7 @@ class _Savings:
     recipe: Recipe
     judge: MemoryJudge
 
-    def choose(self) -> Recipe:
+    def choose_values(self) -> Recipe:
         """Return the recipe with the cheapest sufficient offload and recomputation; if none suffices, with the best."""
         # Recomputation is tried last: it costs a share of the training time, offloading only seconds per step.
         costs = {_RECOMPUTE: 10.0, _OFFLOAD: 1.0}
@@ -208,7 +208,7 @@ class _Savings:
         )
         return ranking.changes[0].recipe
 
-    def explain(self, field: str, completed: Recipe) -> str:
+    def explain_value(self, field: str, completed: Recipe) -> str:
         """Return why the planner chose a field's value in the completed recipe.
 
         For the cheapest value, it names the GPU memory left. Otherwise it names what the next cheaper value would lack:

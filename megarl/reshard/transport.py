@@ -38,7 +38,7 @@ class _CopyPairs:
     """Pairs copied together by one kernel launch."""
     on_cpu: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, destination: Tensor, source: Tensor) -> None:
+    def add_copy(self, destination: Tensor, source: Tensor) -> None:
         """Add a copy [*shape], as views of equal bits, to the list of copies that run alike."""
         if destination.dtype != source.dtype:
             self.tensors.append((destination, source))
@@ -56,7 +56,7 @@ class _CopyPairs:
         is_small = destination.is_cuda and source.is_cuda and is_dense and destination.nbytes < _SMALL_BYTES
         (self.small if is_small else self.tensors).append((destination, source))
 
-    def run(self) -> None:
+    def run_copies(self) -> None:
         """Run all copies: by numpy on a CPU, else small dense ones and the others in one launch each."""
         # numpy's copy of long rows is nearly twice as fast: unlike torch's, it does not first read the memory it
         # overwrites. The arrays must not outlive the copy: memory released between copies comes back at other
@@ -166,11 +166,11 @@ class Transport:
                 with clock.stage("wire"):
                     self._slots.claim(bucket.exchange_index)
                 with clock.stage("pack"):
-                    bucket.pack.run()
+                    bucket.pack.run_copies()
                 with clock.stage("wire"):
                     self._slots.depart(bucket.exchange_index)
             with clock.stage("local"):
-                bucket.local.run()
+                bucket.local.run_copies()
             self._unpack(in_flight, clock)
             in_flight = bucket if bucket.exchange_index is not None else None
             # The stage runs one bucket late: only now are the previous bucket's remote elements unpacked.
@@ -191,7 +191,7 @@ class Transport:
             with clock.stage("wire"):
                 self._slots.arrive()
             with clock.stage("unpack"):
-                in_flight.unpack.run()
+                in_flight.unpack.run_copies()
             self._slots.release()
 
 
@@ -266,21 +266,21 @@ def _bind_buckets(
     for bucket in plan.buckets:
         local, pack, unpack = _CopyPairs(), _CopyPairs(), _CopyPairs()
         for transfer in bucket.local:
-            local.add(destination_view(transfer), source_view(transfer))
+            local.add_copy(destination_view(transfer), source_view(transfer))
         if not bucket.is_exchanged:
             yield _BoundBucket(local, pack, unpack, None)
             continue
         outgoing, messages = slots.views(exchange_index)
         start = 0
         for transfer in bucket.sends:
-            pack.add(staged_view(outgoing, start, transfer), source_view(transfer))
+            pack.add_copy(staged_view(outgoing, start, transfer), source_view(transfer))
             start += transfer.numel
         # On both sides, the elements of one sender follow each other in the order of the plan.
         starts = [0] * plan.num_ranks
         for transfer in bucket.receives:
             start = starts[transfer.source_rank]
             starts[transfer.source_rank] += transfer.numel
-            unpack.add(destination_view(transfer), staged_view(messages[transfer.source_rank], start, transfer))
+            unpack.add_copy(destination_view(transfer), staged_view(messages[transfer.source_rank], start, transfer))
         yield _BoundBucket(local, pack, unpack, exchange_index)
         exchange_index += 1
 

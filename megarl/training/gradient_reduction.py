@@ -18,7 +18,8 @@ from megarl.platform.spans import span
 
 
 class GradientReduction:
-    """Makes Megatron's schedules leave the reduction of gradients over ranks to the next step, which calls `run`.
+    """Makes Megatron's schedules leave the reduction of gradients over ranks to the next step, which calls
+    `reduce_pending`.
 
     `overlaps`: gradients are reduced during the backward pass.
     """
@@ -33,7 +34,7 @@ class GradientReduction:
             contexts: Any = [model.no_sync for model in models]
             config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
 
-    def run(self) -> None:
+    def reduce_pending(self) -> None:
         if self.pending is not None:
             with span("reduce gradients"):
                 self.pending()

@@ -178,7 +178,7 @@ class ModelShard:
     def share_rows(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
         """Return this replica's rows. With a `replica`, its first rank broadcasts them."""
         if self._replica is not None:
-            return self._replica.share(rows)
+            return self._replica.share_rows(rows)
         assert rows is not None
         return rows
 
@@ -285,7 +285,7 @@ class FrozenModel(ModelShard):
     def _move_to_host(self) -> None:
         """Move the parameters into the page-locked arena: copying them back is fast."""
         parameters = self._chunk_parameters()
-        copies = self.arena.take([parameter.nbytes for parameter in parameters])
+        copies = self.arena.take_copies([parameter.nbytes for parameter in parameters])
         for parameter, copy in zip(parameters, copies, strict=True):
             self.arena.wait_for(copy)
             values = copy.memory.view(parameter.dtype).view(parameter.shape)

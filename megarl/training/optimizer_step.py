@@ -32,7 +32,7 @@ class OptimizerStep:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
         self.skipped_in_a_row = 0
 
-    def run(self, role: Role, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
+    def step_or_skip(self, role: Role, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
         """Step schedule and optimizer, or skip the update. A collective. `rows` has each row's metrics."""
         # The schedule advances for skipped updates too, so it ends with the last update.
         self._schedule.step(increment=1)

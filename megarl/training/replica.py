@@ -37,7 +37,7 @@ class Replica:
         self._ranks = parallel.replica_ranks(parallel.coordinates(rank).dp)
         self._first_rank = self._ranks[0]
 
-    def share(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
+    def share_rows(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
         """Broadcast the rows of the replica's first rank; other ranks pass None. A collective of the replica."""
         if self._group is None:
             assert rows is not None

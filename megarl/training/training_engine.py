@@ -290,7 +290,7 @@ class TrainingEngine(ModelShard):
         """
         self.reduce_gradients()
         with span("optimizer"):
-            update = self.optimizer_step.run(self.role, rows, limits)
+            update = self.optimizer_step.step_or_skip(self.role, rows, limits)
         faults.reach("updated", self.parameters.values)
         for part in self.engine_parts:
             update.metrics.update(part.update_metrics())
@@ -298,7 +298,7 @@ class TrainingEngine(ModelShard):
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of all passes since the last step over the ranks, once. A collective."""
-        self.gradient_reduction.run()
+        self.gradient_reduction.reduce_pending()
         faults.reach("gradients", self.gradient_buffers)
 
     @contextmanager
@@ -341,7 +341,7 @@ class Snapshot:
         return self._policy.rounding
 
     @torch.no_grad()
-    def take(self, version: int) -> None:
+    def copy_weights(self, version: int) -> None:
         """Copy the trainer's current weights as `version`, unless this version is already copied."""
         if version == self.version:
             return

@@ -29,7 +29,7 @@ class ReplicatedState(TrainerPart):
             self._copier = StateCopier(state.topology)
         version = state.version_to_save(is_resharded)
         with state.saved_models() as models, checkpoint.load_changed_models(models):
-            return self._copier.begin(step, models, str(state.parallel), weight_version=version)
+            return self._copier.begin_copies(step, models, str(state.parallel), weight_version=version)
 
     def finish(self, wait: bool) -> Mapping[str, FileFields] | None:
         """Return the files of the copies begun by `begin`, by name; None: they are not complete.
@@ -37,7 +37,7 @@ class ReplicatedState(TrainerPart):
         `wait` blocks until they are.
         """
         assert self._copier is not None
-        return self._copier.finish(wait=wait)
+        return self._copier.finish_copies(wait=wait)
 
     def restore(self, files: Mapping[str, FileFields]) -> int:
         """Load the state after a step from copies in host memory. Afterwards the engines need the weights again.

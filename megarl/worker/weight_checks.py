@@ -41,7 +41,7 @@ class WeightChecks(TrainerPart):
 
     def take_checksums(self, version: int) -> RankChecksums:
         with self._state.policy.merging():
-            return self.ledger.take(version)
+            return self.ledger.take_checksums(version)
 
     def newest_checksums(self) -> RankChecksums | None:
         return self.ledger.newest
@@ -52,7 +52,7 @@ class WeightChecks(TrainerPart):
     def compare_weights(self) -> RankChanges | None:
         """Return the policy's weights that differ from their checksums. None if no checksums were taken."""
         with self._state.policy.merging():
-            return self.ledger.compare()
+            return self.ledger.find_changes()
 
     def compute_canary(self) -> CanaryReport:
         """Compute the canary, a fixed batch, twice with the policy; return the checksums of all module outputs."""

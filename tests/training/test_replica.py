@@ -27,7 +27,7 @@ def shared(parallel: ParallelConfig, lengths: tuple[int, ...]) -> list[list[Toke
     replica = Replica(parallel)
     at = parallel.coordinates(dist.get_rank())
     is_first = (at.tp, at.pp, at.cp) == (0, 0, 0)
-    found = [list(replica.share(rows_of(at.dp, length) if is_first else None)) for length in lengths]
+    found = [list(replica.share_rows(rows_of(at.dp, length) if is_first else None)) for length in lengths]
     replica.close()
     return found
 

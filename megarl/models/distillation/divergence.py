@@ -94,7 +94,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
             grad_logits = (
                 torch.addcmul(slopes, logprobs.exp_(), slope_sum[:, None], value=-1).mul_(scaled_grad).to(weight.dtype)
             )
-            gradients.add(block, grad_logits)
+            gradients.add_block(block, grad_logits)
         return *gradients.collect(), *(None,) * 6
 
 
@@ -169,7 +169,7 @@ class _VocabParallelKLogprobs(torch.autograd.Function):
             logits = _exclude_columns(_compute_logits(hidden, weight, block, temperature), columns, is_in_block)
             grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(others_gradient[:, None])
             grad_logits = grad_logits.scatter_add_(1, columns, chosen_gradient * is_in_block).to(weight.dtype)
-            gradients.add(block, grad_logits)
+            gradients.add_block(block, grad_logits)
         return *gradients.collect(), *(None,) * 5
 
 

@@ -18,7 +18,7 @@ from megarl.models.policy import PolicyModel
 class AuxStates:
     """The captured layer inputs of a policy, on one of its chunks. It is the chunk's `StateCarrier`.
 
-    A pass collects states only if `is_collecting` is set before it. `take` ends the collection.
+    A pass collects states only if `is_collecting` is set before it. `take_states` ends the collection.
     """
 
     def __init__(self, model: PolicyModel, aux_layers: Sequence[int]) -> None:
@@ -48,11 +48,11 @@ class AuxStates:
         return received[0]
 
     def pack(self, hidden_states: Tensor) -> Tensor:
-        states = self.take()
+        states = self.take_states()
         # A stack is a copy, as needed: Megatron frees what it has sent.
         return torch.stack([hidden_states, *states]) if states else hidden_states
 
-    def take(self) -> list[Tensor]:
+    def take_states(self) -> list[Tensor]:
         """Return the states [own tokens, 1, hidden_size] by layer, and end the collection. Empty: the pass collected
         none.
         """

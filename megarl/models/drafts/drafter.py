@@ -182,7 +182,9 @@ class DrafterHead:
         packed_row: PackedRow = layer_arguments["packed_seq_params"]
         assert packed_row.host_local is not None
         with torch.no_grad():
-            inputs = torch.cat([self._gather_row(states, packed_row) for states in self._aux_states.take()], dim=-1)
+            inputs = torch.cat(
+                [self._gather_row(states, packed_row) for states in self._aux_states.take_states()], dim=-1
+            )
             targets = self._gather_row(hidden_states.detach(), packed_row)
             embeddings = self._embed(drafter_row.tokens, self._model.embedding_table())
             # The policy's head rows for the drafted tokens, in the drafter's order of tokens.

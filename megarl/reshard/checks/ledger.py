@@ -94,7 +94,7 @@ class Ledger:
         return cls(rank_name, layout, tensors, is_converted=True)
 
     @torch.no_grad()
-    def take(self, version: int) -> RankChecksums:
+    def take_checksums(self, version: int) -> RankChecksums:
         """Compute, store and return the checksums of a new version."""
         start_time = time.perf_counter()
         values = self._compute_checksums()
@@ -105,7 +105,7 @@ class Ledger:
         return self.newest
 
     @torch.no_grad()
-    def compare(self) -> RankChanges | None:
+    def find_changes(self) -> RankChanges | None:
         """Return the boxes changed since the checksums were taken; None: there are no checksums."""
         if self.newest is None:
             return None

@@ -82,7 +82,7 @@ class HostArena:
             chunks = self._extend(num_bytes).chunks
             self._background = background.begin(lambda: self._lock_all(chunks))
 
-    def take(self, sizes: Sequence[int]) -> list[HostCopy]:
+    def take_copies(self, sizes: Sequence[int]) -> list[HostCopy]:
         """Return memory for copies of these sizes in bytes; `close` releases it. If the arena is too small, it grows
         once.
         """

@@ -62,7 +62,9 @@ class Offloadable:
         for copy in reversed(self._copies):
             free_copies.setdefault(copy.memory.nbytes, []).append(copy)
         reused_copies = [free_copies[size].pop() if free_copies.get(size) else None for size in sizes]
-        new_copies = iter(arena.take([size for size, copy in zip(sizes, reused_copies, strict=True) if copy is None]))
+        new_copies = iter(
+            arena.take_copies([size for size, copy in zip(sizes, reused_copies, strict=True) if copy is None])
+        )
         unused_copies = [copy for copies in free_copies.values() for copy in copies]
         return [next(new_copies) if copy is None else copy for copy in reused_copies] + unused_copies
 

@@ -120,11 +120,11 @@ class StateCopier:
         self._descriptions: list[MemoryFile] = []
         """Files with descriptions of the newest copies, needed until the agent has opened them."""
 
-    def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
+    def begin_copies(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
         """Copy the state after a step to host memory, and start sending it to this rank's partner. A collective.
 
-        `restore_from_copies` returns the values `driver`. Returns the bytes of the copy. Call `finish` before the next
-        copy; until then the copies of the step before stay.
+        `restore_from_copies` returns the values `driver`. Returns the bytes of the copy. Call `finish_copies` before
+        the next copy; until then the copies of the step before stay.
         """
         parts = [part for part in state_parts(models) if part.is_main]
         layouts, files = _copy_parts(parts, self._reusable_files.get(self._rank))
@@ -155,11 +155,11 @@ class StateCopier:
         self._exchange = background.begin(lambda: self._exchange_copies(own_copy, partner_copies))
         return own_copy.num_bytes
 
-    def finish(self, *, wait: bool) -> dict[str, FileFields] | None:
+    def finish_copies(self, *, wait: bool) -> dict[str, FileFields] | None:
         """Return the files of this rank's complete copies by name; None if they are not complete.
 
-        `wait` blocks until they are. This rank's agent must open the files before the next `begin`. Raises the error
-        that ended the exchange, such as the loss of a partner.
+        `wait` blocks until they are. This rank's agent must open the files before the next `begin_copies`. Raises the
+        error that ended the exchange, such as the loss of a partner.
         """
         if self._exchange is not None and (wait or self._exchange.done()):
             exchange, self._exchange = self._exchange, None

@@ -62,7 +62,7 @@ class ReshardChecks:
         """Return the checksums of this rank's engine; None if this version is not checked."""
         if self.ledger is None or not self._reshard_ends.recipe.weights.is_checked(version):
             return None
-        return self.ledger.take(version)
+        return self.ledger.take_checksums(version)
 
     def compare_weights(self) -> RankChanges | None:
         """Return the changes of this rank's engine since the last copy, and drop its checksums.
@@ -71,7 +71,7 @@ class ReshardChecks:
         """
         if self.ledger is None:
             return None
-        changes = self.ledger.compare()
+        changes = self.ledger.find_changes()
         self.ledger.forget()
         return changes
 

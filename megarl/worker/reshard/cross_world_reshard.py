@@ -80,7 +80,7 @@ class CrossWorldReshard:
         self._store_changes()
         self.leave()
         if self._snapshot is not None:
-            self._snapshot.take(version)
+            self._snapshot.copy_weights(version)
         try:
             self._group = join_group(meeting, self._own_rank, self._recipe.cluster.collective_timeout_seconds)
             reshard_ends = replace(self._reshard_ends, topology=topology, group=self._group)
@@ -94,7 +94,7 @@ class CrossWorldReshard:
         assert self.rank_reshard is not None
         self._store_changes()
         if self._snapshot is not None:
-            self._snapshot.take(version)
+            self._snapshot.copy_weights(version)
         try:
             return self._with_changes(self.rank_reshard.run(verify=verify, version=version))
         except Exception as error:
@@ -106,7 +106,7 @@ class CrossWorldReshard:
         The rank can execute other calls meanwhile, but calls using the process group must wait for `finish`.
         """
         assert self.rank_reshard is not None and self._snapshot is not None and self._sending is None
-        self._snapshot.take(version)
+        self._snapshot.copy_weights(version)
 
         def send() -> ReshardReport:
             assert self.rank_reshard is not None

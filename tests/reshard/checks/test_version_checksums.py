@@ -21,7 +21,7 @@ def rank(who: str, first: int, last: int, dim: int = 0, flips: Sequence[int] = (
     start, stop = [0, 0], list(WHOLE.shape)
     start[dim], stop[dim] = first, last
     piece = Piece(Box("w", tuple(start), tuple(stop)), "storage", 0, (part.shape[1], 1))
-    return Ledger(who, (piece,), {"storage": part}).take(1)
+    return Ledger(who, (piece,), {"storage": part}).take_checksums(1)
 
 
 def holders(found: Sequence[str]) -> list[str]:
@@ -63,12 +63,12 @@ def test_a_ledger_lists_the_changed_boxes() -> None:
     storage = WHOLE.clone()
     pieces = tuple(Piece(Box("w", (row, 0), (row + 1, 6)), "s", 6 * row, (6, 1)) for row in range(8))
     ledger = Ledger("trainer rank 0", pieces, {"s": storage})
-    assert ledger.compare() is None
-    ledger.take(3)
-    changes = ledger.compare()
+    assert ledger.find_changes() is None
+    ledger.take_checksums(3)
+    changes = ledger.find_changes()
     assert changes is not None and changes.boxes == ()
     storage[5, 2] += 1
-    changes = ledger.compare()
+    changes = ledger.find_changes()
     assert changes is not None and (changes.version, changes.boxes) == (3, (Box("w", (5, 0), (6, 6)),))
     ledger.forget()
-    assert ledger.compare() is None
+    assert ledger.find_changes() is None

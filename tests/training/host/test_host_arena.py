@@ -43,7 +43,7 @@ def wait_until_locked(arena: HostArena, num_calls: int) -> None:
 def test_all_copies_are_locked_in_the_background_by_few_calls() -> None:
     arena = HostArena(sum(map(aligned_bytes, SIZES)), chunk_bytes=4 * PAGE)
     wait_until_locked(arena, 3)
-    copies = arena.take(SIZES)
+    copies = arena.take_copies(SIZES)
     for copy in copies:
         arena.wait_for(copy)
     # 10 pages and some bytes are 11 pages.
@@ -59,7 +59,7 @@ def test_all_copies_are_locked_in_the_background_by_few_calls() -> None:
 
 def test_a_copy_waits_for_its_own_chunks_only() -> None:
     arena = HostArena(0, chunk_bytes=4 * PAGE)
-    copies = arena.take(SIZES)
+    copies = arena.take_copies(SIZES)
     arena.wait_for(copies[1])
     assert arena.num_calls == 1, "bytes 12,352 to 12,360 lie in the first chunk"
     arena.wait_for(copies[3])
@@ -71,7 +71,7 @@ def test_a_copy_waits_for_its_own_chunks_only() -> None:
 def test_an_arena_that_is_too_small_grows_once() -> None:
     arena = HostArena(2 * PAGE)
     wait_until_locked(arena, 1)
-    for copy in arena.take([PAGE, PAGE // 2, PAGE, PAGE]):
+    for copy in arena.take_copies([PAGE, PAGE // 2, PAGE, PAGE]):
         arena.wait_for(copy)
     assert (arena.num_calls, arena.num_locked_bytes) == (2, 4 * PAGE)
 

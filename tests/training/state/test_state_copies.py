@@ -33,9 +33,9 @@ def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any]]:
     update(engine, parallel, 0)
     before, copier = state(), StateCopier(topology)
     for step in (1, 2):
-        copier.begin(step, models, str(parallel), weight_version=step)
-        files = copier.finish(wait=True)
-    assert files is not None and copier.finish(wait=False) is files
+        copier.begin_copies(step, models, str(parallel), weight_version=step)
+        files = copier.finish_copies(wait=True)
+    assert files is not None and copier.finish_copies(wait=False) is files
     update(engine, parallel, 1)
     has_changed = state() != before
     # Each rank has both copies: its own, and its partner's.
@@ -62,8 +62,8 @@ def copied(recipe: Any, parallel: ParallelConfig) -> tuple[dict[str, bytes], lis
     engine = build(recipe, parallel)
     update(engine, parallel, 0)
     copier = StateCopier([("a",)] * parallel.world_size)
-    copier.begin(1, {"": engine}, str(parallel))
-    files = copier.finish(wait=True)
+    copier.begin_copies(1, {"": engine}, str(parallel))
+    files = copier.finish_copies(wait=True)
     assert files is not None
     return {name: Path(fields["path"]).read_bytes() for name, fields in files.items()}, parts_of(engine)
 
