@@ -99,7 +99,7 @@ OF_A_PASS = {
     ("numpy", "training/model.py:unpack_outputs"): "the same",
 }
 OF_AN_UPDATE = {
-    ("tolist", "rows/metrics.py:read"): "metrics of all rows",
+    ("tolist", "rows/metrics.py:read_metrics"): "metrics of all rows",
     ("tolist", "training/optimizer_step.py:_reduce_flags"): "whether the loss is finite, and a token trained",
     ("item", "optimizer/clip_grads.py:get_grad_norm_fp32"): "norm of the dense gradients and of the experts'",
 }
