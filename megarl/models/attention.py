@@ -379,8 +379,8 @@ def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
     """Gather keys and values over the context-parallel ranks: [tokens of all ranks, groups, ...], rank after rank."""
     # The backward pass of Megatron's sequence-parallel gather is a reduce-scatter, as needed for the context-parallel
     # group.
-    both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=cp_group)
-    k, v = both.split([k.size(-1), v.size(-1)], dim=-1)
+    keys_and_values = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=cp_group)
+    k, v = keys_and_values.split([k.size(-1), v.size(-1)], dim=-1)
     return k, v
 
 

@@ -336,12 +336,12 @@ def _compute_logits(
     return logits.addmm_(hidden, rows, beta=0, alpha=1 / temperature)
 
 
-def columns_of(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
+def columns_of(local_ids: Tensor, block: range) -> tuple[Tensor, Tensor]:
     """Return the column of each target in a block's logits, and whether the block contains it, both [tokens, ...].
 
-    `local` int64 [tokens, ...]: indices into this rank's vocabulary. Targets in other blocks get any valid column.
+    `local_ids` int64 [tokens, ...]: indices into this rank's vocabulary. Targets in other blocks get any valid column.
     """
-    columns = local - block.start
+    columns = local_ids - block.start
     return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))
 
 

@@ -84,8 +84,8 @@ class Adapter(nn.Module):
         # Each rank draws the full matrix and cuts its part, so that the values do not depend on the parallel sizes.
         rank, columns = shape
         splits = 1 if self.is_column else self.group.size()
-        full = _random_values((rank, columns * splits), f"{seed} {self.key}")
-        return full if self.is_column else full.chunk(splits, dim=1)[self.group.rank()]
+        whole_matrix = _random_values((rank, columns * splits), f"{seed} {self.key}")
+        return whole_matrix if self.is_column else whole_matrix.chunk(splits, dim=1)[self.group.rank()]
 
     def _mark_for_megatron(self, parameter: Any, dim: int | None, tensor_rank: int) -> None:
         """Set the attributes by which Megatron decides how to reduce a parameter's gradient, and whether the norm
@@ -128,18 +128,18 @@ class Adapter(nn.Module):
     def _copy_to_region(self, x: Tensor) -> Tensor:
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
-    def _exchange_low_rank(self, inner: Tensor) -> Tensor:
-        """Return B's input [..., rank] from A's output `inner` [..., rank].
+    def _exchange_low_rank(self, low_rank_values: Tensor) -> Tensor:
+        """Return B's input [..., rank] from A's output `low_rank_values` [..., rank].
 
         Column-parallel layers gather it over tokens. Row-parallel layers sum it over the ranks' input features.
         """
         if self.is_column and self.sequence_parallel:
-            return gather_from_sequence_parallel_region(inner, group=self.group)
+            return gather_from_sequence_parallel_region(low_rank_values, group=self.group)
         if self.is_column:
-            return self._copy_to_region(inner)
+            return self._copy_to_region(low_rank_values)
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
-        return reduce_from_tensor_model_parallel_region(inner, group=self.group)
+            return reduce_scatter_to_sequence_parallel_region(low_rank_values, group=self.group)
+        return reduce_from_tensor_model_parallel_region(low_rank_values, group=self.group)
 
     @property
     def is_first_replica(self) -> bool:

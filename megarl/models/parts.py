@@ -18,7 +18,7 @@ Policy = TypeVar("Policy", bound=PolicyModel)
 
 
 def build_policy(
-    kind: Callable[..., Policy],
+    chunk_class: Callable[..., Policy],
     config: TransformerConfig,
     shape: ModelShape,
     *,
@@ -29,12 +29,12 @@ def build_policy(
 ) -> Policy:
     """Build a chunk of a language model with its optional parts. A collective over all ranks.
 
-    `kind` is the chunk's class, `settings` are its further arguments. With `exact_blocks` above 0 the chunk rounds like
-    the engine (`models.exact`); a product has this many blocks over all ranks. `drafts_learn_distribution`: MTP layers
-    learn the policy's whole distribution instead of the next tokens.
+    `chunk_class` is the chunk's class, `settings` are its further arguments. With `exact_blocks` above 0 the chunk
+    rounds like the engine (`models.exact`); a product has this many blocks over all ranks. `drafts_learn_distribution`:
+    MTP layers learn the policy's whole distribution instead of the next tokens.
     """
     make_block_spec = partial(block_spec, exact=True) if exact_blocks else block_spec
-    model = kind(config, shape, block=make_block_spec, vp_stage=vp_stage, **settings)
+    model = chunk_class(config, shape, block=make_block_spec, vp_stage=vp_stage, **settings)
     if exact_blocks:
         complete_exact_model(model, shape, exact_blocks)
     if shape.num_draft_layers and model.post_process:

@@ -62,7 +62,7 @@ def offloads(recipe: Recipe) -> list[tuple[str, ...]]:
     # An optimizer that steps on the host has no states to offload.
     on_host = recipe.trainer.optimizer_offload_fraction > 0
     states = [state for state in _CHEAPEST_FIRST if not (on_host and state == "optimizer")]
-    return [in_written_order(states[:number]) for number in range(len(states) + 1)]
+    return [in_written_order(states[:num_states]) for num_states in range(len(states) + 1)]
 
 
 def in_written_order(states: Collection[str]) -> tuple[str, ...]:

@@ -275,8 +275,8 @@ def _find_temperature_faults(sampling: SamplingConfig) -> Iterator[str]:
             )
 
 
-def divisors(number: int, *, limit: int | None = None) -> list[int]:
-    return [size for size in range(1, min(number, limit or number) + 1) if number % size == 0]
+def divisors(dividend: int, *, limit: int | None = None) -> list[int]:
+    return [size for size in range(1, min(dividend, limit or dividend) + 1) if dividend % size == 0]
 
 
 def _nearest_multiples(value: int, *, multiple: int) -> str:

@@ -63,7 +63,11 @@ def all_or_none(record_on_rank: Callable[[], Layout], group: dist.ProcessGroup |
         layout = record_on_rank()
     except DirectWriteError as error:
         refusal = str(error)
-    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gather_values(refusal, group)) if text]
+    refusals = [
+        f"rank {rank}: {refusal_text}"
+        for rank, refusal_text in enumerate(gather_values(refusal, group))
+        if refusal_text
+    ]
     return (None, refusals[0]) if refusals else (layout, "")
 
 

@@ -97,9 +97,12 @@ class Overlap:
         for destination in destinations:
             num_missing = Box(tensor.name, destination.start, destination.stop).numel
             for start, stop, cell_sources, holders in cells:
-                low, high = tuple(map(max, start, destination.start)), tuple(map(min, stop, destination.stop))
-                if all(a < b for a, b in zip(low, high, strict=True)):
-                    region = Region(low, high, cell_sources, destination)
+                overlap_start, overlap_stop = (
+                    tuple(map(max, start, destination.start)),
+                    tuple(map(min, stop, destination.stop)),
+                )
+                if all(a < b for a, b in zip(overlap_start, overlap_stop, strict=True)):
+                    region = Region(overlap_start, overlap_stop, cell_sources, destination)
                     flows.setdefault((holders, destination.ranks), Flow(holders, destination.ranks)).regions.append(
                         region
                     )
@@ -187,7 +190,9 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
     def offset(holding: Holding) -> int:
         """Return the place of the region's first element in the storage of a holding."""
         dims = zip(region.start, holding.start, holding.strides, strict=True)
-        return holding.offset + sum((first - holding_first) * stride for first, holding_first, stride in dims)
+        return holding.offset + sum(
+            (region_first - holding_first) * stride for region_first, holding_first, stride in dims
+        )
 
     shape = tuple(stop - start for start, stop in zip(region.start, region.stop, strict=True))
     destination = region.destination

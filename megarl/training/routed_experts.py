@@ -49,50 +49,55 @@ class StoredExperts:
 
     def store(self, experts: NDArray[np.integer]) -> ExpertsHandle:
         """Store a completion's experts [tokens, layers, top_k] and return their handle."""
-        number = self._num_issued * _MAX_RANKS + self._rank
+        handle_number = self._num_issued * _MAX_RANKS + self._rank
         self._num_issued += 1
-        self._arrays[number] = experts.astype(np.int16)
-        return ExpertsHandle(self._rank, number)
+        self._arrays[handle_number] = experts.astype(np.int16)
+        return ExpertsHandle(self._rank, handle_number)
 
     def retain(self, handles: Iterable[ExpertsHandle]) -> int:
         """Remove all experts except those with these handles. Returns the bytes stored before."""
         num_bytes = sum(experts.nbytes for experts in self._arrays.values())
-        self._arrays = {number: self._arrays[number] for number in self._local_numbers(handles)}
+        self._arrays = {handle_number: self._arrays[handle_number] for handle_number in self._local_numbers(handles)}
         return num_bytes
 
-    def read_span(self, number: int, first_token: int, end_token: int) -> NDArray[np.int16]:
-        """Return the experts [tokens, layers, top_k] of a span of tokens. `number` is that of the completion's handle.
+    def read_span(self, handle_number: int, first_token: int, end_token: int) -> NDArray[np.int16]:
+        """Return the experts [tokens, layers, top_k] of a span of tokens. `handle_number` is that of the completion's
+        handle.
 
         The last token never went through the model. No later token depends on its experts, so any are valid.
         """
-        if number not in self._arrays:
-            raise KeyError(f"rank {self._rank} does not hold routed experts number {number}")
-        experts = self._arrays[number]
+        if handle_number not in self._arrays:
+            raise KeyError(f"rank {self._rank} does not hold routed experts number {handle_number}")
+        experts = self._arrays[handle_number]
         return experts[np.minimum(np.arange(first_token, end_token), len(experts) - 1)]
 
     def save(self, folder: Path) -> None:
         """Write the stored experts into a checkpoint's folder, one file per sampling rank. Raises DiskFullError."""
-        for sampling_rank in {number % _MAX_RANKS for number in self._arrays}:
+        for sampling_rank in {handle_number % _MAX_RANKS for handle_number in self._arrays}:
             experts_by_name = {
-                str(number): experts for number, experts in self._arrays.items() if number % _MAX_RANKS == sampling_rank
+                str(handle_number): experts
+                for handle_number, experts in self._arrays.items()
+                if handle_number % _MAX_RANKS == sampling_rank
             }
             with disk_full_named(folder, sum(experts.nbytes for experts in experts_by_name.values())):
                 _file(folder, sampling_rank).write_bytes(save(experts_by_name))
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
         """Load this rank's share of these experts from a checkpoint's folder. Raises DataError if one is missing."""
-        numbers = self._local_numbers(handles)
-        for sampling_rank in {number % _MAX_RANKS for number in numbers}:
+        handle_numbers = self._local_numbers(handles)
+        for sampling_rank in {handle_number % _MAX_RANKS for handle_number in handle_numbers}:
             file = _file(folder, sampling_rank)
             experts_by_name = load_file(file) if file.exists() else {}
-            self._arrays |= {int(name): experts for name, experts in experts_by_name.items() if int(name) in numbers}
-        if missing_numbers := numbers - self._arrays.keys():
+            self._arrays |= {
+                int(name): experts for name, experts in experts_by_name.items() if int(name) in handle_numbers
+            }
+        if missing_numbers := handle_numbers - self._arrays.keys():
             raise DataError(
                 f"{folder}: lacks the routed experts of {len(missing_numbers)} trajectories waiting for training; "
                 "remove this checkpoint and resume from an older one"
             )
         # New numbers must not repeat those of loaded experts.
-        self._num_issued = 1 + max((number // _MAX_RANKS for number in self._arrays), default=-1)
+        self._num_issued = 1 + max((handle_number // _MAX_RANKS for handle_number in self._arrays), default=-1)
 
     def _local_numbers(self, handles: Iterable[ExpertsHandle]) -> set[int]:
         return {handle.number for handle in handles if handle.rank % self._world_size == self._rank}
@@ -121,8 +126,8 @@ class ExpertExchange:
         # After a resume with fewer ranks, a rank also has the experts of ranks that no longer exist.
         return fetch_values(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._read_span, empty)
 
-    def _read_span(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
-        return self._stored.read_span(number, first, end)[:, self._layers_by_rank[rank]]
+    def _read_span(self, rank: int, handle_number: int, first_token: int, end_token: int) -> NDArray[np.int16]:
+        return self._stored.read_span(handle_number, first_token, end_token)[:, self._layers_by_rank[rank]]
 
 
 class RankTokens:

@@ -111,8 +111,8 @@ class TrainingEngine(ModelShard):
             role = replace(role, objective=part.extend_objective(role.objective, recipe))
         return role
 
-    def find_part(self, kind: type[Part]) -> Part | None:
-        return next((part for part in self.engine_parts if isinstance(part, kind)), None)
+    def find_part(self, part_class: type[Part]) -> Part | None:
+        return next((part for part in self.engine_parts if isinstance(part, part_class)), None)
 
     @property
     def models(self) -> list[DistributedDataParallel]:

@@ -54,8 +54,8 @@ class Norm(nn.Module):
         self.weight, self._epsilon = nn.Parameter(torch.ones(size, dtype=dtype)), epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)).to(x.dtype) * self.weight
+        wide_x = x.float()
+        return (wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + self._epsilon)).to(x.dtype) * self.weight
 
 
 class Drafter(nn.Module):
@@ -149,11 +149,11 @@ def attend(
     scores = torch.einsum("qgrd,kgd->qgrk", heads, first_keys).masked_fill(~mask[:, None, None], -torch.inf)
     # A query's own keys of later steps are those of the tokens drafted before it, and of no other position.
     own_scores = [torch.einsum("qgrd,qgd->qgr", heads, keys)[..., None] for keys in later_keys]
-    shares = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(first_values.dtype)
-    first_shares, *own_shares = shares.split([len(first_keys), *[1] * len(later_keys)], dim=-1)
-    out = torch.einsum("qgrk,kgd->qgrd", first_shares, first_values)
-    for share, values in zip(own_shares, later_values, strict=True):
-        out = out + share * values[:, :, None]
+    attention_weights = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(first_values.dtype)
+    first_weights, *own_weights = attention_weights.split([len(first_keys), *[1] * len(later_keys)], dim=-1)
+    out = torch.einsum("qgrk,kgd->qgrd", first_weights, first_values)
+    for weight_of_step, values in zip(own_weights, later_values, strict=True):
+        out = out + weight_of_step * values[:, :, None]
     return out.flatten(1)
 
 

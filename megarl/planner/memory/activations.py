@@ -117,7 +117,7 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
 
     The layers save tensors of all rows in flight; the output head saves those of one row.
     """
-    layer_kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
+    layer_kinds = [shape.layers[layer_number] for layer_number in parallel.layers_on_stage(shape.num_layers, stage)]
     num_rows = rows_in_flight(parallel, stage)
     bytes_by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(layer_kinds)}
     largest_layer_bytes = max(bytes_by_kind.values())
@@ -167,7 +167,7 @@ def carried_bytes(
     stay for all rows in flight.
     """
     chunks = parallel.layers_of_chunks(shape.num_layers, stage)
-    num_received = sum(number < chunk.start for chunk in chunks for number in layers)
+    num_received = sum(layer_number < chunk.start for chunk in chunks for layer_number in layers)
     return rows_in_flight(parallel, stage) * num_received * _layer_input_bytes(shape, parallel, settings)
 
 

@@ -134,7 +134,7 @@ class Ledger:
         }
 
     def _compute_checksums(self) -> NDArray[np.int64]:
-        checksums = [self._checksum(number) for number in range(len(self._layout))]
+        checksums = [self._checksum(piece_index) for piece_index in range(len(self._layout))]
         # One copy to the host for all, because each copy waits for the device.
         return torch.stack(checksums).cpu().numpy() if checksums else np.zeros(0, np.int64)
 

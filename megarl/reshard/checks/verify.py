@@ -112,7 +112,7 @@ class LedgerComparison:
         return f"the engine's parameter {parameter} does not hold {expected_text} after a reshard ({count_text} differ)"
 
     def _stack(self, values: Mapping[int, Tensor]) -> Tensor:
-        ordered = [values[number] for number in range(len(values))]
+        ordered = [values[index] for index in range(len(values))]
         return (
             torch.stack(ordered).to(self._device) if ordered else torch.zeros(0, dtype=torch.int64, device=self._device)
         )
@@ -148,5 +148,5 @@ def _cut_to_region(holding: Holding, region: Region, tensor: TensorName) -> Piec
     # A fault in the arithmetic of `overlap` would stay hidden if it were used here.
     piece = holding.piece(tensor)
     steps = zip(region.start, holding.start, holding.strides, strict=True)
-    offset = piece.offset + sum((start - first) * stride for start, first, stride in steps)
+    offset = piece.offset + sum((start - holding_first) * stride for start, holding_first, stride in steps)
     return Piece(Box(tensor.name, region.start, region.stop), piece.storage, offset, piece.strides)

@@ -48,7 +48,9 @@ def make_reshard_layouts(
     )
 
 
-def _place_layouts(trainer: Layouts, engines: Layouts, first: int, num_ranks: int) -> ReshardLayouts:
-    if not first:
-        return ReshardLayouts(trainer, engines, first)
-    return ReshardLayouts(PlacedLayouts(trainer, 0, num_ranks), PlacedLayouts(engines, first, num_ranks), first)
+def _place_layouts(trainer: Layouts, engines: Layouts, first_engine: int, num_ranks: int) -> ReshardLayouts:
+    if not first_engine:
+        return ReshardLayouts(trainer, engines, first_engine)
+    return ReshardLayouts(
+        PlacedLayouts(trainer, 0, num_ranks), PlacedLayouts(engines, first_engine, num_ranks), first_engine
+    )

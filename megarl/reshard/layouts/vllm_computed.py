@@ -175,13 +175,17 @@ class VllmLayouts(Layouts):
     def _stacks(self) -> tuple[tuple[Stack, bool], ...]:
         """All live parameters, fused or not, as pairs (stack, is in the drafter)."""
         layers = self._layers.items()
-        names = [name for name, numbers in layers if not is_draft_tensor(self.model, TensorName(name, numbers[0]))]
-        present = [stack for stack in list_stacks(self.model) if stack.parts[0].tensor in names]
-        fused_names = {part.tensor for stack in present for part in stack.parts}
+        names = [
+            name
+            for name, layer_numbers in layers
+            if not is_draft_tensor(self.model, TensorName(name, layer_numbers[0]))
+        ]
+        fused_stacks = [stack for stack in list_stacks(self.model) if stack.parts[0].tensor in names]
+        fused_names = {part.tensor for stack in fused_stacks for part in stack.parts}
         # Tensors without a stack (norms, routers) are stored whole on every rank.
         unfused_names = (name for name in names if name not in fused_names)
         main_stacks = (
-            *present,
+            *fused_stacks,
             *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in unfused_names),
         )
         return (*((stack, False) for stack in main_stacks), *((stack, True) for stack in list_draft_stacks(self.model)))

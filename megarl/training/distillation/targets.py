@@ -35,12 +35,12 @@ class StoredTargets:
     def numbers(self) -> list[int]:
         return list(self._rows)
 
-    def store(self, number: int, rows: NDArray[np.uint8]) -> None:
-        self._rows[number] = rows
+    def store(self, sequence_number: int, rows: NDArray[np.uint8]) -> None:
+        self._rows[sequence_number] = rows
 
-    def read_span(self, number: int, first_token: int, end_token: int) -> NDArray[np.uint8]:
+    def read_span(self, sequence_number: int, first_token: int, end_token: int) -> NDArray[np.uint8]:
         """Return the targets [tokens, bytes] of a span of a sequence's trained tokens."""
-        return self._rows[number][first_token:end_token]
+        return self._rows[sequence_number][first_token:end_token]
 
     def clear(self) -> None:
         self._rows = {}
@@ -115,9 +115,9 @@ class TargetFetcher(RowFeed):
         # Only one tensor-parallel rank fetches: the network carries each target once, and NVLink the copies.
         is_fetching = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
         holders = {
-            target_number: rank
-            for rank, numbers in enumerate(signed.gather(self._stored.numbers, purpose="distillation targets"))
-            for target_number in numbers
+            sequence_number: rank
+            for rank, stored_numbers in enumerate(signed.gather(self._stored.numbers, purpose="distillation targets"))
+            for sequence_number in stored_numbers
         }
         all_targets: list[list[TeacherTargets]] = [[] for _ in rows]
         for teacher in range(len(self._target_bytes)):
@@ -150,7 +150,9 @@ class TargetFetcher(RowFeed):
                 _trained_runs(row, positions) for row, (positions, _) in zip(rows, local_positions, strict=True)
             ]
         requested_runs = np.concatenate([np.zeros((0, 3), np.int64), *runs_by_row])
-        run_holders = np.array([holders[number] for number in requested_runs[:, 0].tolist()], np.int64)
+        run_holders = np.array(
+            [holders[sequence_number] for sequence_number in requested_runs[:, 0].tolist()], np.int64
+        )
         run_targets = fetch_values(requested_runs, run_holders, self._stored_for, np.zeros((0, target_bytes), np.uint8))
         targets_by_row = iter(np.split(run_targets, _row_boundaries(runs_by_row)))
         all_targets = []
@@ -190,8 +192,8 @@ class TargetFetcher(RowFeed):
     def release(self) -> None:
         self._device_heads = []
 
-    def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
-        return self._stored.read_span(number, first, end)
+    def _stored_for(self, rank: int, sequence_number: int, first_token: int, end_token: int) -> NDArray[np.uint8]:
+        return self._stored.read_span(sequence_number, first_token, end_token)
 
 
 def _trained_runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:

@@ -290,8 +290,8 @@ def optimizer_step(optimizer: Any) -> int | None:
     """Return an optimizer's number of steps, as Adam's bias correction counts them; None for SGD."""
     if is_hybrid(optimizer):
         return int(optimizer.state_dict()["optimizer"]["param_groups"][0]["step"])
-    inner = optimizer.optimizer
-    count_holders = list(inner.state.values()) if _is_torch(optimizer) else inner.param_groups
+    inner_optimizer = optimizer.optimizer
+    count_holders = list(inner_optimizer.state.values()) if _is_torch(optimizer) else inner_optimizer.param_groups
     # A rank may hold no parameter of this part. Then its state has no step to restore either.
     return next((int(count_holder["step"]) for count_holder in count_holders if "step" in count_holder), None)
 
@@ -303,8 +303,8 @@ def set_optimizer_step(optimizer: Any, step: int | None) -> None:
     if is_hybrid(optimizer):
         set_step(optimizer, step)
         return
-    inner = optimizer.optimizer
-    for step_holder in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
+    inner_optimizer = optimizer.optimizer
+    for step_holder in inner_optimizer.state.values() if _is_torch(optimizer) else inner_optimizer.param_groups:
         step_holder["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
 
 
@@ -401,8 +401,11 @@ def _shard_model(model: Model, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _is_torch(optimizer: Any) -> bool:
-    inner = optimizer.optimizer
-    return isinstance(inner.adam if isinstance(inner, MuonWithAdam) else inner, torch.optim.Adam | torch.optim.AdamW)
+    inner_optimizer = optimizer.optimizer
+    return isinstance(
+        inner_optimizer.adam if isinstance(inner_optimizer, MuonWithAdam) else inner_optimizer,
+        torch.optim.Adam | torch.optim.AdamW,
+    )
 
 
 def _allocate_moments(optimizer: Any) -> None:

@@ -119,8 +119,8 @@ def _inner_optimizers(engine: TrainingEngine) -> list[Any]:
     return [optimizer.optimizer for optimizer in optimizers]
 
 
-def _parameters(inner: Any) -> list[Tensor]:
-    return [parameter for group in inner.param_groups for parameter in group["params"]]
+def _parameters(inner_optimizer: Any) -> list[Tensor]:
+    return [parameter for group in inner_optimizer.param_groups for parameter in group["params"]]
 
 
 def _copy_to_host(value: Any) -> Any:
