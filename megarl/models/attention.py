@@ -175,7 +175,7 @@ class PackedRow(PackedSeqParams):
 
 
 class _ZigzagSplit(NamedTuple):
-    """A context-parallel rank's chunks of a row. The fields are those of `PackedRow`, in host memory."""
+    """A context-parallel rank's chunks of a row, in host memory. `PackedRow` describes the fields."""
 
     local_indices: NDArray[np.int64]
     gathered_index: NDArray[np.int64]

@@ -243,7 +243,7 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
     """Return Megatron's description of the layers of each chunk if chunks differ in their number of layers; else None.
 
-    Equal chunks use Megatron's default, so checkpoint keys are those of other programs.
+    Equal chunks use Megatron's default: other programs have the same checkpoint keys.
     """
     sizes = parallel.layers_by_chunk(shape.num_layers)
     if len(set(sizes)) == 1:

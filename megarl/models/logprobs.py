@@ -180,7 +180,7 @@ def _combine_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the targets' log-probs, the log-sum-exp and the entropy over all blocks of all ranks, [tokens] each.
 
-    `log_totals` and `entropies` [blocks, tokens] are those within each block.
+    `log_totals` and `entropies` [blocks, tokens] are computed within each block.
     """
     largest_total = log_totals.logsumexp(0)
     all_reduce(largest_total, group, dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
 """LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, with any parallel sizes.
 
 y = W x + scale * B A dropout(x). scale is alpha / rank or alpha / sqrt(rank). An adapter is a submodule of its linear
-layer, and a forward hook adds its output. (Transformer Engine's layers were not run yet.) If the layer is split over
+layer, and a forward hook adds its output. (Not yet run with Transformer Engine's layers.) If the layer is split over
 ranks, A or B is split on the same side. The other matrix is replicated. Exact models multiply by the merged weights; A
 and B have the same gradients.
 """
@@ -161,7 +161,7 @@ class Adapter(nn.Module):
     def squared_norms(self, unrounded: Tensor, merged: Tensor) -> Tensor:
         """Return float32 [2]: the squared norm of a merge's rounding error, and of the update scale * B A.
 
-        `unrounded` and `merged` are those of `merge_into`. `unrounded` is overwritten.
+        `unrounded` and `merged` come from `merge_into`. `unrounded` is overwritten.
         """
         error = torch.linalg.vector_norm(unrounded.sub_(merged)).square()
         # Two small products [rank, rank] give the norm of B A without the update itself.

@@ -17,7 +17,7 @@ _SYNC = "lora.sync"
 
 
 class Objection(NamedTuple):
-    """A reason why engines cannot receive adapters. `remedy` removes the reason; "": there is no remedy."""
+    """A reason why engines cannot receive adapters. `remedy`: a change that removes the reason; "": none."""
 
     reason: str
     remedy: str = ""

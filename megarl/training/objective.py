@@ -188,7 +188,9 @@ class _PolicyObjective:
     def _importance_weights(
         self, old_logprobs: Tensor, batch: Microbatch
     ) -> tuple[Tensor | None, Mapping[str | Signal, Tensor]]:
-        """Return the factors of the policy loss, [tokens], or None, and the metrics of those computed here."""
+        """Return the factors of the policy loss [tokens] (None: all 1), and metrics of weights that this function
+        computed.
+        """
         weights = batch.per_token.get("importance_weights")
         if weights is not None or self.config.importance_sampling is None:
             return weights, {}

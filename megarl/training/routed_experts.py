@@ -55,7 +55,7 @@ class StoredExperts:
         return ExpertsHandle(self._rank, handle_number)
 
     def retain(self, handles: Iterable[ExpertsHandle]) -> int:
-        """Remove all experts except those with these handles. Returns the bytes stored before."""
+        """Remove all experts except the ones of these handles. Returns the bytes stored before."""
         num_bytes = sum(experts.nbytes for experts in self._arrays.values())
         self._arrays = {handle_number: self._arrays[handle_number] for handle_number in self._local_numbers(handles)}
         return num_bytes
@@ -96,7 +96,7 @@ class StoredExperts:
                 f"{folder}: lacks the routed experts of {len(missing_numbers)} trajectories waiting for training; "
                 "remove this checkpoint and resume from an older one"
             )
-        # New numbers must not repeat those of loaded experts.
+        # New numbers must not repeat the numbers of loaded experts.
         self._num_issued = 1 + max((handle_number // _MAX_RANKS for handle_number in self._arrays), default=-1)
 
     def _local_numbers(self, handles: Iterable[ExpertsHandle]) -> set[int]:

@@ -30,7 +30,7 @@ def vocab_parallel_divergence(
 ) -> Tensor:
     """Return the divergence of the policy's and the teacher's distributions: float32 [tokens], in nats.
 
-    The policy's distribution is softmax(hidden @ weight.T / temperature), the teacher's likewise. Shapes: hidden
+    A distribution is softmax(hidden @ weight.T / temperature), with the model's own hidden states. Shapes: hidden
     [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding; teacher_hidden [tokens,
     teacher's hidden_size]; teacher_weight [local_vocabulary, teacher's hidden_size], the rows of the same tokens. The
     result is equal on all ranks of `group`.

@@ -147,7 +147,7 @@ def attend(
     """
     heads = query.unflatten(1, (first_keys.shape[1], -1)) / query.shape[-1] ** 0.5
     scores = torch.einsum("qgrd,kgd->qgrk", heads, first_keys).masked_fill(~mask[:, None, None], -torch.inf)
-    # A query's own keys of later steps are those of the tokens drafted before it, and of no other position.
+    # Among later steps' keys, a query attends only to the ones of its own position: the tokens drafted before it.
     own_scores = [torch.einsum("qgrd,qgd->qgr", heads, keys)[..., None] for keys in later_keys]
     attention_weights = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(first_values.dtype)
     first_weights, *own_weights = attention_weights.split([len(first_keys), *[1] * len(later_keys)], dim=-1)
@@ -266,7 +266,7 @@ class DrafterHead:
         """Call `attend` in chunks of queries. The backward pass computes the scores again.
 
         `query_indices` [queries] are ascending indices in the row, `first_keys` and `first_values` [row tokens, ...]
-        those of step 0 for the whole row. `sequence_starts` [row tokens] as in `DrafterRow`.
+        belong to step 0 and the whole row. `sequence_starts` [row tokens] as in `DrafterRow`.
         """
         chunk_outputs = []
         for chunk_start in range(0, len(query_indices), _CHUNK_QUERIES):

@@ -369,7 +369,7 @@ def _group_blocks(
 ) -> list[TreePart]:
     """Return the calls of the attention kernel for blocks of the score matrix. Blocks of similar sizes share a call.
 
-    Block i has the queries from `query_starts[i]` to `query_ends[i]`, and the keys likewise: all arrays are [blocks].
+    Block i has the queries from `query_starts[i]` to `query_ends[i]`. All arrays are [blocks].
     """
     num_queries, num_keys = query_ends - query_starts, key_ends - key_starts
     # By number of keys, then of queries: a block has at least the keys of all blocks before it.

@@ -115,7 +115,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSetti
 def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
     """Return the peak bytes that autograd saves on a pipeline stage.
 
-    The layers save tensors of all rows in flight; the output head saves those of one row.
+    The layers save tensors of all rows in flight, the output head of one row.
     """
     layer_kinds = [shape.layers[layer_number] for layer_number in parallel.layers_on_stage(shape.num_layers, stage)]
     num_rows = rows_in_flight(parallel, stage)

@@ -52,9 +52,9 @@ def engine_weight_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, quant
 def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_bytes: int, stages: int) -> int:
     """Return the peak bytes of a reshard to an FP8 engine on a rank, besides weights and buckets.
 
-    First: 16-bit weights that wait until their module is complete (`reshard.quantised`). The layers of all pipeline
-    `stages` arrive in parallel, with three buckets in flight. Second: the largest module with padded rows, and vLLM's
-    temporary memory to quantise it: for a linear layer a padded copy and its absolute values in float32.
+    16-bit weights wait until their module is complete (`reshard.quantised`): the layers of all pipeline `stages` arrive
+    in parallel, with three buckets in flight. The largest module is quantised, with padded rows and vLLM's temporary
+    memory: for a linear layer a padded copy and its absolute values in float32.
     """
     module_numels: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):

@@ -31,7 +31,7 @@ _FILL = 0.95
 _BALANCE = 1.03
 """Time of the slowest data-parallel rank divided by the mean."""
 _BACKWARD_COLLECTIVES = 1.5
-"""Tensor-parallel collectives of a backward pass, divided by those of a forward pass: inputs are gathered again."""
+"""Tensor-parallel collectives per backward pass, if a forward pass has one: inputs are gathered again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

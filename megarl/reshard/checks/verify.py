@@ -1,4 +1,4 @@
-"""Verification of a reshard: checksums of the trainers' live parameters, compared with those of the engines.
+"""Verification of a reshard: checksums of the trainers' live parameters, compared with the engines' checksums.
 
 Both sides compute checksums of the same boxes (index ranges of tensors). A checksum depends on values and on places in
 the tensor. Equal checksums thus prove plan and transport, but not the layouts: see `checks.file_rows`.

@@ -287,9 +287,9 @@ def list_rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tu
 
 
 def _list_rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity (1, 1), and permutations with overlapping trainer and engine shards on each rank.
+    """Return the identity (1, 1), and permutations that give each rank overlapping trainer and engine shards.
 
-    For trainer tp 2 and engine tp 4 it is (2, 2): ranks 0 and 1 train the first half, and sample with its quarters.
+    Trainer tp 2 and engine tp 4 give (2, 2): ranks 0 and 1 train the first half and sample with its quarters.
     """
     permutations = [(1, 1)]
     for trainer_size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):

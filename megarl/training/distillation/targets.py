@@ -1,7 +1,7 @@
 """Distillation targets: stored in host memory by the teacher's ranks, fetched by the policy's ranks.
 
-A target is what the loss needs of the teacher's distribution at one token. It is up to a hundred times larger than the
-token's other data, so the driver never gets it. Teacher and policy may have different parallel sizes.
+A target is the part of the teacher's distribution that the loss needs at one token. It is up to a hundred times larger
+than the token's other data, so the driver never gets it. Teacher and policy may have different parallel sizes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Adam with state and step on the CPU for a fraction of the parameters, to save device memory.
 
 Megatron's `HybridDeviceOptimizer` copies their gradients to the host. On the host, torch's fused Adam steps on float32
-copies of the weights; the new weights are copied back. Its internals are those of Megatron-Core 0.16.1,
-optimizer/cpu_offloading.
+copies of the weights; the new weights are copied back. This module uses the class's internals (Megatron-Core 0.16.1,
+optimizer/cpu_offloading).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _DTYPE = torch.float32
 class _Round:
     """A round of `MatrixExchange` on this rank. `gather` copies matrices to their owners, `scatter` copies them back.
 
-    `matrices` are those owned by this rank, each as (first element in its flat buffer, shape).
+    `matrices` lists the matrices owned by this rank: (first element in the flat buffer, shape).
     """
 
     gather: RankPlan

@@ -97,7 +97,7 @@ def tokens_ahead(
     """Shift values within each sequence: in the returned padded row [positions], each token has the value of the token
     that is `distance` tokens later.
 
-    `values` [tokens] are those of the sequences' tokens. Zero (False): the sequence has no such token.
+    `values` [tokens]: a value per token. Zero (False): the sequence has no token at this distance.
     """
     row = np.zeros(padded_lengths.sum(), values.dtype)
     # No token of another sequence is ahead: the first `distance` tokens of a sequence are ahead of none.

@@ -1,9 +1,9 @@
 """Checkpoints of the trainer's state in Megatron's `torch_dist` format, written in the background and read with any
 parallel sizes.
 
-Planning and finishing a save are collectives. In between, each rank writes its own file in a thread. Megatron forks
-instead. A fork copies sockets, locks and the CUDA context. It may outlive a killed rank and write into the folder of
-the rank's successor.
+Planning and finishing a save are collectives. In between, a thread of each rank writes its own file. Megatron would
+fork: a fork copies sockets, locks and the CUDA context. It may outlive a killed rank, and write into the folder of the
+rank's successor.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Copies of the training state in host memory: a lost node costs the steps since the last copy, not those since the
-last checkpoint.
+"""Copies of the training state in host memory: after the loss of a node, a run continues from the last copy instead of
+the last checkpoint.
 
 Each rank has a copy of its own part, and of a partner's on another node. The copies are memory files that the node's
 agent process holds open, so they outlive the ranks. A restore is a plan of copies between ranks: the new ranks may have
@@ -104,7 +104,7 @@ class StateCopier:
         """Create the group for exchanges with partners. A collective."""
         self._rank, self._partners = dist.get_rank(), partners(topology)
         has_partners = self._partners != list(range(len(topology)))
-        # A group of its own, because its messages run in a thread, at any time between those of the training step.
+        # A separate group, because a thread sends its messages at any time of the training step.
         group = dist.new_group(backend=HOST_ONLY, group_desc="state copies") if has_partners else None
         assert not isinstance(group, int)
         self._group = group
