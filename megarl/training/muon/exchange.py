@@ -74,14 +74,18 @@ class MatrixExchange:
     @torch.no_grad()
     def run(self, compute: Callable[[Tensor], Tensor]) -> None:
         """Replace each matrix [rows, columns] by `compute(matrix)`, on its owner. A collective over the group."""
-        for round_ in self._rounds:
-            memory = {_WHOLE: torch.empty(round_.numel, dtype=_DTYPE, device=self._device)} if round_.numel else {}
+        for matrix_round in self._rounds:
+            memory = (
+                {_WHOLE: torch.empty(matrix_round.numel, dtype=_DTYPE, device=self._device)}
+                if matrix_round.numel
+                else {}
+            )
             # Ranks without a matrix in this round still send their parts of other ranks' matrices.
-            self._copy_pieces(round_.gather, self._storages, memory)
-            for first_element, shape in round_.matrices:
+            self._copy_pieces(matrix_round.gather, self._storages, memory)
+            for first_element, shape in matrix_round.matrices:
                 matrix = memory[_WHOLE][first_element : first_element + prod(shape)].view(shape)
                 matrix.copy_(compute(matrix))
-            self._copy_pieces(round_.scatter, memory, self._storages)
+            self._copy_pieces(matrix_round.scatter, memory, self._storages)
 
     def _copy_pieces(self, plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         # Shared memory would cost a collective and new files in every round.

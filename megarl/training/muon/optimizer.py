@@ -152,22 +152,24 @@ class MuonRule:
 
     def replace_adam(self, optimizer: ChainedOptimizer) -> None:
         """Replace Adam in all parts of an optimizer. A collective over the ranks of the pipeline stage."""
-        leaves: list[Any] = optimizer.chained_optimizers
-        for leaf in leaves:
+        optimizer_parts: list[Any] = optimizer.chained_optimizers
+        for optimizer_part in optimizer_parts:
             # Megatron makes a stub without an optimizer if a part has no parameters.
-            if leaf.optimizer is None:
+            if optimizer_part.optimizer is None:
                 continue
-            assert isinstance(leaf.optimizer, Adam)
-            leaf.optimizer = MuonWithAdam(leaf.optimizer, self._config, self._make_exchange(leaf))
+            assert isinstance(optimizer_part.optimizer, Adam)
+            optimizer_part.optimizer = MuonWithAdam(
+                optimizer_part.optimizer, self._config, self._make_exchange(optimizer_part)
+            )
             # Megatron-Core 0.16.1 would allocate Adam's two moments for every parameter here, matrices too.
-            leaf.init_state_fn = lambda inner, config=None: inner.allocate_state()
+            optimizer_part.init_state_fn = lambda inner, config=None: inner.allocate_state()
 
-    def _make_exchange(self, leaf: Any) -> Callable[[], None]:
+    def _make_exchange(self, optimizer_part: Any) -> Callable[[], None]:
         """Return a function that replaces matrices, in all ranks' gradients, by orthogonal updates.
 
-        `leaf` is Megatron's optimizer of the dense or of the experts' parameters.
+        `optimizer_part` is Megatron's optimizer of the dense or of the experts' parameters.
         """
-        has_experts = any(group["is_expert_parallel"] for group in leaf.optimizer.param_groups)
+        has_experts = any(group["is_expert_parallel"] for group in optimizer_part.optimizer.param_groups)
         # Megatron sets `allreduce` to False on parameters of parallel experts; others may have no such attribute.
         parameters = {
             name: parameter
@@ -176,7 +178,7 @@ class MuonRule:
         }
         # All ranks of this pipeline stage: other stages have none of these matrices.
         group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        ranges = gather_values(_ranges_on_rank(leaf, parameters), group)
+        ranges = gather_values(_ranges_on_rank(optimizer_part, parameters), group)
         layouts = [
             tuple(self._cut_pieces(rank, rank_ranges))
             for rank, rank_ranges in zip(get_process_group_ranks(group), ranges, strict=True)
@@ -224,13 +226,13 @@ def _gradients_by_name(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: parameter.main_grad for name, parameter in parameters.items()}
 
 
-def _ranges_on_rank(leaf: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
-    """Return the flat range (first element, end) of each parameter that this rank's part of the optimizer `leaf`
+def _ranges_on_rank(optimizer_part: Any, parameters: Mapping[str, Tensor]) -> _Ranges:
+    """Return the flat range (first element, end) of each parameter that this rank's shard of `optimizer_part`
     updates.
     """
-    if not isinstance(leaf, DistributedOptimizer):
+    if not isinstance(optimizer_part, DistributedOptimizer):
         return {name: (0, parameter.numel()) for name, parameter in parameters.items()}
-    gradient_ranges: Any = leaf.gbuf_ranges
+    gradient_ranges: Any = optimizer_part.gbuf_ranges
     ranges = {
         parameter: range_map["param"]
         for buffers in gradient_ranges

@@ -34,21 +34,25 @@ def sharded_optimizer_state(
 
     `chunks`: sharded states of the model's chunks. The tensors of a distributed optimizer are the live ones.
     """
-    leaves: list[Any] = optimizer.chained_optimizers
-    if len(leaves) > 1:
+    optimizer_parts: list[Any] = optimizer.chained_optimizers
+    if len(optimizer_parts) > 1:
         optimizer._synchronize_steps()
     states = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, DistributedOptimizer):
-            if is_loading and not is_hybrid(leaf):
+    for index, optimizer_part in enumerate(optimizer_parts):
+        if isinstance(optimizer_part, DistributedOptimizer):
+            if is_loading and not is_hybrid(optimizer_part):
                 # Megatron's `load_state_dict` allocates missing moments, so that a checkpoint can be read into them.
                 # Megatron-Core 0.16.1 does the same in its own `sharded_state_dict`.
-                leaf.load_state_dict(leaf.state_dict())
-            state = without_hybrid_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
-            states[index] = {**state, "param_state": _make_optimizer_boxes(leaf, chunks)}
+                optimizer_part.load_state_dict(optimizer_part.state_dict())
+            state = (
+                without_hybrid_settings(optimizer_part.state_dict())
+                if is_hybrid(optimizer_part)
+                else optimizer_part.state_dict()
+            )
+            states[index] = {**state, "param_state": _make_optimizer_boxes(optimizer_part, chunks)}
         else:
-            states[index] = leaf.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
-    return states[0] if len(leaves) == 1 else states
+            states[index] = optimizer_part.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+    return states[0] if len(optimizer_parts) == 1 else states
 
 
 def copy_to_optimizer(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
