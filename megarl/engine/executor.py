@@ -162,7 +162,7 @@ class LeaderExecutor(Executor):
         """Number of steps started since the last reset."""
         self.num_ahead = 0
         """Number of steps, since the last reset, that started before the previous output was read."""
-        self._result_ahead = _future(None)
+        self._result_ahead = _make_future(None)
         self._is_sampled = False
         super().__init__(vllm_config)
 
@@ -188,7 +188,7 @@ class LeaderExecutor(Executor):
             )
         self.channel.send((method, args, kwargs or {}))
         results = self.channel.gather(getattr(self.worker, method)(*args, **(kwargs or {})))
-        future = _future(results)
+        future = _make_future(results)
         return future if non_block else future.result()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
@@ -219,7 +219,7 @@ class LeaderExecutor(Executor):
     def _complete_step(self, output: Any, non_block: bool) -> Any:
         for part in self._parts:
             output = part.complete_step(output)
-        self._result_ahead = _future(output)
+        self._result_ahead = _make_future(output)
         return self._result_ahead if non_block else self._result_ahead.result()
 
     @classmethod
@@ -233,7 +233,7 @@ class LeaderExecutor(Executor):
         """Do nothing: each rank's engine closes its own worker."""
 
 
-def _future(value: Any) -> Future[Any]:
+def _make_future(value: Any) -> Future[Any]:
     """Return a future with the result `value`. Reading an asynchronous output waits for the device."""
     if isinstance(value, AsyncModelRunnerOutput):
         return AsyncOutputFuture(value, single_value=True)

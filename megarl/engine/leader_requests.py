@@ -141,7 +141,6 @@ class LeaderRequests:
 
 
 def _refused_completion(request_id: str, reason: str) -> Completion:
-    """Return the completion of a request that vLLM refused, without tokens."""
     return Completion(
         request_id=request_id,
         token_ids=np.zeros(0, np.int64),

@@ -51,7 +51,7 @@ def name_refused_field(
         yield
     except error_classes as error:
         text = re.sub(r"\s+", " ", str(error))
-        field = _refused_field(text, config, max_model_len, parts)
+        field = _find_refused_field(text, config, max_model_len, parts)
         reason = text
         if isinstance(error, ValidationError):
             first_error = error.errors(include_url=False)[0]
@@ -59,11 +59,11 @@ def name_refused_field(
         raise ConfigError(f"{field}. vLLM refuses it: {reason[:REASON_LENGTH]}") from error
 
 
-def _refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart]) -> str:
+def _find_refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart]) -> str:
     """Return the recipe field that a vLLM error with this text means, with its value, and a remedy if known."""
     # vLLM 0.30 raises ValueErrors without a code, so recognise the field by words of the message.
     for part in parts:
-        if (field := part.refused_field(text)) is not None:
+        if (field := part.find_refused_field(text)) is not None:
             return field
     if re.search(r"KV cache|cache blocks", text):
         memory_fraction = config.gpu_memory_utilization
@@ -106,7 +106,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tp,
         "max_num_seqs": config.max_concurrent_requests,
-        **_cache_size_argument(config),
+        **_make_cache_size_argument(config),
         "distributed_executor_backend": LeaderExecutor,
         # A reshard brings the weights from the trainer.
         "load_format": "dummy",
@@ -122,12 +122,12 @@ def engine_arguments(
     for part in parts:
         arguments |= part.arguments()
     shape = read_model_shape(model_path, override)
-    arguments |= _linear_attention_arguments(shape)
+    arguments |= _make_linear_attention_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
-    changes = _config_changes(fields, model_path, shape, override)
+    changes = _collect_config_changes(fields, model_path, shape, override)
     # A function can remove a field too: reshards send full precision, whatever the folder's files have.
     if fields.get("quantization_config") is not None:
-        arguments["hf_overrides"] = partial(_override_unquantised, changes)
+        arguments["hf_overrides"] = partial(_override_config, changes)
     elif changes:
         arguments["hf_overrides"] = changes
     arguments |= libraries.vllm_arguments(max_model_len) | config.vllm
@@ -149,7 +149,7 @@ def _check_vllm_fields(config: RolloutConfig) -> None:
             raise ConfigError(f"rollout.vllm.{key}: {fault}")
 
 
-def _config_changes(
+def _collect_config_changes(
     fields: Mapping[str, Any], model_path: str, shape: ModelShape, override: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the fields of config.json that vLLM must read with another value, or that the file lacks.
@@ -171,7 +171,7 @@ def _rope_fields(shape: ModelShape) -> dict[str, float]:
     return rope if shape.rotary.fraction == 1 else {**rope, "partial_rotary_factor": shape.rotary.fraction}
 
 
-def _override_unquantised(changes: Mapping[str, Any], config: Any) -> Any:
+def _override_config(changes: Mapping[str, Any], config: Any) -> Any:
     """Change fields of a model's config for vLLM. Remove its `quantization_config`: the trainer sends full
     precision.
     """
@@ -180,7 +180,7 @@ def _override_unquantised(changes: Mapping[str, Any], config: Any) -> Any:
     return config
 
 
-def _linear_attention_arguments(shape: ModelShape) -> dict[str, Any]:
+def _make_linear_attention_arguments(shape: ModelShape) -> dict[str, Any]:
     """Return the arguments for models with linear attention, which has a state per sequence; empty for other models."""
     if shape.linear_attention is None:
         return {}
@@ -203,7 +203,7 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[
         raise ValueError("vLLM's platform does not support async scheduling")
     changes: dict[str, Any] = {}
     for part in parts:
-        changes |= part.revised_arguments(vllm_config)
+        changes |= part.revise_arguments(vllm_config)
     if changes:
         vllm_config = dataclasses.replace(arguments, **changes).create_engine_config(UsageContext.LLM_CLASS)
     is_ahead = vllm_config.scheduler_config.async_scheduling
@@ -211,7 +211,7 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[
     return vllm_config
 
 
-def _cache_size_argument(config: RolloutConfig) -> dict[str, Any]:
+def _make_cache_size_argument(config: RolloutConfig) -> dict[str, Any]:
     # With a fraction, vLLM measures the free memory at its start, before the trainer exists.
     if config.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}

@@ -43,11 +43,11 @@ class OnPolicyRollout:
         run, checkpoint = self._run, self._run.origin.checkpoint
         if checkpoint is None:
             return
-        if num_lacking := self.buffer.load(checkpoint):
+        if num_without_logprobs := self.buffer.load(checkpoint):
             run.tracker.notice(
-                f"{checkpoint}: {num_lacking} trajectories waiting for training have no log-probs of the trainer, "
-                "because algorithm.old_logprobs was not trainer when they were sampled. Their importance ratio uses "
-                "the engine's log-probs instead"
+                f"{checkpoint}: {num_without_logprobs} trajectories waiting for training have no log-probs of the "
+                "trainer, because algorithm.old_logprobs was not trainer when they were sampled. Their importance "
+                "ratio uses the engine's log-probs instead"
             )
         # The ledger may end with events after the checkpoint.
         run.data.rewind_draws(self.state.draws.num_written)
@@ -61,8 +61,8 @@ class OnPolicyRollout:
         Raises MegarlError if too many attempts could not be scored.
         """
         with self._run.tracker.phase("rollout"):
-            taking = self.buffer.take(self._recipe.train.prompts_per_step, step.number, self._engine_version)
-            groups = await self._run.ranks.watching(taking)
+            groups_call = self.buffer.take(self._recipe.train.prompts_per_step, step.number, self._engine_version)
+            groups = await self._run.ranks.watching(groups_call)
         step.log(self.buffer.metrics())
         step.log(failure_metrics(self.buffer.sampled, self._recipe.reward.max_failed_fraction, "reward/"))
         await self._run.reshard_schedule.sleep_engines()

@@ -74,12 +74,12 @@ async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
 
     It is the mean log-ratio of mismatched answers.
     """
-    batch, num_own = mismatch_answers(batch)
-    if num_own:
+    batch, num_same_prompt = mismatch_answers(batch)
+    if num_same_prompt:
         run.tracker.notice_once(
             "kto",
             f"preference.loss = kto: the KL (kl/reference) should be estimated on answers to other prompts, but "
-            f"{num_own} of {batch.num_sequences} answers of a step have none; set data.shuffle=true, or raise "
+            f"{num_same_prompt} of {batch.num_sequences} answers of a step have none; set data.shuffle=true, or raise "
             "train.prompts_per_step",
         )
     with run.tracker.phase("logprobs"):
@@ -91,34 +91,34 @@ async def _estimate_kto_kl(run: Run, batch: TokenBatch) -> float:
 def mismatch_answers(batch: TokenBatch) -> tuple[TokenBatch, int]:
     """Return the prompts of judged answers, each with the answer some places later in the batch.
 
-    The distance is the shortest at which the fewest prompts get an answer to themselves. Returns their number too. All
-    answers are used once, so good and bad ones keep their shares.
+    The distance is the shortest at which the fewest prompts get an answer to the same prompt. The number of these
+    prompts is returned too. Each answer is used once, so good and bad ones keep their shares.
     """
-    longest = int(batch.lengths.max())
+    max_length = int(batch.lengths.max())
     answers = [ids[mask] for ids, mask in _split_by_sequence(batch)]
     prompts = _prompts_of(batch)
-    distance, num_own = _find_distance(prompts)
+    distance, num_same_prompt = _find_distance(prompts)
     sequences = []
     for index, prompt in enumerate(prompts):
         # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
-        mismatched_tokens = np.concatenate([prompt, answers[(index + distance) % len(prompts)]])[:longest]
+        mismatched_tokens = np.concatenate([prompt, answers[(index + distance) % len(prompts)]])[:max_length]
         sequences.append(TrainingSequence(mismatched_tokens, np.arange(len(mismatched_tokens)) >= len(prompt)))
-    return TokenBatch.from_sequences(sequences), num_own
+    return TokenBatch.from_sequences(sequences), num_same_prompt
 
 
 def _find_distance(prompts: Sequence[NDArray[np.int64]]) -> tuple[int, int]:
     """Return the distance for `mismatch_answers`, and how many prompts equal the prompt at this distance."""
     numbers_by_prompt: dict[bytes, int] = {}
     numbers = np.array([numbers_by_prompt.setdefault(p.tobytes(), len(numbers_by_prompt)) for p in prompts])
-    best_distance, fewest_own = 0, len(prompts)
+    best_distance, fewest_same_prompt = 0, len(prompts)
     for distance in range(1, len(prompts)):
-        num_own = int((numbers == np.roll(numbers, -distance)).sum())
-        if num_own < fewest_own or not best_distance:
-            best_distance, fewest_own = distance, num_own
+        num_same_prompt = int((numbers == np.roll(numbers, -distance)).sum())
+        if num_same_prompt < fewest_same_prompt or not best_distance:
+            best_distance, fewest_same_prompt = distance, num_same_prompt
         # Records made from pairs have each prompt twice, maybe one after the other: distance 2 then has none.
-        if not fewest_own:
+        if not fewest_same_prompt:
             break
-    return best_distance, fewest_own
+    return best_distance, fewest_same_prompt
 
 
 def _prompts_of(batch: TokenBatch) -> list[NDArray[np.int64]]:

@@ -82,7 +82,7 @@ class ReshardSchedule:
         self._checks = checks
         self._recipe, self._ranks, self._reshard_calls, self._replacements = recipe, ranks, reshard_calls, replacements
         self._pool, self._performance = pool, performance
-        self._sending: asyncio.Task[dict[str, float]] | None = None
+        self._background_reshard: asyncio.Task[dict[str, float]] | None = None
         self._reports: Reports = []
         """The engines' reports of the background reshard."""
 
@@ -140,22 +140,22 @@ class ReshardSchedule:
         if not (self._recipe.overlaps_at(step) and can_overlap):
             return _add_earlier_metrics(earlier_metrics, await self.run(step))
         copies_made = asyncio.get_running_loop().create_future()
-        self._sending = asyncio.create_task(self._send_weights(step, copies_made))
+        self._background_reshard = asyncio.create_task(self._send_weights(step, copies_made))
         # The task may fail before `copies_made` is set. Then its error is raised here.
-        await asyncio.wait([self._sending, copies_made], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._background_reshard, copies_made], return_when=asyncio.FIRST_COMPLETED)
         if not copies_made.done():
-            self._sending.result()
+            self._background_reshard.result()
         return earlier_metrics
 
     async def finish(self) -> dict[str, float]:
         """Wait for the background reshard, and return its metrics; empty without one."""
-        if self._sending is None:
+        if self._background_reshard is None:
             return {}
         began = time.monotonic()
         with span("finish reshard"):
-            metrics = await self._sending
+            metrics = await self._background_reshard
             trainer_reports = await self._reshard_calls.collect_reports()
-        self._sending = None
+        self._background_reshard = None
         await self._checks.check_engines(self._reports)
         return (
             metrics
@@ -164,9 +164,9 @@ class ReshardSchedule:
         )
 
     async def close(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.gather(self._sending, return_exceptions=True)
+        if self._background_reshard is not None:
+            self._background_reshard.cancel()
+            await asyncio.gather(self._background_reshard, return_exceptions=True)
 
     def _is_verified(self, step: int) -> bool:
         interval = self._recipe.weights.verify_every

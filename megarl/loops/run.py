@@ -148,7 +148,6 @@ async def _run_from_origin(
 
 
 async def _export_model(run: Run, display: Display) -> None:
-    """Export the trained model with its card, after the last check of the weights."""
     if not run.recipe.train.steps:
         return
     with display.phase("exporting the model", is_printed=True):
@@ -276,6 +275,7 @@ async def _start_sampling(
     for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
         tracker.notice(notice)
     folder.set_status("running")
+    # Half of the requests wait in the engine, so that one can start as soon as another ends.
     max_running = 2 * recipe.rollout.max_concurrent_requests
     pool = EnginePool(ranks, start.parallel, max_running=max_running, stragglers=StragglerDetector(tracker.notice))
     start.monitor.pool = pool

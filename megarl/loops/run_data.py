@@ -36,10 +36,10 @@ class RunData:
         """
         file = self.draws_file
         with storage_faults_named(file):
-            num_lacking = rewind(file, num_events)
-        if num_lacking:
+            num_missing = rewind(file, num_events)
+        if num_missing:
             self.notify(
-                f"{file}: lacks {num_lacking} of {num_events} events of the steps before; it was cut or removed, or an "
+                f"{file}: lacks {num_missing} of {num_events} events of the steps before; it was cut or removed, or an "
                 "earlier version of megarl wrote none. Training is not affected, but megarl samples --account cannot "
                 "prove these steps: restore the file from a copy, then resume again"
             )

@@ -40,7 +40,7 @@ async def train(run: Run) -> None:
     evaluate = partial(_evaluate, run, held_out)
     await run.evaluate_at_start(evaluate)
     if not run.folder.resumed_step:
-        # Engines start awake.
+        # Engines start awake, but the trainer needs their memory.
         await run.reshard_schedule.sleep_engines()
     await compare_start(run, conversations)
 

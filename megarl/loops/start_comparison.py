@@ -72,13 +72,13 @@ def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[Trai
     return beginnings
 
 
-def measure_gap(trained: Sequence[NDArray[np.float32]], reference: Sequence[NDArray[np.float32]]) -> Gap:
-    """Return the distance of log-probs, arrays [tokens] by sequence, without each sequence's first token."""
+def measure_gap(trainer: Sequence[NDArray[np.float32]], transformers: Sequence[NDArray[np.float32]]) -> Gap:
+    """Return the distance of both sides' log-probs, an array [tokens] per sequence, without its first token."""
     distances = np.abs(
         np.concatenate(
             [
                 trainer_logprobs[1:] - reference_logprobs[1:]
-                for trainer_logprobs, reference_logprobs in zip(trained, reference, strict=True)
+                for trainer_logprobs, reference_logprobs in zip(trainer, transformers, strict=True)
             ]
         )
     )
@@ -87,7 +87,7 @@ def measure_gap(trained: Sequence[NDArray[np.float32]], reference: Sequence[NDAr
 
 def gap_warning(gap: Gap, limit: float) -> str | None:
     """Return the warning for a mean distance above `limit` nats, or None."""
-    # Compared this way round, so that NaN warns.
+    # Not `gap.mean > limit`: this is False for NaN, and NaN must warn.
     if gap.mean <= limit:
         return None
     return (

@@ -74,7 +74,7 @@ class Run:
     async def evaluate_at_start(self, evaluate: Evaluate, state: RLState | None = None) -> None:
         """Evaluate before the first step. After a resume, make up for the last step's interrupted evaluation.
 
-        `state` as in `step`.
+        `state` is the RL loop's state, saved if a stop signal ends the run.
         """
         step_number = self.folder.resumed_step
         if not (self.folder.lacks_evaluation if step_number else self.recipe.evaluates_first):
@@ -106,7 +106,7 @@ class Run:
         async with self.watch.profiles.record_step(step_number) if is_profiled else nullcontext():
             async with self._saving_when_abandoned(step_number, state):
                 yield step
-            fault = await self._log(step)
+            fault = await self._log_step(step)
             if self.recipe.evaluates_at(step_number):
                 evaluation_fault = await self._evaluate_unless_abandoned(step_number, evaluate)
                 fault = fault or evaluation_fault
@@ -172,7 +172,7 @@ class Run:
         await self.watch.profiles.finish()
         await self.checkpoints.complete(wait=True)
 
-    async def _log(self, step: Step) -> MegarlError | None:
+    async def _log_step(self, step: Step) -> MegarlError | None:
         """Measure and log a step, before its evaluation. Return the error that ends the run, or None."""
         with span("log"):
             await self.watch.observers.observe(step)
@@ -210,11 +210,13 @@ class Run:
         """Save the state after `step` and raise StoppedError, if a signal asked the run to stop."""
         if not self.stop:
             return
-        saved = "there is nothing to save yet"
+        saved_text = "there is nothing to save yet"
         if step > 0:
             await self._save_checkpoint(step, state)
-            saved = f"saved after step {step} of {self.recipe.train.steps}"
-        raise StoppedError(f"{self.stop.signal_name}: {saved}; go on with: megarl train {self.folder.path} --resume")
+            saved_text = f"saved after step {step} of {self.recipe.train.steps}"
+        raise StoppedError(
+            f"{self.stop.signal_name}: {saved_text}; go on with: megarl train {self.folder.path} --resume"
+        )
 
     async def _resize_if_asked(self, step: int, state: RLState | None) -> None:
         """Copy the state after `step` and raise ResizeAskedError, if the run shall have other parallel sizes.

@@ -181,7 +181,6 @@ class AttemptEngine:
     def _report_loss_and_record(
         self, try_name: str | None, on_loss: OnLoss | None, num_tokens: int, is_all: bool
     ) -> None:
-        """Report the tokens of a call in a lost engine to its caller, and record them in the journal."""
         if on_loss is not None:
             on_loss(num_tokens, is_all)
         if self.log is not None and try_name is not None:

@@ -415,7 +415,6 @@ def _compute_span_metrics(groups: Sequence[Group], weight_version: int) -> dict[
 
 
 def _count_groups(state: RLState) -> dict[str, float]:
-    """Return the numbers of groups in flight and waiting, and of those drawn, used and dropped since the run began."""
     return {
         "rollout/in_flight": float(len(state.started)),
         "rollout/ready": float(len(state.waiting)),

@@ -76,8 +76,7 @@ class Worker(TrainerWorker):
     ) -> list[Completion]:
         """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `requests_and_aborts` is (new requests, ids of requests to abort). Returns after `budget_seconds` or
-        `leave_after` completions.
+        `requests_and_aborts` is (new requests, ids to abort).
         """
         assert self.engine is not None
         return self.engine.advance(*requests_and_aborts, budget_seconds, leave_after=leave_after)

@@ -48,8 +48,7 @@ class EngineWorker:
     ) -> list[Completion]:
         """Sample for a while, and return the finished completions. Only for the first rank of a vLLM group.
 
-        `requests_and_aborts` is (new requests, ids to abort). Returns after `budget_seconds` or `leave_after`
-        completions.
+        `requests_and_aborts` is (new requests, ids to abort).
         """
         return self._engine.advance(*requests_and_aborts, budget_seconds, leave_after=leave_after)
 

@@ -18,7 +18,7 @@ from megarl.worker.model_builder import ModelBuilder
 
 
 def export_model(
-    builder: ModelBuilder, trained: TrainingEngine, *, folder: Path, source: str, texts_by_file: Mapping[str, str]
+    builder: ModelBuilder, model: TrainingEngine, *, folder: Path, source: str, texts_by_file: Mapping[str, str]
 ) -> None:
     """Export a trained model to a Hugging Face folder, and its LoRA adapters or drafter to a folder next to it.
 
@@ -27,33 +27,33 @@ def export_model(
     """
     recipe = builder.recipe
     # With LoRA, `merging` adds the adapters to the weights inside the context.
-    with trained.on_device():
-        layouts = builder.layouts(trained.shape)
-        weights = trained.weights
+    with model.on_device():
+        layouts = builder.layouts(model.shape)
+        weights = model.weights
         num_bytes = sum(weight.nbytes for weight in weights.values())
-        with disk_full_named(folder, num_bytes), trained.merging():
+        with disk_full_named(folder, num_bytes), model.merging():
             safetensors.export(
                 folder,
                 source,
-                trained.shape,
+                model.shape,
                 layouts,
                 builder.rank,
                 weights,
-                dtype=trained.dtype,
+                dtype=model.dtype,
                 bucket_bytes=_bucket_bytes(builder),
                 other_texts=texts_by_file,
                 override=recipe.override_of(source),
             )
-        _export_drafter(builder, trained, folder, num_bytes)
-        _export_adapters(builder, trained, folder, layouts, num_bytes)
+        _export_drafter(builder, model, folder, num_bytes)
+        _export_adapters(builder, model, folder, layouts, num_bytes)
 
 
-def _export_drafter(builder: ModelBuilder, trained: TrainingEngine, folder: Path, num_bytes: int) -> None:
+def _export_drafter(builder: ModelBuilder, model: TrainingEngine, folder: Path, num_bytes: int) -> None:
     """Export the trained EAGLE-3 drafter to the folder `drafter` next to the model's `folder`, if there is one.
 
     `num_bytes` is the model's size, for errors about a full disk.
     """
-    recipe, drafter = builder.recipe, trained.find_part(DrafterPart)
+    recipe, drafter = builder.recipe, model.find_part(DrafterPart)
     if drafter is None or recipe.drafter is None:
         return
     with disk_full_named(folder, num_bytes):
@@ -63,21 +63,21 @@ def _export_drafter(builder: ModelBuilder, trained: TrainingEngine, folder: Path
             drafter.shape,
             drafter_layouts(drafter.shape, builder.parallel),
             builder.rank,
-            trained.parameters,
-            dtype=trained.dtype,
+            model.parameters,
+            dtype=model.dtype,
             bucket_bytes=_bucket_bytes(builder),
         )
 
 
 def _export_adapters(
-    builder: ModelBuilder, trained: TrainingEngine, folder: Path, layouts: MegatronLayouts, num_bytes: int
+    builder: ModelBuilder, model: TrainingEngine, folder: Path, layouts: MegatronLayouts, num_bytes: int
 ) -> None:
     """Export the LoRA adapters to the folder `adapter` next to the model's `folder`, if the recipe asks for them.
 
     `layouts` are the model's layouts of all ranks. `num_bytes` is the model's size, for errors about a full disk.
     """
     recipe, lora = builder.recipe, builder.recipe.lora
-    if trained.find_part(LoraPart) is None or not lora.export_adapter:
+    if model.find_part(LoraPart) is None or not lora.export_adapter:
         return
     adapter_folder = sibling_folder(folder, "adapter")
     matrix_layouts = adapter_layouts(layouts, lora.targets, lora.rank)
@@ -94,8 +94,8 @@ def _export_adapters(
             config,
             matrix_layouts,
             builder.rank,
-            trained.parameters,
-            dtype=trained.dtype,
+            model.parameters,
+            dtype=model.dtype,
             bucket_bytes=_bucket_bytes(builder),
         )
 

@@ -102,7 +102,7 @@ class Teachers(TrainerPart):
             rows = rows[: max(0, num_common_tokens(self._builder, folder) - rows.start)]
             num_local_tokens.append(len(rows))
             needs_output_layer = recipe.distillation.loss == "full_vocabulary" and last_chunk.post_process
-            output_layers.append(self._output_layer_of(name, rows, policy) if needs_output_layer else None)
+            output_layers.append(self._make_output_layer_reader(name, rows, policy) if needs_output_layer else None)
         return TargetFetcher(
             self.targets,
             policy.device,
@@ -111,7 +111,7 @@ class Teachers(TrainerPart):
             heads=output_layers,
         )
 
-    def _output_layer_of(self, name: str, rows: range, policy: TrainingEngine) -> Callable[[], Tensor]:
+    def _make_output_layer_reader(self, name: str, rows: range, policy: TrainingEngine) -> Callable[[], Tensor]:
         """Return a function that returns the current `rows` of a teacher's output layer, [rows, hidden]."""
         recipe = self._recipe
         if (folder := recipe.teachers.get(name)) is not None:

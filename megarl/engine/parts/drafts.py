@@ -72,7 +72,7 @@ class FrozenDrafts(Drafts):
         self._config = config
         self._drafter: nn.Module | None = None
 
-    def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
+    def revise_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
         # With dummy weights vLLM 0.30 would let any drafter use the policy's embedding and head.
         drafter_settings = {
             "model": find_folder(self._config["model"]),

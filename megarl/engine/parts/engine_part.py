@@ -33,11 +33,11 @@ class EnginePart:
         """Return vLLM's arguments for this feature. Values of `rollout.vllm` replace them."""
         return {}
 
-    def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
+    def revise_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
         """Return arguments to change once vLLM has completed its configuration."""
         return {}
 
-    def refused_field(self, text: str) -> str | None:
+    def find_refused_field(self, text: str) -> str | None:
         """Return "FIELD = VALUE: remedy" if a vLLM error with this text concerns this feature, else None."""
         return None
 

@@ -37,7 +37,7 @@ class QuantisedCache(EnginePart):
     def arguments(self) -> Mapping[str, Any]:
         return {"kv_cache_dtype": self._dtype}
 
-    def refused_field(self, text: str) -> str | None:
+    def find_refused_field(self, text: str) -> str | None:
         # vLLM 0.30 raises ValueErrors without a code, so recognise the field by words of the message.
         if re.search(r"(?i)fp8 kv[- ]cache|kv[-_]cache[-_]dtype", text):
             return f"rollout.kv_cache_dtype = {self._dtype}: choose auto"

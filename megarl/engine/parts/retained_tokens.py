@@ -31,7 +31,7 @@ class RetainedTokens(EnginePart):
         self._vocab_size = 0
         self._recorder: RetainedTokenRecorder | None = None
 
-    def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
+    def revise_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
         if vllm_config.use_v2_model_runner:
             # The V2 model runner records retained sets itself. The V1 runner does not know this setting.
             return {"return_sampling_mask": True}
@@ -80,12 +80,14 @@ class RetainedTokenRecorder:
 
     def __init__(self, sampler: Any) -> None:
         """Attach the recorder to the runner's `sampler`. Its mode must be processed_logprobs."""
-        truncating = sampler.topk_topp_sampler
-        self._forward = truncating.forward
-        truncating.forward = self._sample
+        truncating_sampler = sampler.topk_topp_sampler
+        self._forward = truncating_sampler.forward
+        truncating_sampler.forward = self._sample_and_record
         self._is_retained: Tensor | None = None
 
-    def _sample(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _sample_and_record(
+        self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         sampled, logprobs = self._forward(logits, generators, k, p)
         # min-p has already set its removed tokens to minus infinity, so one check covers all three.
         is_finite = logprobs.isfinite()

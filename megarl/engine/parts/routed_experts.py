@@ -21,11 +21,11 @@ class RoutedExperts(EnginePart):
     """Part that stores the experts of each completion, if vLLM returns them (`enable_return_routed_experts`)."""
 
     def __init__(self, keep: KeepExperts) -> None:
-        self._keep = keep
+        self._store = keep
 
     def extend_completion(self, completion: Completion, output: Any) -> Completion:
         """Store the experts of vLLM's output here. Return the completion with their handle and hashes."""
         if output.routed_experts is None:
             return completion
         experts = output.routed_experts
-        return dataclasses.replace(completion, routed_experts=self._keep(experts), expert_digests=digests(experts))
+        return dataclasses.replace(completion, routed_experts=self._store(experts), expert_digests=digests(experts))

@@ -81,8 +81,8 @@ def bisect(first_run: Path, second_run: Path) -> Bisection:
         )
     records = _RunPair(first_run, second_run)
     last_step = common_steps[-1]
-    first_last_record, second_last_record = records.load(last_step)
-    if first_last_record.layout == second_last_record.layout:
+    first_run_record, second_run_record = records.load(last_step)
+    if first_run_record.layout == second_run_record.layout:
         index = bisect_left(common_steps, True, key=records.differ_until)
         if index == len(common_steps):
             return Bisection(None, (), last_step, records.num_read)

@@ -103,7 +103,7 @@ def prepare(
         override_text(f"{prefix}evaluation.{name}", value) for prefix in prefixes for name, value in options.items()
     ]
     evaluated_recipe = load(recipe_file, all_overrides, is_of_run=recipe.is_dir())
-    _refuse_unsampled(evaluated_recipe, recipe_file, sets)
+    _refuse_unsuitable_recipe(evaluated_recipe, recipe_file, sets)
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
     is_override_given = any(override.startswith("model.override_config") for override in overrides)
@@ -129,7 +129,7 @@ def _list_sets(recipe: Recipe) -> list[str]:
     return [name for source in recipe.sources for name in source.recipe.data.validation]
 
 
-def _refuse_unsampled(recipe: Recipe, recipe_file: Path, sets: Sequence[str]) -> None:
+def _refuse_unsuitable_recipe(recipe: Recipe, recipe_file: Path, sets: Sequence[str]) -> None:
     """Raise ConfigError for a recipe that cannot be evaluated, or for an unknown set in `sets`."""
     # Recipes of other loops have no sampling parameters or engines, so there is nothing to sample with.
     if recipe.loop not in ("rl", "sft", "distillation"):
@@ -259,7 +259,9 @@ async def _start_sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: As
     }
     await engine_ranks.construct("megarl.serving.local_model:EngineRank", engine_settings)
     rewards = start_rewards(recipe, stack, logs, screen.notice)
-    pool = EnginePool(engine_ranks, evaluation.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
+    # Half of the requests wait in the engine, so that one can start as soon as another ends.
+    max_running = 2 * recipe.rollout.max_concurrent_requests
+    pool = EnginePool(engine_ranks, evaluation.parallel, max_running=max_running)
     chosen_sets = {
         source: SourceData((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
         for source, sets in problems_by_source.items()
@@ -280,7 +282,7 @@ class _Screen:
 
 def _make_metrics_file(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
 
-    def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
+    def list_measures(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}
 
     sets = {
@@ -288,8 +290,8 @@ def _make_metrics_file(evaluation: Evaluation, evaluated_sets: Sequence[Evaluate
             "problems": len(evaluated_set.trajectories) // evaluated_set.samples_per_prompt,
             "samples_per_prompt": evaluated_set.samples_per_prompt,
             "temperature": evaluated_set.temperature,
-            "measures": plain(evaluated_set.measures),
-            "data_sources": {name: plain(measures) for name, measures in evaluated_set.by_data_source.items()},
+            "measures": list_measures(evaluated_set.measures),
+            "data_sources": {name: list_measures(measures) for name, measures in evaluated_set.by_data_source.items()},
         }
         for evaluated_set in evaluated_sets
     }

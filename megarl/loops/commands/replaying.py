@@ -149,17 +149,17 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     run_folder = run.absolute()
     run_fields = [override_text("runs_folder", str(run_folder.parent)), override_text("name", run_folder.name)]
 
-    def recipe_with(*changes: str) -> Recipe:
+    def load_recorded_recipe(*changes: str) -> Recipe:
         # The run's config.yaml may be newer: a resumed run can change its recipe.
         file = record_folder(run / RECORDS, step) / RECIPE
         return with_memory_defaults(with_steps(load(file, [*run_fields, *changes], is_of_run=True)), is_start=True)
 
-    recipe = recipe_with(*overrides)
+    recipe = load_recorded_recipe(*overrides)
     parallel = check(recipe)
     _refuse_another_rounding(step, recorded_layout, recipe, parallel)
     if not changes:
         return Replay(run, recipe, parallel, recipe, (), checkpoint, steps)
-    changed_recipe = recipe_with(*overrides, *changes)
+    changed_recipe = load_recorded_recipe(*overrides, *changes)
     changed_fields = tuple(recipe_changes(plain_recipe(recipe), changed_recipe))
     if not changed_fields:
         raise ConfigError(f"--set {changes[0]}: the run already has this value; give another one")
@@ -236,9 +236,9 @@ def _refuse_other_models(recipe: Recipe, changed_recipe: Recipe, fields: Sequenc
             )
     # The record lacks what a model or a loss needs that the run did not have.
     needs_of_recipes: dict[str, Callable[[Recipe], bool]] = {
-        "a reference model": lambda of_recipe: of_recipe.has_reference,
-        "a critic": lambda of_recipe: of_recipe.has_critic,
-        "a loss of entropies": lambda of_recipe: of_recipe.algorithm.entropy_coefficient > 0,
+        "a reference model": lambda candidate: candidate.has_reference,
+        "a critic": lambda candidate: candidate.has_critic,
+        "a loss of entropies": lambda candidate: candidate.algorithm.entropy_coefficient > 0,
     }
     for model_part, is_needed_by in needs_of_recipes.items():
         if is_needed_by(recipe) != is_needed_by(changed_recipe):
@@ -279,21 +279,21 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         problems = {source: train for source, (train, _) in data.items()}
         find_problem = problem_lookup(problems, "the record", "restore the run's data")
         trainers = await _start_trainers(recipe, parallel, run / LOGS, stack)
-        steps = _StepExecutor(prepared, trainers, conversations_at, find_problem)
+        executor = _StepExecutor(prepared, trainers, conversations_at, find_problem)
         if prepared.checkpoint is not None:
             await trainers.call("load_checkpoint", prepared.checkpoint)
         # Execute the steps before the replayed one, and compare each with its record.
         comparisons = []
         for earlier_step in prepared.steps[:-1]:
-            comparisons.append(await steps.compare(earlier_step))
+            comparisons.append(await executor.compare_step(earlier_step))
             notify(f"step {earlier_step}: executed")
         if not prepared.changes:
-            comparisons.append(await steps.compare(prepared.step))
+            comparisons.append(await executor.compare_step(prepared.step))
             return comparisons, None
         pools: Mapping[str, RewardPool] = {}
         if any(text.startswith("reward.") for text in prepared.changes):
             pools = start_rewards(prepared.changed, stack, run / LOGS, notify)
-        comparison, effect = await steps.compare_changed(prepared.step, folder / "state", pools)
+        comparison, effect = await executor.compare_changed_step(prepared.step, folder / "state", pools)
         return [*comparisons, comparison], effect
 
 
@@ -306,6 +306,7 @@ def _read_position(checkpoint: Path | None) -> DataPosition:
 
 async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
     """Start the ranks as in the run, and construct trainers on them. `stack` closes them."""
+    # Remove the logs of an earlier replay.
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     # Start idle ranks of separate engines too, so that cores and threads are divided as in the run.
@@ -336,15 +337,15 @@ class _StepExecutor:
     def _policy(self) -> RankModel:
         return self._models["policy"]
 
-    async def compare(self, step: int) -> StepComparison:
+    async def compare_step(self, step: int) -> StepComparison:
         record = StepRecord.load(self._prepared.run / RECORDS, step, self._find_problem)
         batch, _, metrics = await self._execute_step(record, self._prepared.recipe, self._models, record.groups)
         comparison = await self._compare_record(record, batch, metrics)
-        # After the fingerprints, as in a run.
+        # A run too moves the reference only after it took the fingerprints of the state.
         await move_reference(self._models, self._prepared.recipe, step)
         return comparison
 
-    async def compare_changed(
+    async def compare_changed_step(
         self, step_number: int, state: Path, pools: Mapping[str, RewardPool]
     ) -> tuple[StepComparison, Effect]:
         """Execute a step twice from the same state: as in the run, then with the changed recipe.
@@ -353,7 +354,7 @@ class _StepExecutor:
         """
         prepared = self._prepared
         record = StepRecord.load(prepared.run / RECORDS, step_number, self._find_problem)
-        # As in the run.
+        # First execute the step as in the run. Save the state, to return to it.
         state.mkdir()
         await self._trainers.call("save_checkpoint", state, False, False)
         await self._trainers.call("finish_checkpoint", True)
@@ -404,7 +405,6 @@ class _StepExecutor:
         return batch, scored, metrics | updates.metrics()
 
     async def _compare_record(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
-        """Make the record of the executed step, and compare it with the run's record."""
         samples = StepSamples(record.groups, record.waiting, record.kl_coefficient, record.role_baselines)
         prepared = self._prepared
         replayed = await make_record(
@@ -436,8 +436,8 @@ async def _rescore(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> 
         scored = await pool.score(sample)
         return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
-    scored = iter(await asyncio.gather(*map(rescore, flatten(groups))))
-    return [[next(scored) for _ in group] for group in groups]
+    rescored = iter(await asyncio.gather(*map(rescore, flatten(groups))))
+    return [[next(rescored) for _ in group] for group in groups]
 
 
 def _compute_sample_effects(
@@ -450,8 +450,8 @@ def _compute_sample_effects(
     recorded_batch, changed_batch = batches
     mask = recorded_batch.loss_mask
     for sample, (recorded_sample, changed_sample) in enumerate(zip(*map(flatten, groups), strict=True)):
-        first, end = recorded_batch.cu_samples[sample : sample + 2]
-        trained_indices = first + mask[first:end].nonzero()[0]
+        first_token, end_token = recorded_batch.cu_samples[sample : sample + 2]
+        trained_indices = first_token + mask[first_token:end_token].nonzero()[0]
         if not len(trained_indices):
             continue
         distances = np.abs(logprobs[1][trained_indices] - logprobs[0][trained_indices])
@@ -469,7 +469,7 @@ def _compute_sample_effects(
                     mean(changed_batch.per_token["advantages"]),
                 ),
                 logprob=(mean(logprobs[0]), mean(logprobs[1])),
-                largest_token=int(trained_indices[distances.argmax()] - first),
+                largest_token=int(trained_indices[distances.argmax()] - first_token),
             )
         )
     return effects

@@ -21,7 +21,7 @@ Call = Callable[[str, bool], Awaitable[list[Any]]]
 
 _SAME_CLOCK_SECONDS = 0.1
 """Clock offsets below this count as 0. Monotonic clocks start at boot. Two machines hardly boot within 0.1 s, so a
-small offset means one machine.
+small offset kinds one machine.
 """
 
 
@@ -45,13 +45,13 @@ class Profiles:
     """
 
     def __init__(
-        self, ranks: RunRanks, folder: RunFolder, tracker: Tracker, means: Collection[str] = ("spans",)
+        self, ranks: RunRanks, folder: RunFolder, tracker: Tracker, kinds: Collection[str] = ("spans",)
     ) -> None:
-        """Create the recorder. `means` are the values of train.profile_with."""
+        """Create the recorder. `kinds` are the values of train.profile_with."""
         self._ranks, self._folder, self._tracker = ranks, folder, tracker
-        self._has_spans = "spans" in means
-        self._torch_kinds = [kind for kind in means if kind != "spans"]
-        self._writing: asyncio.Task[None] | None = None
+        self._has_spans = "spans" in kinds
+        self._torch_kinds = [kind for kind in kinds if kind != "spans"]
+        self._trace_task: asyncio.Task[None] | None = None
         """Task that writes the newest step's trace."""
 
     @asynccontextmanager
@@ -60,13 +60,13 @@ class Profiles:
         async with AsyncExitStack() as stack:
             # Spans last, so that they do not include the start and the files of torch's profiles.
             if self._torch_kinds:
-                await stack.enter_async_context(self._profiled_by_torch(step_number))
+                await stack.enter_async_context(self._profile_by_torch(step_number))
             if self._has_spans:
-                await stack.enter_async_context(self._spans_recorded(step_number))
+                await stack.enter_async_context(self._record_spans(step_number))
             yield
 
     @asynccontextmanager
-    async def _profiled_by_torch(self, step_number: int) -> AsyncIterator[None]:
+    async def _profile_by_torch(self, step_number: int) -> AsyncIterator[None]:
         """Context of one step: torch profiles all ranks, and writes files to profiles/step_NNNNNN/."""
         await self._ranks.call("__profile__", self._torch_kinds)
         yield
@@ -78,10 +78,10 @@ class Profiles:
         )
 
     @asynccontextmanager
-    async def _spans_recorded(self, step_number: int) -> AsyncIterator[None]:
+    async def _record_spans(self, step_number: int) -> AsyncIterator[None]:
         """Context of one step: driver and ranks record spans, and their trace is written."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
-        offsets_of_engines = asyncio.create_task(self._begin_engine_spans(self._writing))
+        engine_offsets_task = asyncio.create_task(self._begin_engine_spans(self._trace_task))
         try:
             offsets = await _start_spans(self._ranks.trainers.call)
             record(True)
@@ -94,25 +94,25 @@ class Profiles:
             trainer_answers = await self._ranks.trainers.call("__spans__", False)
         # Includes cancellation: a signal may end the step.
         except BaseException:
-            offsets_of_engines.cancel()
+            engine_offsets_task.cancel()
             raise
         spans = [spans for _, spans in trainer_answers]
         trace_values = {"step": step_number, "seconds_of_a_span": measure_span_seconds()}
-        self._writing = asyncio.create_task(
-            self._write_trace(step_span, driver_spans, offsets, spans, offsets_of_engines, trace_values)
+        self._trace_task = asyncio.create_task(
+            self._write_trace(step_span, driver_spans, offsets, spans, engine_offsets_task, trace_values)
         )
         if not self._ranks.is_separate:
-            await self._writing
+            await self._trace_task
 
     async def finish(self) -> None:
-        if self._writing is not None:
-            await self._writing
+        if self._trace_task is not None:
+            await self._trace_task
 
     async def close(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
+        if self._trace_task is not None:
+            self._trace_task.cancel()
             # Wait for the end of the task: it uses the ranks, closed next.
-            await asyncio.gather(self._writing, return_exceptions=True)
+            await asyncio.gather(self._trace_task, return_exceptions=True)
 
     async def _begin_engine_spans(self, earlier: asyncio.Task[None] | None) -> list[float]:
         """Start recording spans on separate engines, after the `earlier` trace. Return offsets like `_start_spans`."""
@@ -128,14 +128,14 @@ class Profiles:
         driver_spans: list[Span],
         offsets: list[float],
         spans: list[list[Span]],
-        offsets_of_engines: asyncio.Task[list[float]],
+        engine_offsets_task: asyncio.Task[list[float]],
         trace_values: dict[str, Any],
     ) -> None:
         """Write the trace of a step.
 
         `spans` and `offsets` are those of the trainer ranks, `trace_values` values shown with the trace.
         """
-        offsets = offsets + await offsets_of_engines
+        offsets = offsets + await engine_offsets_task
         if self._ranks.is_separate:
             spans = spans + [rank_spans for _, rank_spans in await self._ranks.call_engines("__spans__", False)]
         step_number = trace_values["step"]

@@ -38,27 +38,27 @@ class PlanPromise(StepObserver):
     def __init__(self, recipe: Recipe, tracker: Tracker, predicted_memory: Mapping[str, int]) -> None:
         """`predicted_memory` has the planned bytes of the fullest rank by phase."""
         self._recipe, self._tracker = recipe, tracker
-        self._gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory.items()}
-        self._seconds: Mapping[str, float] = {}
+        self._planned_gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory.items()}
+        self._planned_seconds: Mapping[str, float] = {}
         self._has_measured = False
 
     async def begin_run(self) -> None:
         if (seconds := recipe_seconds(self._recipe)) is not None:
-            self._seconds = {name: getattr(seconds, name) for name in ("step", *_PHASES)}
+            self._planned_seconds = {name: getattr(seconds, name) for name in ("step", *_PHASES)}
 
     async def observe_measured(self, step: Step) -> None:
         """Add a step's metrics, and report when memory or seconds first exceed the plan."""
         self._compare_memory(step)
         # The first step of a start compiles kernels and fills caches.
-        if self._seconds and self._has_measured:
+        if self._planned_seconds and self._has_measured:
             self._compare_seconds(step)
         self._has_measured = True
 
     def _compare_memory(self, step: Step) -> None:
         """Log the largest ratio of measured to planned memory among the phases. Warn once if it is too large."""
-        names = {phase: f"memory/{phase}_gib" for phase in self._gib}
+        names = {phase: f"memory/{phase}_gib" for phase in self._planned_gib}
         peak_gib = {phase: step.metrics[name] for phase, name in names.items() if name in step.metrics}
-        ratios = {phase: gib / self._gib[phase] for phase, gib in peak_gib.items() if self._gib[phase]}
+        ratios = {phase: gib / self._planned_gib[phase] for phase, gib in peak_gib.items() if self._planned_gib[phase]}
         if not ratios:
             return
         phase = max(ratios, key=lambda name: ratios[name])
@@ -67,21 +67,22 @@ class PlanPromise(StepObserver):
             self._tracker.notice_once(
                 "plan memory",
                 f"step {step.number}: {phase} took {peak_gib[phase]:.1f} GiB on a rank, {ratios[phase]:.2f} times the "
-                f"{self._gib[phase]:.1f} GiB that megarl plan promised (plan/memory_ratio)",
+                f"{self._planned_gib[phase]:.1f} GiB that megarl plan promised (plan/memory_ratio)",
             )
 
     def _compare_seconds(self, step: Step) -> None:
         """Log the ratio of measured to planned seconds. Warn once of a large ratio, and name the worst phase."""
         seconds = self._tracker.seconds
-        step_ratio = seconds["time/step_seconds"] / self._seconds["step"]
+        step_ratio = seconds["time/step_seconds"] / self._planned_seconds["step"]
         step.log({"plan/seconds_ratio": step_ratio})
         if step_ratio <= _SECONDS_LIMIT:
             return
-        excess = {name: seconds.get(f"time/{name}_seconds", 0.0) - self._seconds[name] for name in _PHASES}
+        excess = {name: seconds.get(f"time/{name}_seconds", 0.0) - self._planned_seconds[name] for name in _PHASES}
         worst_phase = max(excess, key=lambda name: excess[name])
         self._tracker.notice_once(
             "plan seconds",
-            f"step {step.number}: took {step_ratio:.2f} times the {self._seconds['step']:.1f} s that megarl plan "
-            f"promised (plan/seconds_ratio), most of it in {worst_phase}: "
-            f"{seconds.get(f'time/{worst_phase}_seconds', 0.0):.1f} s instead of {self._seconds[worst_phase]:.1f}",
+            f"step {step.number}: took {step_ratio:.2f} times the {self._planned_seconds['step']:.1f} s that megarl "
+            f"plan promised (plan/seconds_ratio), most of it in {worst_phase}: "
+            f"{seconds.get(f'time/{worst_phase}_seconds', 0.0):.1f} s instead of "
+            f"{self._planned_seconds[worst_phase]:.1f}",
         )

@@ -49,7 +49,7 @@ class StepChecks(StepObserver):
         """Warn of uncalled tools and empty updates. Return the error of a mismatch or health rule that ends the run."""
         self._tool_use.add(step.metrics)
         for tool in self._tool_use.never_called:
-            text = uncalled_text([tool], f"up to step {step.number}", self._look)
+            text = uncalled_text([tool], f"up to step {step.number}", self._samples_hint)
             self._tracker.notice_once(f"tool {tool} is not called", text)
         if step.outcome.has_empty_update:
             self._report_empty_update(step.number)
@@ -58,14 +58,14 @@ class StepChecks(StepObserver):
 
     def end_run(self) -> None:
         if tools := self._tool_use.never_called:
-            self._tracker.notice(uncalled_text(tools, "in this start of the run", self._look))
+            self._tracker.notice(uncalled_text(tools, "in this start of the run", self._samples_hint))
 
     @property
-    def _look(self) -> str:
+    def _samples_hint(self) -> str:
         return f"megarl samples {self._folder.path}"
 
     @property
-    def _go_on(self) -> str:
+    def _resume_hint(self) -> str:
         return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
 
     def _report_empty_update(self, step: int) -> None:
@@ -74,8 +74,8 @@ class StepChecks(StepObserver):
         if self._recipe.is_on_policy:
             truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""
             cause = (
-                f"each of its attempts has no reward{truncated}. Look at {self._look}; then repair the rewards, or "
-                "raise rollout.sampling.max_new_tokens"
+                f"each of its attempts has no reward{truncated}. Look at {self._samples_hint}; then repair the "
+                "rewards, or raise rollout.sampling.max_new_tokens"
             )
         self._tracker.notice_once(
             "empty update",
@@ -91,7 +91,7 @@ class StepChecks(StepObserver):
         if message is None:
             return None
         if self._train.on_logprob_gap == "stop":
-            return MegarlError(f"{message}. {self._go_on}")
+            return MegarlError(f"{message}. {self._resume_hint}")
         self._tracker.notice_once("mismatch", f"{message} (train/gap_exceeded counts such steps)")
         return None
 
@@ -102,4 +102,4 @@ class StepChecks(StepObserver):
             self._tracker.unhealthy(finding)
         if not findings or self._train.on_unhealthy != "stop":
             return None
-        return UnhealthyError(f"train.on_unhealthy = stop: {findings[0].text} {self._go_on}")
+        return UnhealthyError(f"train.on_unhealthy = stop: {findings[0].text} {self._resume_hint}")

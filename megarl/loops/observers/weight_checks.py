@@ -61,8 +61,8 @@ class WeightChecks(StepObserver):
     async def begin_run(self) -> None:
         """Fetch the checksums of the initial weights, which the ranks took when they built the model."""
         if self._weights.check_every:
-            ranks = await self._ranks.trainers.call("weight_checks.newest_checksums")
-            self._add_checksums(0, ranks, is_new=self._folder.resumed_step == 0)
+            rank_checksums = await self._ranks.trainers.call("weight_checks.newest_checksums")
+            self._add_checksums(0, rank_checksums, is_new=self._folder.resumed_step == 0)
 
     async def resume_run(self, origin: Origin) -> None:
         """Take the checksums of the weights loaded from `origin`'s checkpoint.
@@ -166,12 +166,11 @@ class WeightChecks(StepObserver):
             self._folder.add_version(version, step, self._checksums[version])
 
     def _make_difference_error(self, version: int, when: str, differences: Sequence[Difference]) -> MegarlError:
-        """Return the error for a version whose checksums differ between ranks."""
-        first = differences[0]
+        first_difference = differences[0]
         holders = list(dict.fromkeys(holder for difference in differences for holder in difference.holders))
-        doubt = "" if first.is_certain else "one of "
+        one_of_text = "" if first_difference.is_certain else "one of "
         return self._make_error(
-            f"weights of version {version} {when} of step {version - 1} differ from the others' on {doubt}"
+            f"weights of version {version} {when} of step {version - 1} differ from the others' on {one_of_text}"
             f"{', '.join(holders)}",
             [difference.box for difference in differences],
         )

@@ -86,7 +86,7 @@ class RankProcesses:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._stop_search()
         try:
@@ -150,11 +150,11 @@ class RankProcesses:
         else:
             await self._replace_lost(cause, lost_ranks, notify)
             self.num_recoveries += 1
-        self.copies.forget_begun()
-        copies, damages = await list_copies(self.nodes.agents, checks=True)
-        for damage in damages:
-            notify(damage)
-        self._has_copies = self.copies.newest is not None and is_complete(copies, self.copies.newest.step)
+        self.copies.forget_copy_in_progress()
+        copies_in_memory, damage_messages = await list_copies(self.nodes.agents, checks=True)
+        for message in damage_messages:
+            notify(message)
+        self._has_copies = self.copies.newest is not None and is_complete(copies_in_memory, self.copies.newest.step)
         if isinstance(cause, ResizeAskedError):
             folder.use_recipe(self.recipe)
 
@@ -172,16 +172,16 @@ class RankProcesses:
     ) -> None:
         """Choose sizes and places after a loss. Raises the error if the run cannot continue."""
         assert self.nodes is not None
-        num_before = self.parallel.world_size
+        num_ranks_before = self.parallel.world_size
         living_ranks = [
             rank
-            for rank in range(num_before)
+            for rank in range(num_ranks_before)
             if rank not in lost_ranks and (rank >= len(self._places) or not self._places[rank].agent.is_lost)
         ]
         # restart: the same number of ranks, on other nodes if necessary.
         if self.recipe.cluster.recover == "restart":
             notify(
-                f"{error}. {len(living_ranks)} of {num_before} ranks are left; all start again, "
+                f"{error}. {len(living_ranks)} of {num_ranks_before} ranks are left; all start again, "
                 "and the lost are replaced"
             )
             try:
@@ -200,7 +200,7 @@ class RankProcesses:
         self._full_size = full_size if can_grow(self.recipe) else None
         self._places = [self._places[rank] for rank in shrunk_recipe.continuing_ranks] if self._places else []
         notify(
-            f"{error}. {len(living_ranks)} of {num_before} ranks are left; the run continues on "
+            f"{error}. {len(living_ranks)} of {num_ranks_before} ranks are left; the run continues on "
             f"{self.parallel.world_size} of them: {self.parallel}"
         )
         if self._full_size is not None:

@@ -42,14 +42,14 @@ class BestRecord:
         metric: Any = content.get("metric")
         value: Any = content.get("value")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        checks = {
+        is_valid_by_field = {
             "step": type(step) is int and step >= 0,
             "metric": isinstance(metric, str | None),
             # math.isfinite would raise OverflowError: JSON integers have any size.
             "value": value is None or (is_number and abs(value) <= sys.float_info.max),
         }
-        for name, is_right in checks.items():
-            if not is_right:
+        for name, is_valid in is_valid_by_field.items():
+            if not is_valid:
                 raise DataError(
                     f"{path}: {name} = {content.get(name)!r:.80}: is missing or damaged; remove the folder {folder}"
                 )
@@ -95,7 +95,7 @@ class BestModel:
         if best is not None and best.value is not None and best.metric == self._metric:
             self.step, self._value = best.step, best.value
 
-    async def take(self, step: int) -> None:
+    async def export_candidate(self, step: int) -> None:
         """Export the model of a step with an evaluation. The engines must sleep. Raises DiskFullError."""
         if self._metric is None or not self._recipe.evaluates_at(step):
             return

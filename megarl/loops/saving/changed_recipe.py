@@ -70,8 +70,8 @@ def _refuse_other_models(driver_state: Mapping[str, Any], recipe: Recipe, inputs
     def describe_weights(field: str) -> str:
         return (
             f"has other weights than the run began with (then: {saved_value(driver_state['recipe'], field)}). "
-            f"{_use_of_frozen(recipe, field)} Give the earlier ones, choose another name=NAME, or start over with "
-            "--restart"
+            f"{_describe_frozen_use(recipe, field)} Give the earlier ones, choose another name=NAME, or start over "
+            "with --restart"
         )
 
     folders = {"model.path": recipe.model.folder, **recipe.further_models}
@@ -91,7 +91,7 @@ def _refuse_other_models(driver_state: Mapping[str, Any], recipe: Recipe, inputs
             raise ConfigError(error_page(f"recipe {recipe.name}", errors))
 
 
-def _use_of_frozen(recipe: Recipe, field: str) -> str:
+def _describe_frozen_use(recipe: Recipe, field: str) -> str:
     if field != "model.path":
         return "The rewards or targets of training would change."
     if recipe.lora.rank:
@@ -136,15 +136,15 @@ def _refuse_other_parts(driver_state: Mapping[str, Any], recipe: Recipe) -> None
         "trainer.mtp_loss_coefficient": ("trained MTP layers", lambda value: value is not None),
     }
     for field, (part, is_trained) in fields.items():
-        then_value, value = saved_value(recipe_before, field), saved_value(recipe_values, field)
+        value_before, value = saved_value(recipe_before, field), saved_value(recipe_values, field)
         # Fields that have no effect are not written.
-        was_trained, will_be_trained = is_trained(then_value), is_trained(value)
+        was_trained, will_be_trained = is_trained(value_before), is_trained(value)
         if was_trained == will_be_trained or (field == "algorithm.advantage" and recipe.loop != "rl"):
             continue
         contents = f"{part}, and this state would be lost" if was_trained else f"no state of {part}"
         raise ConfigError(
             f"{field} = {written_value(value)}: the checkpoint has {contents}; set "
-            f"{field}={written_value(then_value)}, or {_NEW_RUN}"
+            f"{field}={written_value(value_before)}, or {_NEW_RUN}"
         )
     has_moved_reference = saved_value(recipe_before, "algorithm.reference_update_steps") is not None
     if has_moved_reference and not recipe.has_reference and (field := _REFERENCE_FIELDS.get(recipe.loop)) is not None:
@@ -260,8 +260,8 @@ def _refuse_other_drafter(driver_state: Mapping[str, Any], recipe: Recipe) -> No
     rate_before = saved_value(driver_state["recipe"], field)
     if recipe.trains_drafter and rate_before is None:
         raise ConfigError(
-            f"{field} = {recipe.trainer.drafter_learning_rate:g}: the checkpoint has no drafter's state; leave it out, "
-            f"or {_NEW_RUN}"
+            f"{field} = {recipe.trainer.drafter_learning_rate:g}: the checkpoint has no drafter's state; leave the "
+            f"field out, or {_NEW_RUN}"
         )
     if rate_before is not None and not recipe.trains_drafter:
         # A frozen drafter would begin again with the weights of its own files.

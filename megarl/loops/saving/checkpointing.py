@@ -87,7 +87,7 @@ class Checkpoints:
                 await self._ranks.call("export", self._step_folder(step))
             self._exported_at = step
         # Before the checkpoint: both need the engines asleep, and the evaluation follows only after the reshard.
-        await self._best.take(step)
+        await self._best.export_candidate(step)
         if is_saved:
             await self._begin_save(step, save_driver, config.asynchronous, is_resharded=False)
         await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._spike_state())
@@ -142,7 +142,7 @@ class Checkpoints:
         self._step_in_progress = step
         self._spikes_at_save = self._spike_state()
         if save_driver:
-            with self._removed_when_full(), disk_full_named(partial, 0):
+            with self._remove_save_when_full(), disk_full_named(partial, 0):
                 save_driver(partial)
         with self._tracker.phase("checkpoint"):
             await self._call_ranks("save_checkpoint", partial, asynchronous, is_resharded)
@@ -200,11 +200,11 @@ class Checkpoints:
         return self._folder.checkpoints_folder / f".step_{step:06d}.partial"
 
     async def _call_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        with self._removed_when_full():
+        with self._remove_save_when_full():
             return await self._ranks.call(method, *arguments)
 
     @contextmanager
-    def _removed_when_full(self) -> Iterator[None]:
+    def _remove_save_when_full(self) -> Iterator[None]:
         """Context that removes the save in progress if the disk is full, so that the space is free again."""
         try:
             yield
@@ -221,22 +221,25 @@ class Survey:
     newest_intact: Path | None
     damaged: Mapping[str, str]
 
-    def settle(self, home: Path) -> None:
+    def clean_folder(self, checkpoints_folder: Path) -> None:
         """Rename damaged checkpoints, remove incomplete saves, and let `latest` name the valid checkpoint.
 
         Raises StorageError.
         """
-        with storage_faults_named(home):
+        with storage_faults_named(checkpoints_folder):
             for name in self.damaged:
-                _rename_damaged(home / name)
-            remove_incomplete_saves(home)
-            if self.newest_intact and read_or_none(home / "latest") != f"{self.newest_intact.name}\n".encode():
-                replace_text(home / "latest", self.newest_intact.name + "\n")
+                _rename_damaged(checkpoints_folder / name)
+            remove_incomplete_saves(checkpoints_folder)
+            if (
+                self.newest_intact
+                and read_or_none(checkpoints_folder / "latest") != f"{self.newest_intact.name}\n".encode()
+            ):
+                replace_text(checkpoints_folder / "latest", self.newest_intact.name + "\n")
 
 
-def remove_incomplete_saves(home: Path) -> None:
-    """Remove interrupted saves in the folder `home` of a run's checkpoints. Reads no file."""
-    for leftover in home.glob(".step_*"):
+def remove_incomplete_saves(checkpoints_folder: Path) -> None:
+    """Remove interrupted saves in the folder `checkpoints_folder` of a run's checkpoints. Reads no file."""
+    for leftover in checkpoints_folder.glob(".step_*"):
         if _LEFTOVER.fullmatch(leftover.name):
             shutil.rmtree(leftover, ignore_errors=True)
 

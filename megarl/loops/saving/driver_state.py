@@ -23,7 +23,7 @@ def read_driver(checkpoint: Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint (driver.json). Raises DataError naming the file if it is damaged."""
     path = checkpoint / DRIVER
     driver = read_object(path)
-    wrong_fields = [name for name, is_right in _DRIVER_FIELDS.items() if name in driver and not is_right(driver[name])]
+    wrong_fields = [name for name, is_valid in _DRIVER_FIELDS.items() if name in driver and not is_valid(driver[name])]
     if wrong_fields or not driver.get("recipe"):
         raise DataError(
             f"{path}: the field {(wrong_fields or ['recipe'])[0]} is missing or damaged. Remove this checkpoint, and "

@@ -76,16 +76,16 @@ def find_origin(
             console.print(f"changed since then: {change}", style="yellow")
     elif resume:
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
-    # Begin before `settle` removes incomplete saves. Otherwise the space freed could hide a full disk until later.
-    unreadable = folder.begin(
+    # Begin before `clean_folder` removes incomplete saves. Otherwise the freed space could hide a full disk for now.
+    num_unreadable = folder.begin(
         checkpoint_step(surveyed.newest_intact) if surveyed.newest_intact else None,
         recipe.cluster.max_restarts,
         driver_state.get("unlogged"),
     )
     if resume:
-        surveyed.settle(folder.checkpoints_folder)
-    if unreadable:
-        _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
+        surveyed.clean_folder(folder.checkpoints_folder)
+    if num_unreadable:
+        _warn(console, [f"{folder.metrics_file}: {num_unreadable} lines are not readable and are skipped"])
     return Origin(surveyed.newest_intact, inputs, position, driver_state.get("checksum"), driver_state.get("spikes"))
 
 

@@ -89,6 +89,7 @@ class Inputs:
 
 def _frozen_models(recipe: Recipe) -> dict[str, str]:
     """Return the folders of weights that the run reads but does not train, by recipe field."""
+    # The critic is trained, so checkpoints have its weights.
     folders = {field: folder for field, folder in recipe.further_models.items() if field != "critic.path"}
     if recipe.lora.rank or recipe.has_reference:
         folders["model.path"] = recipe.model.folder
@@ -97,8 +98,10 @@ def _frozen_models(recipe: Recipe) -> dict[str, str]:
 
 def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
     """Return the sha256 of a model's config.json with overrides, without fields that do not identify it."""
-    config = _identifying(apply_override(read_object(folder / "config.json"), override))
-    sections = {name: _identifying(config[name]) for name in _MODEL_SECTIONS if isinstance(config.get(name), dict)}
+    config = _select_identifying_fields(apply_override(read_object(folder / "config.json"), override))
+    sections = {
+        name: _select_identifying_fields(config[name]) for name in _MODEL_SECTIONS if isinstance(config.get(name), dict)
+    }
     return canonical_sha256({**config, **sections})
 
 
@@ -122,5 +125,5 @@ def _drafter_identity(recipe: Recipe) -> dict[str, str]:
     return {"config.json": _model_identity(Path(folder), {}), **maps}
 
 
-def _identifying(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _select_identifying_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _PASSING_FIELDS}

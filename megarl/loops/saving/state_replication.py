@@ -118,7 +118,7 @@ class StateReplication:
         if previous is not None and previous.driver != self.newest.driver:
             shutil.rmtree(previous.driver, ignore_errors=True)
 
-    def forget_begun(self) -> None:
+    def forget_copy_in_progress(self) -> None:
         """Forget the copy in progress, because a rank was lost."""
         self._copy_in_progress = None
 

@@ -239,7 +239,6 @@ class JournalState:
         self._add_unanswered_tokens(record["try"], _LOST_ENGINES, num_tokens)
 
     def _add_unanswered_tokens(self, try_name: str, identity: str, num_tokens: int) -> None:
-        """Count tokens without an answer for a try."""
         # The try may be gone: an engine can report an aborted call's tokens after the try was dropped.
         agent_try = self.tries.get(try_name)
         if agent_try is None:

@@ -416,7 +416,7 @@ def _compare_digests(name: str, recorded: StepRecord, replayed: StepRecord) -> D
 def _make_array_difference(
     name: str, location: str, description: str, samples: NDArray[np.int64], recorded: StepRecord
 ) -> Difference:
-    """Return the difference of an array. `samples` may contain a sample several times."""
+    """`samples` may contain a sample several times."""
     differing_samples = np.unique(samples)
     num_samples = len(recorded.borders) - 1
     text = f"{description}; {len(differing_samples)} of {num_samples} samples differ"

@@ -152,7 +152,7 @@ class CrossWorldReshard:
         self.rank_reshard = self._group = None
 
     def _leave_and_report_loss(self, error: Exception) -> LostPeer:
-        """Leave the process group, so that peers waiting for this rank fail too. Return the report of a lost peer."""
+        """Leave the process group, so that peers waiting for this rank fail too."""
         report = report_loss(error)
         self.leave()
         return report

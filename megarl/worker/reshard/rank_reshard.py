@@ -143,7 +143,7 @@ class RankReshard:
         """Pass tensors to the engine's weight loader as they arrive. Errors of the copies are raised unchanged."""
         copy_errors: list[Exception] = []
 
-        def incoming() -> Iterator[tuple[str, Tensor]]:
+        def yield_tensors() -> Iterator[tuple[str, Tensor]]:
             try:
                 yield from tensors
             except Exception as error:
@@ -153,7 +153,7 @@ class RankReshard:
         assert self._reshard_ends.engine is not None
         try:
             with engine_collectives_marked(self._reshard_ends.group):
-                self._reshard_ends.engine.load_tensors(incoming())
+                self._reshard_ends.engine.load_tensors(yield_tensors())
         except ReplicaCollectiveError:
             if copy_errors:
                 # The engine's error is a consequence of this one. Raise the cause, because it may name a lost rank.

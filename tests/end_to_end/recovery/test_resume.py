@@ -431,7 +431,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         found = survey(RunRecord.read(tmp_path))
         assert found.newest_intact == older and (home / name).is_dir()
         assert [*found.damaged] == [name] and re.search(reason, found.damaged[name])
-        found.settle(home)
+        found.clean_folder(home)
         assert (home / f"{name}.damaged").is_dir() and (home / "latest").read_text() == f"{older.name}\n"
     fault(home / names[-1])
     with pytest.raises(DataError, match="none of the run's 3 checkpoints can be loaded"):

@@ -55,7 +55,7 @@ class Run:
         return BestModel(self.recipe, cast(Any, folder), cast(Any, tracker), cast(Any, Ranks()))
 
     def step(self, best: BestModel, number: int, value: float | None) -> None:
-        asyncio.run(best.take(number))
+        asyncio.run(best.export_candidate(number))
         metrics: Mapping[str, float] = {} if value is None else {self.metric: value}
         best.keep_if_best(number, metrics)
 
@@ -97,7 +97,7 @@ def test_a_resumed_run_goes_on_from_the_best_that_it_had(tmp_path: Path) -> None
     run = Run(tmp_path)
     first = run.begin()
     run.step(first, 2, 0.5)
-    asyncio.run(first.take(4))  # its evaluation was cut short
+    asyncio.run(first.export_candidate(4))  # its evaluation was cut short
     again = run.begin(resumed_step=4)
     assert again.step == 2
     again.keep_if_best(4, {run.metric: 0.75})
@@ -115,7 +115,7 @@ def test_a_death_between_the_names_of_model_and_adapters_is_ended_by_the_resume(
     run = Run(tmp_path)
     best = run.begin()
     run.step(best, 2, 0.5)
-    asyncio.run(best.take(4))
+    asyncio.run(best.export_candidate(4))
     (tmp_path / "hf_candidate/best.json").write_text(json.dumps({"step": 4, "metric": run.metric, "value": 0.75}))
     (tmp_path / "adapter_best").rename(tmp_path / ".adapter_best.replaced")
     (tmp_path / "adapter_candidate").rename(tmp_path / "adapter_best")
@@ -136,7 +136,7 @@ def test_a_death_between_two_renames_loses_no_model(tmp_path: Path) -> None:
 def test_a_metric_that_no_evaluation_has_is_reported(tmp_path: Path) -> None:
     run = Run(tmp_path)
     best = run.begin()
-    asyncio.run(best.take(2))
+    asyncio.run(best.export_candidate(2))
     best.keep_if_best(2, {"val/a/format_valid": 1.0})
     assert run.names == set() and best.step is None
     [notice] = run.notices
