@@ -185,8 +185,8 @@ class RolloutEngine:
 
     def sampled_so_far(self) -> dict[str, int]:
         """Return the number of sampled tokens of each unfinished request by id; empty on followers."""
-        running = {} if self._requests is None else self._requests.running
-        return {request_id: len(request.sampled.token_ids) for request_id, request in running.items()}
+        running_requests = {} if self._requests is None else self._requests.running
+        return {request_id: len(request.sampled.token_ids) for request_id, request in running_requests.items()}
 
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens at temperature 1; None on ranks other than the leader.
@@ -236,9 +236,9 @@ class RolloutEngine:
         With rollout.recompute_kv=false running requests keep theirs.
         """
         self.weight_version = self.weight_version + 1 if version is None else version
-        running = () if self._requests is None else self._requests.running.values()
+        running_requests = () if self._requests is None else self._requests.running.values()
         for part in self._parts:
-            part.update_weights(running, self.weight_version)
+            part.update_weights(running_requests, self.weight_version)
         if not any(part.keeps_cache for part in self._parts):
             self.reset_prefix_cache()
 
@@ -298,7 +298,7 @@ class RolloutEngine:
         completions = [requests.abort(request_id) for request_id in aborts if request_id in requests.running]
         for request in new_requests:
             completions += requests.add(request, self.weight_version)
-        started, num_steps_before = time.monotonic(), executor.num_steps
+        sampling_began, num_steps_before = time.monotonic(), executor.num_steps
         while engine.has_unfinished_requests():
             with span("engine step"):
                 outputs = engine.step()
@@ -308,12 +308,12 @@ class RolloutEngine:
         completions += map(requests.finish, requests.finish_started_steps())
         # A stalled engine has unfinished requests, but scheduled no step in this call.
         is_working = executor.num_steps > num_steps_before or not engine.has_unfinished_requests()
-        seconds, num_running = time.monotonic() - started, len(requests.running)
+        seconds, num_running = time.monotonic() - sampling_began, len(requests.running)
         self._progress.check(seconds, is_working, num_running=num_running, kv_usage=executor.kv_usage)
         return completions
 
 
 def _open_channel(tp: int) -> CommandChannel:
-    first = dist.get_rank() // tp * tp
+    first_rank = dist.get_rank() // tp * tp
     group: Any = dist.new_subgroups(tp, backend=HOST_ONLY, group_desc="engine commands")[0] if tp > 1 else None
-    return CommandChannel(group, tuple(range(first, first + tp)))
+    return CommandChannel(group, tuple(range(first_rank, first_rank + tp)))

@@ -125,9 +125,9 @@ class LeaderRequests:
         return arguments
 
     def _pop_completion(self, request_id: str, finish_reason: str | None) -> Completion:
-        running = self.running.pop(request_id)
-        del self._scheduler.sampled[running.internal_id]
-        return running.make_completion(request_id, finish_reason)
+        running_request = self.running.pop(request_id)
+        del self._scheduler.sampled[running_request.internal_id]
+        return running_request.make_completion(request_id, finish_reason)
 
     def _continue_text(self, internal_id: str, token_ids: list[int]) -> None:
         """Make vLLM search for stop strings in the whole text of a resumed completion.

@@ -166,7 +166,7 @@ class RecordingScheduler(Scheduler):
             or len(self.running) > max_tokens_of_step
         ):
             return []
-        decoding: list[Request] = []
+        decoding_requests: list[Request] = []
         num_new_blocks, last_position = 0, self.max_model_len - 1
         for request in self.running:
             num_ahead, num_computed = request.num_output_placeholders, request.num_computed_tokens
@@ -181,12 +181,12 @@ class RecordingScheduler(Scheduler):
                 or request.next_decode_eligible_step > self.current_step + 1
             ):
                 return []
-            decoding.append(request)
+            decoding_requests.append(request)
             num_new_blocks += num_computed % self._block_size == 0
         cache = self.kv_cache_manager
         # Each KV cache group needs its own new block. With too few free blocks vLLM must preempt a request.
         num_groups = len(cache.coordinator.single_type_managers)
-        return [] if num_new_blocks * num_groups > cache.block_pool.get_num_free_blocks() else decoding
+        return [] if num_new_blocks * num_groups > cache.block_pool.get_num_free_blocks() else decoding_requests
 
     def _schedule_decoding(self, decoding: list[Request]) -> SchedulerOutput:
         """Schedule one token of each of these requests, with the same result and changes as vLLM's `schedule`."""
@@ -285,19 +285,19 @@ class RecordingScheduler(Scheduler):
 
         Returns the number of scheduled tokens of each remaining request, for vLLM's `update_from_output`.
         """
-        scheduled, logprobs = scheduler_output.num_scheduled_tokens, model_runner_output.logprobs
+        num_scheduled, logprobs = scheduler_output.num_scheduled_tokens, model_runner_output.logprobs
         if logprobs is None or not self._takes_short_path(model_runner_output):
-            return scheduled
+            return num_scheduled
         # A request stays with vLLM's own code unless it certainly continues.
-        remaining: dict[str, int] = {}
+        num_remaining: dict[str, int] = {}
         token_ids, row_of_request = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         sampled_logprobs = logprobs.logprobs[:, 0].tolist()
         sampled_by_request, block_size, is_ahead = self.sampled, self._block_size, isinstance(self, AsyncScheduler)
-        running = RequestStatus.RUNNING
-        for request_id, num_tokens in scheduled.items():
+        running_status = RequestStatus.RUNNING
+        for request_id, num_tokens in num_scheduled.items():
             sampled = sampled_by_request.get(request_id)
             if sampled is None or not sampled.ends_by_tokens_only or num_tokens != 1:
-                remaining[request_id] = num_tokens
+                num_remaining[request_id] = num_tokens
                 continue
             request, row = sampled.request, row_of_request[request_id]
             new_token_ids = token_ids[row]
@@ -308,9 +308,9 @@ class RecordingScheduler(Scheduler):
                 # The first token reports the hits of the prefix cache.
                 or request.prefill_stats is not None
                 or request.num_stale_output_tokens
-                or request.status is not running
+                or request.status is not running_status
             ):
-                remaining[request_id] = num_tokens
+                num_remaining[request_id] = num_tokens
                 continue
             # The rest of the loop repeats what vLLM's `update_from_output` does for a request that continues.
             request.num_in_flight_tokens -= 1
@@ -324,7 +324,7 @@ class RecordingScheduler(Scheduler):
                 num_known = request.num_computed_tokens - request.num_output_placeholders
                 if num_known % block_size == 0 or not self._is_full_attention:
                     self.kv_cache_manager.cache_blocks(request, num_known)
-        return remaining
+        return num_remaining
 
 
 class RecordingAsyncScheduler(RecordingScheduler, AsyncScheduler):

@@ -72,10 +72,12 @@ def sleep_copies_notice(
     """
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *part_tensors))
     remainder = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
-    cost = f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank)"
+    cost_text = (
+        f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank)"
+    )
     if not unrestored:
-        return f"{cost}, because {' and '.join(reasons)}"
+        return f"{cost_text}, because {' and '.join(reasons)}"
     return (
-        f"{cost}, because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{remainder}: these are "
+        f"{cost_text}, because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{remainder}: these are "
         "not parameters or buffers"
     )

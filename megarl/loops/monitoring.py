@@ -33,7 +33,7 @@ class RunMonitor:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         await self._stack.aclose()
 

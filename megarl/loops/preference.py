@@ -109,10 +109,10 @@ def mismatch_answers(batch: TokenBatch) -> tuple[TokenBatch, int]:
 def _find_distance(prompts: Sequence[NDArray[np.int64]]) -> tuple[int, int]:
     """Return the distance for `mismatch_answers`, and how many prompts equal the prompt at this distance."""
     numbers_by_prompt: dict[bytes, int] = {}
-    numbers = np.array([numbers_by_prompt.setdefault(p.tobytes(), len(numbers_by_prompt)) for p in prompts])
+    prompt_numbers = np.array([numbers_by_prompt.setdefault(p.tobytes(), len(numbers_by_prompt)) for p in prompts])
     best_distance, fewest_same_prompt = 0, len(prompts)
     for distance in range(1, len(prompts)):
-        num_same_prompt = int((numbers == np.roll(numbers, -distance)).sum())
+        num_same_prompt = int((prompt_numbers == np.roll(prompt_numbers, -distance)).sum())
         if num_same_prompt < fewest_same_prompt or not best_distance:
             best_distance, fewest_same_prompt = distance, num_same_prompt
         # Records made from pairs have each prompt twice, maybe one after the other: distance 2 then has none.

@@ -151,7 +151,7 @@ class ReshardSchedule:
         """Wait for the background reshard, and return its metrics; empty without one."""
         if self._background_reshard is None:
             return {}
-        began = time.monotonic()
+        wait_began = time.monotonic()
         with span("finish reshard"):
             metrics = await self._background_reshard
             trainer_reports = await self._reshard_calls.collect_reports()
@@ -160,7 +160,7 @@ class ReshardSchedule:
         return (
             metrics
             | reshard_metrics([*trainer_reports, *self._reports])
-            | {"time/reshard_waited_seconds": time.monotonic() - began}
+            | {"time/reshard_waited_seconds": time.monotonic() - wait_began}
         )
 
     async def close(self) -> None:
@@ -177,7 +177,7 @@ class ReshardSchedule:
 
         Returns the ranks' reports and the metrics of the pause.
         """
-        began = time.monotonic()
+        pause_began = time.monotonic()
         with span("pause engines"):
             await self._pool.pause(aborts=self._recipe.rollout.recompute_kv)
         # Remove lost replicas before their replacements join: both have the same first rank. The requests of the lost
@@ -186,14 +186,14 @@ class ReshardSchedule:
         self._reshard_calls.add(self._replacements.take())
         # The update of step N makes weight version N + 1.
         reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
-        return reports, self._resume_engines(began)
+        return reports, self._resume_engines(pause_began)
 
     async def _send_weights(self, step: int, copies_made: asyncio.Future[None]) -> dict[str, float]:
         """Reshard from copies of the trainers' weights, and return the metrics.
 
         Sets `copies_made` when the trainers have the copies and the engines have paused.
         """
-        began = time.monotonic()
+        pause_began = time.monotonic()
         trainer_seconds_before = 0.0
 
         def continue_training() -> None:
@@ -215,7 +215,7 @@ class ReshardSchedule:
             self._reports = await self._reshard_calls.run_overlapping(
                 self._is_verified(step), step + 1, engines_paused, continue_training
             )
-            metrics = self._resume_engines(began)
+            metrics = self._resume_engines(pause_began)
         except Exception as error:
             # Fail pending completions, or their coroutines would wait forever.
             self._pool.fail(error)
@@ -226,11 +226,11 @@ class ReshardSchedule:
         self._pool.resume()
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - trainer_seconds_before}
 
-    def _resume_engines(self, began: float) -> dict[str, float]:
-        """Let the engines with the new weights sample again. Return the metrics of the pause since `began`."""
+    def _resume_engines(self, pause_began: float) -> dict[str, float]:
+        """Let the engines with the new weights sample again. Return the metrics of the pause since `pause_began`."""
         self._pool.set_live_replicas(self._leaders)
         return {
-            "perf/engine_pause_seconds": time.monotonic() - began,
+            "perf/engine_pause_seconds": time.monotonic() - pause_began,
             "rollout/replicas": float(len(self._ranks.replicas)),
             "rollout/lost_requests": float(self._pool.take_lost()),
         }

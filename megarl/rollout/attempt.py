@@ -237,7 +237,7 @@ def _make_unscored_trajectory(
         ended=ended,
         failure=failure,
         turn_rewards=tuple(
-            (number, float(step.reward)) for number, step in enumerate(steps) if step.reward is not None
+            (turn_number, float(step.reward)) for turn_number, step in enumerate(steps) if step.reward is not None
         ),
         turn_states=conversation.turn_states(),
         role=conversation.role,

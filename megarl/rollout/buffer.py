@@ -216,9 +216,9 @@ class GroupBuffer:
             self._refuse_starved_step()
             # With enough complete groups, the step waits only for groups at the staleness limit.
             waits_for_stale = len(self.state.waiting) >= self._demand.num_groups
-            began = time.monotonic()
+            wait_began = time.monotonic()
             await self._wait_for_a_group()
-            self._counts["staleness/waited_seconds"] += waits_for_stale * (time.monotonic() - began)
+            self._counts["staleness/waited_seconds"] += waits_for_stale * (time.monotonic() - wait_began)
             if any(source.sampler.is_abandoned() for source in self._sources.values()):
                 raise AbandonedError
 
@@ -310,7 +310,7 @@ class GroupBuffer:
             self._late_reward_seconds += time.monotonic() - self._tasks.sampled_at
         for draw in ended_draws:
             finished_attempts = state.started[draw].finished
-            group = [finished_attempts[number] for number in range(recipe.train.samples_per_prompt)]
+            group = [finished_attempts[attempt_number] for attempt_number in range(recipe.train.samples_per_prompt)]
             # Report before removing the group: if this raises during training, the next `take` must raise it again.
             self._report_to_curriculum(group)
             self._tasks.remove(draw)
@@ -329,10 +329,10 @@ class GroupBuffer:
         problem = group[0].problem
         refuse_unjudged(group, self._sources[problem.source].recipe)
         # Failed attempts have no reward. They show nothing about the problem's difficulty.
-        judged = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
-        if judged:
+        verdicts = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
+        if verdicts:
             self.state.positions = self._mixture.update_solve_rate(
-                self.state.positions, problem, sum(judged) / len(judged)
+                self.state.positions, problem, sum(verdicts) / len(verdicts)
             )
 
     @property
@@ -375,9 +375,9 @@ class GroupBuffer:
     def _set_metrics(self, groups: Sequence[Group]) -> None:
         """Set the metrics of the step that trains on `groups`. Restart the counts for the next step."""
         state, algorithm = self.state, self._recipe.algorithm
-        collected, self._collected = self._collected, []
+        collected_groups, self._collected = self._collected, []
         num_started, self._num_started = self._num_started, 0
-        self.sampled = flatten(collected)
+        self.sampled = flatten(collected_groups)
         # A synchronous step counts its batches, other modes the groups in flight, waiting and used.
         if self.policy.is_synchronous:
             state.waiting = _renumber(state.waiting)
@@ -387,13 +387,13 @@ class GroupBuffer:
         else:
             self._counts |= _compute_span_metrics(groups, self._demand.step) | _count_groups(state)
         if algorithm.dynamic_sampling is not None:
-            num_passed = sum(passes_filter(group, algorithm) for group in collected)
-            self._counts["rollout/groups_passing_filter"] = num_passed / max(len(collected), 1)
+            num_passed = sum(passes_filter(group, algorithm) for group in collected_groups)
+            self._counts["rollout/groups_passing_filter"] = num_passed / max(len(collected_groups), 1)
 
 
 def _renumber(groups: Sequence[Group]) -> list[Group]:
     """Return the groups numbered from 0, as a step's batch numbers its prompts."""
-    return [[replace(t, group=number) for t in group] for number, group in enumerate(groups)]
+    return [[replace(t, group=group_number) for t in group] for group_number, group in enumerate(groups)]
 
 
 def _compute_span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:

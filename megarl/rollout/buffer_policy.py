@@ -110,8 +110,12 @@ class StepDemand:
     def stale_draws(self, state: RLState) -> set[int]:
         """Return the draw numbers of groups, in flight or waiting, with tokens older than the staleness limit."""
         oldest_allowed = self._oldest_allowed_version
-        started = {g.draw for g in state.started.values() if g.oldest_version(self.engine_version) < oldest_allowed}
-        return started | {draw_of(group) for group in state.waiting if self._oldest_version(group) < oldest_allowed}
+        started_draws = {
+            g.draw for g in state.started.values() if g.oldest_version(self.engine_version) < oldest_allowed
+        }
+        return started_draws | {
+            draw_of(group) for group in state.waiting if self._oldest_version(group) < oldest_allowed
+        }
 
     @property
     def _oldest_allowed_version(self) -> int:

@@ -52,7 +52,9 @@ class GroupTasks:
     def start(self, group: StartedGroup, seed: str) -> None:
         """Start the unfinished attempts of a group."""
         if self._is_synchronous:
-            self._sampling |= {(group.draw, number) for number in range(self._recipe.train.samples_per_prompt)}
+            self._sampling |= {
+                (group.draw, attempt_number) for attempt_number in range(self._recipe.train.samples_per_prompt)
+            }
         self._engines[group.draw] = []
         task = self._tasks[group.draw] = asyncio.create_task(self._sample(group, seed))
         task.add_done_callback(self._on_end)
@@ -60,11 +62,11 @@ class GroupTasks:
     async def _sample(self, group: StartedGroup, seed: str) -> None:
         """Run all unfinished attempts of a group concurrently."""
         async with asyncio.TaskGroup() as tasks:
-            for number in range(self._recipe.train.samples_per_prompt):
-                if number not in group.finished:
-                    tasks.create_task(self._run_attempt(group, number, seed))
+            for attempt_number in range(self._recipe.train.samples_per_prompt):
+                if attempt_number not in group.finished:
+                    tasks.create_task(self._run_attempt(group, attempt_number, seed))
 
-    async def _run_attempt(self, group: StartedGroup, number: int, seed: str) -> None:
+    async def _run_attempt(self, group: StartedGroup, attempt_number: int, seed: str) -> None:
         """Run one attempt of a group, and add its trajectory to the group.
 
         An attempt of an agent program continues from the journal, or ends at once if the journal has its end.
@@ -72,9 +74,9 @@ class GroupTasks:
         source = self._sources[group.problem.source]
         sampler = source.sampler
         sampling = sampling_settings(source.recipe.rollout.sampling, group.temperature)
-        task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
-        handle_last_completion = partial(self._handle_last_completion, group.draw, number)
-        calls = group.calls.setdefault(number, [])
+        task = sampler.task(group.problem, group.draw, attempt_number, seed, sampling, prefix="draw ")
+        handle_last_completion = partial(self._handle_last_completion, group.draw, attempt_number)
+        calls = group.calls.setdefault(attempt_number, [])
         # An agent's answers are in the journal. A deterministic environment is repeated from its recorded calls.
         log = None
         if self._journal is not None and sampler.agent is not None:
@@ -93,11 +95,11 @@ class GroupTasks:
         trajectory = replace(trajectory, restarts=trajectory.restarts + engine.is_restarted)
         group.finish(trajectory if log is None else await log.end(trajectory))
 
-    def _handle_last_completion(self, draw: int, number: int) -> None:
+    def _handle_last_completion(self, draw: int, attempt_number: int) -> None:
         """Record the last completion of an attempt. After the batch's last completion the engines go to sleep."""
-        if (draw, number) not in self._sampling:
+        if (draw, attempt_number) not in self._sampling:
             return
-        self._sampling.remove((draw, number))
+        self._sampling.remove((draw, attempt_number))
         if self._sampling:
             return
         self.sampled_at = time.monotonic()

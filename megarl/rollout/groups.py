@@ -66,9 +66,9 @@ class GroupSampler:
         Raises AbandonedError if the run must stop. By then the engines have no request left.
         """
         attempts = [
-            self.attempt(self.task(problem, group, number, seed, sampling), AttemptEngine(self.pool))
+            self.attempt(self.task(problem, group, attempt_number, seed, sampling), AttemptEngine(self.pool))
             for group, problem in enumerate(problems)
-            for number in range(samples_per_prompt)
+            for attempt_number in range(samples_per_prompt)
         ]
         trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
         # An agent may end before a request of its own has left the engine.
@@ -101,11 +101,11 @@ class GroupSampler:
             assert self.make_environment is not None
             trajectory = await self._attempt_in_environment(task, budget, engine, self.make_environment, score)
         else:
-            began = monotonic()
+            wait_began = monotonic()
             # A seat is the use of one process of the pool.
             async with self.environment_pool.seat() as seat:
                 # Waiting for a free process is part of the environment's time.
-                seat_wait_seconds = monotonic() - began
+                seat_wait_seconds = monotonic() - wait_began
                 # Another attempt waits for this process, so the engines must expect its requests.
                 engine.is_followed = True
                 trajectory = await self._attempt_in_environment(task, budget, engine, seat.environment, score)
@@ -139,9 +139,9 @@ class GroupSampler:
         """Notify the user of the first error of each kind."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
-        kind = trajectory.failure.partition(":")[0]
+        error_kind = trajectory.failure.partition(":")[0]
         self.notify_once(
-            f"{trajectory.environment}: {kind}",
+            f"{trajectory.environment}: {error_kind}",
             f"an attempt of environment {trajectory.environment} at problem {trajectory.problem.index} ended with "
-            f"an error (the first of its kind; all are counted in rollout/errors/{kind}): {trajectory.failure}",
+            f"an error (the first of its kind; all are counted in rollout/errors/{error_kind}): {trajectory.failure}",
         )

@@ -234,9 +234,9 @@ class EnginePool:
 
     async def _abort_running(self, replica: Replica) -> None:
         """Abort a replica's running requests. Queue them again at the front, with the tokens still to sample."""
-        running = tuple(replica.running)
+        request_ids = tuple(replica.running)
         try:
-            aborted = {part.request_id: part for part in await self._call_engine(replica, (), running, 0.0)}
+            part_by_request = {part.request_id: part for part in await self._call_engine(replica, (), request_ids, 0.0)}
         except PeerLostError as error:
             self._drop_replica(replica, error)
             if self._requests.failure is not None:
@@ -245,8 +245,8 @@ class EnginePool:
         # Only now: the tokens of a request that is cancelled during the call are reported below.
         replica.running.clear()
         replica.aborts.clear()
-        replica.pace.num_tokens += self._requests.count_parts(aborted.values())
-        self._requests.queue_aborted(running, aborted)
+        replica.pace.num_tokens += self._requests.count_parts(part_by_request.values())
+        self._requests.queue_aborted(request_ids, part_by_request)
 
     async def _count_unfinished(self, replica: Replica) -> None:
         """Count the tokens of requests that stay in an engine during a pause: they may finish in a later step."""
@@ -290,9 +290,9 @@ class EnginePool:
         # A request may have finished since its cancellation. The engine no longer knows its id.
         aborts = tuple(request_id for request_id in replica.aborts if request_id in replica.running)
         replica.aborts = []
-        started, num_running = time.monotonic(), len(replica.running)
+        call_began, num_running = time.monotonic(), len(replica.running)
         completions = await self._call_engine(replica, new_requests, aborts, self._budget_seconds)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - call_began
         # Assume that a request finishing in this call ran for half of the call.
         replica.pace.add(
             Pace(
@@ -351,14 +351,16 @@ async def gather_unless_abandoned(
     attempts, and waits until the engines have none of their requests left.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
-    waiting = set(tasks)
+    running_tasks = set(tasks)
     try:
-        while waiting:
+        while running_tasks:
             # With a timeout, because `is_abandoned` must be polled: no event announces a requested stop.
-            done, waiting = await asyncio.wait(waiting, timeout=BUDGET_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
+            ended_tasks, running_tasks = await asyncio.wait(
+                running_tasks, timeout=BUDGET_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in ended_tasks:
                 task.result()
-            if waiting and is_abandoned():
+            if running_tasks and is_abandoned():
                 raise AbandonedError
     except BaseException:
         for task in tasks:

@@ -67,9 +67,11 @@ class StartedGroup:
 
     def oldest_version(self, weight_version: int) -> int:
         """Return the weight version of the group's oldest token; without tokens, the engines' `weight_version`."""
-        finished = [trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled]
-        unfinished = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
-        return min([weight_version, *finished, *unfinished])
+        versions_of_ended = [
+            trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled
+        ]
+        versions_of_running = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
+        return min([weight_version, *versions_of_ended, *versions_of_running])
 
     @property
     def num_sampled(self) -> int:

@@ -125,15 +125,19 @@ class RLState:
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
         """Handles of the stored routed experts (MoE) of all groups waiting or in flight."""
-        segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
-        started = [handle for group in self.started.values() for handle in group.experts]
-        return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
+        waiting_segments = [
+            segment for group in self.waiting for trajectory in group for segment in trajectory.segments
+        ]
+        handles_in_flight = [handle for group in self.started.values() for handle in group.experts]
+        return [
+            segment.routed_experts for segment in waiting_segments if segment.routed_experts is not None
+        ] + handles_in_flight
 
     @property
     def journaled_names(self) -> set[str]:
         """Journal names of all ended attempts in waiting groups and in groups in flight."""
-        finished = [trajectory for group in self.started.values() for trajectory in group.finished.values()]
-        return {trajectory.journaled_as for trajectory in [*flatten(self.waiting), *finished]}
+        ended_attempts = [trajectory for group in self.started.values() for trajectory in group.finished.values()]
+        return {trajectory.journaled_as for trajectory in [*flatten(self.waiting), *ended_attempts]}
 
     def adapt_kl(self, divergence: float | None, num_samples: int) -> dict[str, float]:
         """Adapt the KL coefficient towards algorithm.kl_target, given a step's divergence in nats.

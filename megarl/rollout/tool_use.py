@@ -25,7 +25,7 @@ class ToolUse:
         return [name for name, count in self._calls.items() if not count]
 
 
-def uncalled_text(tools: Iterable[str], when: str, look: str) -> str:
-    """Return the notice on tools never called. `look` is the command that prints the prompts."""
+def uncalled_text(tools: Iterable[str], period_text: str, prompts_command: str) -> str:
+    """Return the notice on tools never called. `prompts_command` is the command that prints the prompts."""
     names = ", ".join(tools)
-    return f"tools that were never called {when}: {names}; check how the prompt presents them: {look}"
+    return f"tools that were never called {period_text}: {names}; check how the prompt presents them: {prompts_command}"

@@ -27,6 +27,6 @@ class PolicyTeacher:
         return self._policy.forward_frozen(rows) if self._at_start else self._policy.forward(rows)
 
     def store_targets(self, rows: Sequence[TokenBatch] | None) -> int:
-        start = self._policy.starting_weights() if self._at_start else nullcontext()
-        with start, self._policy.on_device():
+        weights_context = self._policy.starting_weights() if self._at_start else nullcontext()
+        with weights_context, self._policy.on_device():
             return store_model_targets(self._policy, rows, self._stored)

@@ -18,10 +18,10 @@ class Rollbacks(TrainerPart):
         The folder must have been checked for harmful pickles.
         """
         state = self._state
-        trained = [state.policy] if state.critic is None else [state.policy, state.critic]
-        version, update_counts = state.weight_version, [model.schedule.num_steps for model in trained]
+        trained_models = [state.policy] if state.critic is None else [state.policy, state.critic]
+        version, update_counts = state.weight_version, [model.schedule.num_steps for model in trained_models]
         state.load(folder)
         state.set_version(version)
-        for model, update_count in zip(trained, update_counts, strict=True):
+        for model, update_count in zip(trained_models, update_counts, strict=True):
             # The schedule counts all updates of the run, including those rolled back.
             model.schedule.step(increment=update_count - model.schedule.num_steps)

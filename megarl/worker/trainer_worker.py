@@ -125,11 +125,11 @@ class TrainerWorker:
 
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
         """Join a process group with separate engines and send them the weights of this version."""
-        return self._note_version(version, self.cross_world_reshard.join_and_reshard(meeting, topology, version))
+        return self._record_version(version, self.cross_world_reshard.join_and_reshard(meeting, topology, version))
 
     def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
         """Send the policy's weights of this version to the engines. With `verify` they are compared afterwards."""
-        return self._note_version(version, self.cross_world_reshard.run(verify, version))
+        return self._record_version(version, self.cross_world_reshard.run(verify, version))
 
     def start_reshard(self, verify: bool, version: int) -> None:
         """Start sending a copy of the policy's weights in the background. The policy can be trained meanwhile."""
@@ -139,7 +139,7 @@ class TrainerWorker:
     def finish_reshard(self) -> ReshardReport | LostPeer:
         return self.cross_world_reshard.finish()
 
-    def _note_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
+    def _record_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
         if isinstance(report, ReshardReport):
             self.state.weight_version = version
         return report

@@ -20,8 +20,8 @@ KeepExperts = Callable[[NDArray[np.integer]], ExpertsHandle]
 class RoutedExperts(EnginePart):
     """Part that stores the experts of each completion, if vLLM returns them (`enable_return_routed_experts`)."""
 
-    def __init__(self, keep: KeepExperts) -> None:
-        self._store = keep
+    def __init__(self, store: KeepExperts) -> None:
+        self._store = store
 
     def extend_completion(self, completion: Completion, output: Any) -> Completion:
         """Store the experts of vLLM's output here. Return the completion with their handle and hashes."""

@@ -39,7 +39,7 @@ class TrainedAdapter(EnginePart):
         self.slots = AdapterSlots(worker.get_model(), self._lora.rank)
 
     def activate(self, worker: Any) -> None:
-        # After the warm-up: vLLM removes all adapters at its end.
+        # Activate after the warm-up, because vLLM removes all adapters when it ends.
         assert self.slots is not None
         self.slots.activate(worker)
 

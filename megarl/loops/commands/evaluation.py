@@ -187,7 +187,7 @@ def _make_output_folder(out: Path | None, default: Path) -> Path:
 
     Raises ConfigError if `out` exists.
     """
-    number, folder = 1, out or default
+    folder_number, folder = 1, out or default
     while True:
         with storage_faults_named(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -198,8 +198,8 @@ def _make_output_folder(out: Path | None, default: Path) -> Path:
                 return folder
         if out is not None:
             raise ConfigError(_OUT_EXISTS.format(out))
-        number += 1
-        folder = default.with_name(f"{default.name}_{number}")
+        folder_number += 1
+        folder = default.with_name(f"{default.name}_{folder_number}")
 
 
 async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
@@ -238,9 +238,11 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
 async def _start_sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
     """Return the recipe's sources with the chosen validation sets, and engines closed by `stack`."""
     recipe, screen = evaluation.recipe, _Screen()
-    dropped: Dropped = Counter()
-    problems_by_source = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
-    for path, count in dropped.items():
+    dropped_counts: Dropped = Counter()
+    problems_by_source = {
+        source.name: read_heldout(source.recipe, tokenizer, dropped_counts) for source in recipe.sources
+    }
+    for path, count in dropped_counts.items():
         screen.notice(f"{path}: {count} prompts were dropped, because they are longer than data.max_prompt_tokens")
     logs = evaluation.folder / "logs"
     # Start the ranks with engines, and the processes of the rewards.

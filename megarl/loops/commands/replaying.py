@@ -138,8 +138,8 @@ class Effect:
 def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequence[str] = ()) -> Replay:
     """Check the inputs of a replay. Starts no process.
 
-    A replay executes the steps after the newest checkpoint before `step` up to `step`, with the recipe recorded at
-    `step`. Without such a checkpoint it begins with step 1. `overrides` change the recipe for all these steps, usually
+    A replay executes the steps from the newest checkpoint before `step`, or from the beginning, up to `step`. It uses
+    the recipe recorded at `step`. `overrides` change the recipe for all these steps, usually
     its parallel sizes. With `changes`, `step` is executed twice from the same state: as in the run, and with these
     fields changed. Raises ConfigError or DataError for a missing record, a damaged checkpoint, or a field that cannot
     change.
@@ -185,16 +185,16 @@ def _find_executed_steps(run_record: RunRecord, step: int) -> tuple[Path | None,
             if recorded_numbers
             else "it has no records"
         )
-        start = f"the checkpoint of step {first_step - 1}" if earlier_checkpoints else "the initial weights"
+        start_text = f"the checkpoint of step {first_step - 1}" if earlier_checkpoints else "the initial weights"
         raise ConfigError(
-            f"--step {step}: a replay starts from {start} and needs the records of steps {first_step} to {step}, but "
-            f"{run / RECORDS} has none of step {missing_steps[0]}; {recorded_text}. Choose another step; steps are "
+            f"--step {step}: a replay starts from {start_text} and needs the records of steps {first_step} to {step}, "
+            f"but {run / RECORDS} has none of step {missing_steps[0]}; {recorded_text}. Choose another step; steps are "
             "recorded only with train.record=tokens or all"
         )
     record = StepRecord.load(run / RECORDS, step)
     # Read all records now, to find a damaged one before the ranks start.
-    recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in steps[:-1]}
-    if other_recipes := [number for number in recipes if recipes[number] != record.recipe]:
+    recipes = {earlier_step: StepRecord.load(run / RECORDS, earlier_step).recipe for earlier_step in steps[:-1]}
+    if other_recipes := [earlier_step for earlier_step in recipes if recipes[earlier_step] != record.recipe]:
         raise ConfigError(
             f"--step {step}: the recipe was changed after step {other_recipes[-1]}, and the run saved no checkpoint "
             f"from there to step {step}; replay a step up to {other_recipes[-1]}"
@@ -273,9 +273,9 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         # In the run folder: its disk has room for checkpoints, and all nodes see it.
         folder = stack.enter_context(temporary_folder(run, ".replay_"))
         tokenizer = tokenizer_of(recipe.model)
-        dropped: Dropped = Counter()
-        data = read_data(recipe, tokenizer, dropped, folder, with_validation=False)
-        conversations_at = conversations_of(recipe, tokenizer, dropped, _read_position(prepared.checkpoint))
+        dropped_counts: Dropped = Counter()
+        data = read_data(recipe, tokenizer, dropped_counts, folder, with_validation=False)
+        conversations_at = conversations_of(recipe, tokenizer, dropped_counts, _read_position(prepared.checkpoint))
         problems = {source: train for source, (train, _) in data.items()}
         find_problem = problem_lookup(problems, "the record", "restore the run's data")
         trainers = await _start_trainers(recipe, parallel, run / LOGS, stack)

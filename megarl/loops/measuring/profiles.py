@@ -21,7 +21,7 @@ Call = Callable[[str, bool], Awaitable[list[Any]]]
 
 _SAME_CLOCK_SECONDS = 0.1
 """Clock offsets below this count as 0. Monotonic clocks start at boot. Two machines hardly boot within 0.1 s, so a
-small offset kinds one machine.
+small offset means one machine.
 """
 
 
@@ -85,10 +85,10 @@ class Profiles:
         try:
             offsets = await _start_spans(self._ranks.trainers.call)
             record(True)
-            began = time.monotonic()
+            step_began = time.monotonic()
             try:
                 yield
-                step_span = (f"step {step_number}", began, time.monotonic())
+                step_span = (f"step {step_number}", step_began, time.monotonic())
             finally:
                 driver_spans = record(False)
             trainer_answers = await self._ranks.trainers.call("__spans__", False)
@@ -114,12 +114,12 @@ class Profiles:
             # Wait for the end of the task: it uses the ranks, closed next.
             await asyncio.gather(self._trace_task, return_exceptions=True)
 
-    async def _begin_engine_spans(self, earlier: asyncio.Task[None] | None) -> list[float]:
-        """Start recording spans on separate engines, after the `earlier` trace. Return offsets like `_start_spans`."""
+    async def _begin_engine_spans(self, previous_trace: asyncio.Task[None] | None) -> list[float]:
+        """Start recording spans on separate engines, once `previous_trace` is written. Return clock offsets."""
         if not self._ranks.is_separate:
             return []
-        if earlier is not None:
-            await earlier
+        if previous_trace is not None:
+            await previous_trace
         return await _start_spans(self._ranks.call_engines)
 
     async def _write_trace(

@@ -102,7 +102,7 @@ class Canary(StepObserver):
     def _undecided_remedy(verdict: Verdict) -> str:
         if verdict.is_decided:
             return "No node is excluded, because the ranks that share this output are on several nodes"
-        return "No node is excluded: both repeat their own result, and two replicas have no majority"
+        return "No node is excluded: both ranks repeat their own result, and two replicas have no majority"
 
 
 def find_wrong_ranks(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict | None:

@@ -112,10 +112,10 @@ class Instabilities(StepObserver):
             step.log({"train/spikes": float(num_spikes), "train/rollbacks": float(num_rollbacks)})
 
     def find_fault(self, step: Step) -> MegarlError | None:
-        fault, self._fault = self._fault, None
-        if fault is None:
+        fault_text, self._fault = self._fault, None
+        if fault_text is None:
             return None
         return UnhealthyError(
-            f"{fault}. Look at the step's samples and at train/grad_norm; the state after the step is saved, go on "
-            f"with: megarl train {self._folder.path} --resume"
+            f"{fault_text}. Look at the step's samples and at train/grad_norm; the state after the step is saved, go "
+            f"on with: megarl train {self._folder.path} --resume"
         )

@@ -52,7 +52,7 @@ class StepRecorder(StepObserver):
         """Record a step after its updates, and add the metrics in `METRICS`. Does nothing without train.record."""
         if self._recipe.train.record is None:
             return
-        began = time.monotonic()
+        record_began = time.monotonic()
         with span("record"):
             is_complete = self._recipe.train.record == "all"
             record = await make_record(
@@ -69,7 +69,7 @@ class StepRecorder(StepObserver):
             num_bytes = await asyncio.to_thread(record.save, self._folder)
         step.log(
             {
-                "record/seconds": time.monotonic() - began,
+                "record/seconds": time.monotonic() - record_began,
                 "record/bytes_per_token": num_bytes / max(record.num_tokens, 1),
             }
         )

@@ -147,8 +147,8 @@ async def replacing_lost_engines(
 
 async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: ParallelConfig) -> None:
     # A replica keeps its number for life: its first rank determines it.
-    number = parallel.leaders().index(group.part.first_rank)
-    settings = {"recipe": recipe, "parallel": parallel, "replica": number}
+    replica_number = parallel.leaders().index(group.part.first_rank)
+    settings = {"recipe": recipe, "parallel": parallel, "replica": replica_number}
     await group.construct("megarl.worker.engine_worker:EngineWorker", settings)
 
 

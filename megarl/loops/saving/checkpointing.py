@@ -238,7 +238,7 @@ class Survey:
 
 
 def remove_incomplete_saves(checkpoints_folder: Path) -> None:
-    """Remove interrupted saves in the folder `checkpoints_folder` of a run's checkpoints. Reads no file."""
+    """Remove interrupted saves in the folder of a run's checkpoints. Reads no file."""
     for leftover in checkpoints_folder.glob(".step_*"):
         if _LEFTOVER.fullmatch(leftover.name):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -278,8 +278,8 @@ def plain_recipe(recipe: Recipe) -> dict[str, Any]:
 
 def _rename_damaged(folder: Path) -> None:
     """Rename a folder to NAME.damaged, NAME.damaged_2 and so on, so it can be inspected."""
-    target, number = folder.with_name(f"{folder.name}.damaged"), 1
+    target, copy_number = folder.with_name(f"{folder.name}.damaged"), 1
     while target.exists():
-        number += 1
-        target = folder.with_name(f"{folder.name}.damaged_{number}")
+        copy_number += 1
+        target = folder.with_name(f"{folder.name}.damaged_{copy_number}")
     folder.rename(target)

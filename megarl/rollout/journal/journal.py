@@ -140,18 +140,18 @@ class AttemptJournal:
         `trained_tries` has (name of the try, number of trained tokens). `live_tries` has the names of tries that wait
         for a later step.
         """
-        names = {name for name, _ in trained_tries}
+        trained_names = {name for name, _ in trained_tries}
         # Checkpoints have ended attempts too. These are used without `begin`.
-        self._unused -= names | set(live_tries)
-        dropped = [
+        self._unused -= trained_names | set(live_tries)
+        dropped_names = [
             t.name
             for t in self._state.tries.values()
             if t.settled_step is None and not (t.is_open or t.is_replaced or t.name in self._unused)
-            and t.name not in names and t.name not in live_tries
+            and t.name not in trained_names and t.name not in live_tries
         ]  # fmt: skip
         # One flush for both kinds of records: a kill between two flushes would leave attempts without an end.
         self.append({"kind": "step", "step": step, "tries": [list(pair) for pair in trained_tries]})
-        self.append({"kind": "dropped", "tries": dropped, "step": step})
+        self.append({"kind": "dropped", "tries": dropped_names, "step": step})
         if step >= self._last_step_of_use and self._unused:
             self.append({"kind": "lost", "tries": sorted(self._unused), "step": step})
             self._unused.clear()
@@ -165,8 +165,8 @@ class AttemptJournal:
     async def write(self, values: Mapping[str, Any]) -> None:
         """Append a record, and wait until it is on the disk. Raises StorageError."""
         self.append(values)
-        number = self._num_appended
-        while self._num_durable < number:
+        record_number = self._num_appended
+        while self._num_durable < record_number:
             if self._flushing is None or self._flushing.done():
                 self._flushing = asyncio.ensure_future(self._flush())
             # Shielded: cancelling one caller must not stop the flush awaited by other callers.
@@ -336,12 +336,12 @@ class AttemptLog:
         if earlier.settings != self._try.settings:
             return
         refused_calls = list(earlier.refused)
-        for number, answer in earlier.answers.items():
+        for answer_number, answer in earlier.answers.items():
             # In their order: a refused prompt may have been asked again.
-            while refused_calls and refused_calls[0][0] <= number:
+            while refused_calls and refused_calls[0][0] <= answer_number:
                 self.calls.append(refused_calls.pop(0)[1])
             if answer.call is not None:
-                self._origins[_digest(answer.call)].append((earlier.name, number))
+                self._origins[_digest(answer.call)].append((earlier.name, answer_number))
                 if answer.is_repeatable:
                     self.calls.append(answer.call)
         self.calls += [call for _, call in refused_calls]
@@ -350,9 +350,9 @@ class AttemptLog:
         """Begin another try, which may repeat the answers of the current try."""
         if self._is_dropped:
             raise asyncio.CancelledError
-        earlier, self.reopened = self._try, None
-        self._try = self._journal.begin_try(earlier.attempt_name, earlier.settings)
-        self._repeat_answers_of(earlier)
+        previous_try, self.reopened = self._try, None
+        self._try = self._journal.begin_try(previous_try.attempt_name, previous_try.settings)
+        self._repeat_answers_of(previous_try)
 
     def open_session(self, session: str, key: str, node: str, container: str) -> None:
         """Record how a later driver can reach the attempt's program. Written by the next flush, with the first

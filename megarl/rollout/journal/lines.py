@@ -40,15 +40,15 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises DataError for a damaged line, StorageError if the file cannot be read.
     """
     with storage_faults_named(file), file.open("rb") as lines:
-        number = 0
+        line_number = 0
         while line := lines.readline(_MAX_LINE):
-            number += 1
+            line_number += 1
             values = _decode_line(line)
             if values is not None:
-                yield number, values
+                yield line_number, values
             # Only a last line without a line feed is skipped, because a kill cut it.
             elif line.endswith(b"\n") or len(line) == _MAX_LINE:
-                raise damaged(file, number, "the line's checksum is wrong")
+                raise damaged(file, line_number, "the line's checksum is wrong")
 
 
 def damaged(file: Path, number: int, reason: str) -> DataError:

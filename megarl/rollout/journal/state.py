@@ -65,11 +65,11 @@ class JournalState:
 
     def read(self, file: Path) -> None:
         """Apply all records of a file. Raises DataError if it is damaged, StorageError if it cannot be read."""
-        for number, values in read_lines(file):
+        for line_number, values in read_lines(file):
             try:
                 self.apply(values)
             except DAMAGE as error:
-                raise damaged(file, number, f"the record is not one of a journal ({error!r:.200})") from None
+                raise damaged(file, line_number, f"the record is not one of a journal ({error!r:.200})") from None
 
     def apply(self, record: Mapping[str, Any]) -> None:
         """Apply a record. Raises an error of `DAMAGE` if it is not a valid record of a journal."""
@@ -163,11 +163,11 @@ class JournalState:
         # Only a rewritten record has it: a new try begins in the step after the find_newest_try settled one.
         first_step = read_count(record["step"]) if "step" in record else self._last_step + 1
         tries_of_attempt = self._tries_by_attempt.setdefault(attempt_name, {})
-        for earlier in tries_of_attempt.values():
-            first_step = min(first_step, earlier.first_step)
-            if earlier.settled_step is None:
+        for earlier_try in tries_of_attempt.values():
+            first_step = min(first_step, earlier_try.first_step)
+            if earlier_try.settled_step is None:
                 # Keep its answers, because the later try may repeat them.
-                earlier.is_open, earlier.is_replaced = False, True
+                earlier_try.is_open, earlier_try.is_replaced = False, True
         self.tries[name] = tries_of_attempt[name] = JournaledTry(name, attempt_name, settings, first_step)
 
     def _apply_called(self, record: Mapping[str, Any]) -> None:
@@ -175,10 +175,10 @@ class JournalState:
 
     def _apply_sampled(self, record: Mapping[str, Any]) -> None:
         """Add an answer to a try. A repeated answer moves from the earlier try, so that its tokens count once."""
-        agent_try, number = self.tries[record["try"]], read_count(record["call"])
-        if number < agent_try.num_answers_begun or not agent_try.is_open:
+        agent_try, answer_number = self.tries[record["try"]], read_count(record["call"])
+        if answer_number < agent_try.num_answers_begun or not agent_try.is_open:
             raise ValueError("an answer of a try that is over, or an answer twice")
-        completion = read_completion(f"{agent_try.name}.{number}", record)
+        completion = read_completion(f"{agent_try.name}.{answer_number}", record)
         num_tokens, versions = len(completion.token_ids), completion.weight_versions
         identity = str(record.get("id", ""))
         self._calls_under_way.discard(identity)
@@ -189,7 +189,7 @@ class JournalState:
         # Earlier versions of megarl write no ids of requests and calls.
         request_id = str(record.get("request", ""))
         answer = JournaledAnswer(num_tokens, newest_version, call, record["repeatable"] is True, request_id, identity)
-        agent_try.add_answer(number, answer)
+        agent_try.add_answer(answer_number, answer)
         if record["from"] is None:
             # Earlier versions of megarl do not count the tokens of unfinished calls.
             num_begun_tokens = read_count(record.get("begun", 0))

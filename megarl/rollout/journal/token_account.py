@@ -91,6 +91,6 @@ class TokenAccount:
         self.lost += read_count(record["lost"])
         # Earlier versions of megarl do not count these.
         self.unreported_calls += read_count(record.get("unreported_calls", 0))
-        for step, trained, untrained in record["steps"]:
-            self.trained[read_count(step)] = read_count(trained)
-            self.untrained[step] = read_count(untrained)
+        for step, num_trained, num_untrained in record["steps"]:
+            self.trained[read_count(step)] = read_count(num_trained)
+            self.untrained[step] = read_count(num_untrained)

@@ -98,13 +98,15 @@ class JournaledTry:
 
         Their first tokens, sampled by other weights, count like those of an aborted call: a checkpoint may have them.
         """
-        stale = [number for number, answer in self.answers.items() if answer.newest_version > version]
-        if stale:
+        stale_numbers = [
+            answer_number for answer_number, answer in self.answers.items() if answer.newest_version > version
+        ]
+        if stale_numbers:
             # Trajectory and program already contain the removed tokens, so neither can be used.
             self.ended = self.opened = None
-            self.refused = [(num_before, call) for num_before, call in self.refused if num_before <= min(stale)]
+            self.refused = [(num_before, call) for num_before, call in self.refused if num_before <= min(stale_numbers)]
         num_removed = 0
-        for answer in map(self.answers.pop, stale):
+        for answer in map(self.answers.pop, stale_numbers):
             num_removed += answer.num_tokens
             if answer.call is not None:
                 num_retained = int((answer.call.parts[0].weight_versions <= version).sum())
@@ -119,12 +121,12 @@ class JournaledTry:
         return any(answer.identity == identity for answer in self.answers.values())
 
     def has_counted(self, identity: str) -> bool:
-        """Return whether the journal has counted tokens of this call. `identity` is empty in checkpoints of old."""
+        """Return whether the journal has counted tokens of this call. `identity` is empty in old checkpoints."""
         return identity in self.aborted or (bool(identity) and self.has_answer(identity))
 
-    def remember_calls_of(self, earlier: JournaledTry) -> None:
+    def remember_calls_of(self, earlier_try: JournaledTry) -> None:
         """Remember that the tokens of an earlier try's calls are counted, and lost. A checkpoint may have the calls."""
-        for identity in [*earlier.aborted, *(answer.identity for answer in earlier.answers.values())]:
+        for identity in [*earlier_try.aborted, *(answer.identity for answer in earlier_try.answers.values())]:
             self.aborted[identity] += 0
 
     def take_aborted(self, identity: str, num_tokens: int) -> None:
@@ -144,13 +146,13 @@ class JournaledTry:
         for answer in self.answers.values():
             answer.call = None
 
-    def add_answer(self, number: int, answer: JournaledAnswer) -> None:
+    def add_answer(self, answer_number: int, answer: JournaledAnswer) -> None:
         """Add an answer. `find_base_answer` finds it by a hash of its prompt and tokens, if a prompt continues it."""
-        self.answers[number] = answer
-        self.num_answers_begun = number + 1
+        self.answers[answer_number] = answer
+        self.num_answers_begun = answer_number + 1
         if (call := answer.call) is not None:
             token_ids = np.concatenate([call.prompt_token_ids.astype(np.int64), call.parts[0].token_ids])
-            self.chains.append(Chain([number], len(token_ids), hashlib.blake2b(token_ids.tobytes()).digest()))
+            self.chains.append(Chain([answer_number], len(token_ids), hashlib.blake2b(token_ids.tobytes()).digest()))
 
     def find_base_answer(self, prompt: NDArray[np.int32]) -> tuple[int | None, int]:
         """Return the number of the answer that a prompt [prompt] continues, and the number of tokens up to its end.
@@ -172,17 +174,17 @@ class JournaledTry:
         # Repeat the try answer by answer, because `base` must name an answer written before.
         rebuilt_try = JournaledTry(self.name, self.attempt_name, self.settings, self.first_step)
         refused_calls = list(self.refused)
-        for number, answer in sorted(self.answers.items()):
-            while refused_calls and refused_calls[0][0] <= number:
+        for answer_number, answer in sorted(self.answers.items()):
+            while refused_calls and refused_calls[0][0] <= answer_number:
                 yield refused_record(rebuilt_try, refused_calls.pop(0)[1])
             if answer.call is None:
                 counts = {"tokens": answer.num_tokens, "version": answer.newest_version}
-                yield {"kind": "counted", "try": self.name, "call": number, "id": answer.identity, **counts}
+                yield {"kind": "counted", "try": self.name, "call": answer_number, "id": answer.identity, **counts}
             else:
                 yield sampled_record(
-                    rebuilt_try, number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request
+                    rebuilt_try, answer_number, answer.call, is_repeatable=answer.is_repeatable, request=answer.request
                 )
-            rebuilt_try.add_answer(number, answer)
+            rebuilt_try.add_answer(answer_number, answer)
             if self.received[answer.request] > 0 and self.can_go_on:
                 yield {"kind": "received", "try": self.name, "request": answer.request, "clients": 1}
         for _, refused_call in refused_calls:
@@ -201,7 +203,7 @@ class JournaledTry:
 
 def sampled_record(
     agent_try: JournaledTry,
-    number: int,
+    answer_number: int,
     call: RecordedCall,
     origin: tuple[str, int] | None = None,
     *,
@@ -217,7 +219,7 @@ def sampled_record(
     return {
         "kind": "sampled",
         "try": agent_try.name,
-        "call": number,
+        "call": answer_number,
         "from": None if origin is None else list(origin),
         "repeatable": is_repeatable,
         "begun": num_begun_tokens,

@@ -74,8 +74,8 @@ class PendingRequest:
     purpose: str = field(default_factory=COUNTED_FOR.get)
     """Whether metrics count the tokens as `training` or `evaluation`."""
 
-    def finish(self, last: Completion, replica: Replica | None) -> None:
-        self.future.set_result((join_parts([*self.parts, last]) if self.parts else last, replica))
+    def finish(self, last_part: Completion, replica: Replica | None) -> None:
+        self.future.set_result((join_parts([*self.parts, last_part]) if self.parts else last_part, replica))
 
     def report_abort(self, num_tokens: int) -> None:
         if self.on_abort is not None:

@@ -243,7 +243,9 @@ def _count_turns(trajectories: Sequence[Trajectory]) -> int:
 
 def _number_state_groups(groups: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
     """Return the array `RLBatch.state_groups`: equal states of one group's turns get one number."""
-    grouped_trajectories = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group]
+    grouped_trajectories = [
+        (group_number, trajectory) for group_number, group in enumerate(groups) for trajectory in group
+    ]
     num_turns = _count_turns([trajectory for _, trajectory in grouped_trajectories])
     state_numbers = np.full((len(grouped_trajectories), num_turns), -1, np.int64)
     number_of_state: dict[tuple[int, str], int] = {}

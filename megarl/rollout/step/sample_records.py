@@ -121,17 +121,17 @@ def _make_token_record(
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
     """Return the text of each token [tokens]. If several tokens share a character, the last one has its text."""
     texts: list[str] = []
-    pending: list[int] = []
+    pending_tokens: list[int] = []
     for num_read, token in enumerate(token_ids.tolist(), 1):
-        pending.append(token)
-        text = str(tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        pending_tokens.append(token)
+        text = str(tokenizer.decode(pending_tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         # The decoder writes U+FFFD for an incomplete character. A token may also mean U+FFFD, so join at most 4 tokens.
-        is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and num_read < len(token_ids)
+        is_part = text.endswith("\ufffd") and len(pending_tokens) < _BYTES_OF_CHARACTER and num_read < len(token_ids)
         if not is_part:
             # SentencePiece decoders drop the space before a text's first word, so restore it.
-            raw_token = tokenizer.convert_ids_to_tokens(pending[0])
+            raw_token = tokenizer.convert_ids_to_tokens(pending_tokens[0])
             needs_space = isinstance(raw_token, str) and raw_token.startswith("\u2581") and not text.startswith(" ")
-            pending = []
+            pending_tokens = []
             text = f" {text}" if needs_space else text
         texts.append("" if is_part else text)
     return texts

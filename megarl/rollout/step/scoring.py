@@ -116,7 +116,7 @@ async def complete_logprobs(
         for trajectory_index, trajectory in enumerate(trajectories)
     ]
     lacks_entropies = [needs_entropies and _lacks_entropies(trajectory) for trajectory in trajectories]
-    if indices := [index for index, needs in enumerate(zip(lacks_values, lacks_entropies, strict=True)) if any(needs)]:
+    if indices := [index for index, lacks in enumerate(zip(lacks_values, lacks_entropies, strict=True)) if any(lacks)]:
         # Join all in one batch, because each forward pass is a call to every rank.
         batch = RLBatch.from_groups(
             [[trajectories[index] for index in indices]], replays_routes=recipe.trainer.router_replay

@@ -270,8 +270,8 @@ def _average_environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str
 
 
 def _count_first_prompt_tokens(trajectory: Trajectory) -> int:
-    sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
-    return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())
+    first_sampled_mask = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
+    return len(trajectory.problem.prompt_token_ids) if first_sampled_mask is None else int(first_sampled_mask.argmax())
 
 
 def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:

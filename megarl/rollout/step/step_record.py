@@ -282,7 +282,7 @@ def compute_digests(arrays: Mapping[str, NDArray[Any]], borders: NDArray[np.int6
 
     def split_by_sample(array: NDArray[Any]) -> list[NDArray[Any]]:
         if len(array) == num_samples:
-            return [array[number : number + 1] for number in range(num_samples)]
+            return [array[sample : sample + 1] for sample in range(num_samples)]
         return np.split(array, borders[1:-1])
 
     return {
@@ -423,10 +423,10 @@ def _make_array_difference(
     return Difference(name, location, text, differing_samples)
 
 
-def _is_close(before: NDArray[Any], now: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
+def _is_close(recorded_values: NDArray[Any], replayed_values: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
     if tolerance == 0:
-        return (before == now) | (np.isnan(before) & np.isnan(now))
-    return np.isclose(now, before, rtol=tolerance, atol=tolerance, equal_nan=True)
+        return (recorded_values == replayed_values) | (np.isnan(recorded_values) & np.isnan(replayed_values))
+    return np.isclose(replayed_values, recorded_values, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _find_state_differences(

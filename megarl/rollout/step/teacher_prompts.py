@@ -112,11 +112,11 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
     """
     token_pieces: list[NDArray[np.int64]] = []
     index_pieces: list[NDArray[np.int64]] = []
-    for opening, start, end in zip(openings, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        first_retained = int(start) + opening.num_replaced
-        token_pieces += [opening.token_ids, batch.token_ids[first_retained:end]]
+    for opening, first_token, end_token in zip(openings, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        first_retained = int(first_token) + opening.num_replaced
+        token_pieces += [opening.token_ids, batch.token_ids[first_retained:end_token]]
         index_pieces.append(
-            np.concatenate([np.full(len(opening.token_ids), -1, np.int64), np.arange(first_retained, end)])
+            np.concatenate([np.full(len(opening.token_ids), -1, np.int64), np.arange(first_retained, end_token)])
         )
     batch_indices = np.concatenate(index_pieces)
     joined = TokenBatch(
@@ -133,10 +133,10 @@ def join_openings(batch: TokenBatch, openings: Sequence[Opening]) -> tuple[Token
     return joined, batch_indices
 
 
-def _count_common_tokens(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
-    size = min(len(left), len(right))
-    differs = np.flatnonzero(left[:size] != right[:size])
-    return int(differs[0]) if len(differs) else size
+def _count_common_tokens(first_tokens: NDArray[np.int64], second_tokens: NDArray[np.int64]) -> int:
+    min_length = min(len(first_tokens), len(second_tokens))
+    differs = np.flatnonzero(first_tokens[:min_length] != second_tokens[:min_length])
+    return int(differs[0]) if len(differs) else min_length
 
 
 def _find_context_text(part: str, trajectory: Trajectory, group: Sequence[Trajectory]) -> str:

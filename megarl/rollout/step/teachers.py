@@ -103,12 +103,12 @@ class Teachers:
             openings = prompts.make_openings(trajectory, group)
             num_without_context += openings is None
             for sequence, opening in enumerate(openings or [None] * len(trajectory.segments), first_sequence):
-                start, end = batch.cu_seqlens[sequence : sequence + 2]
-                is_too_long = opening is not None and opening.length_of(int(end - start)) > self._max_tokens
+                first_token, end_token = batch.cu_seqlens[sequence : sequence + 2]
+                is_too_long = opening is not None and opening.length_of(int(end_token - first_token)) > self._max_tokens
                 num_too_long += is_too_long
                 # With the policy's own prompt, the teacher would know no more than the policy.
                 if opening is None or is_too_long:
-                    batch.loss_mask[start:end] = False
+                    batch.loss_mask[first_token:end_token] = False
                 else:
                     self._openings[sequence] = opening
                     prompt_lengths.append(len(opening.token_ids))
@@ -162,8 +162,8 @@ class Teachers:
         """
         assert batch.target_keys is not None
         is_trained = np.logical_or.reduceat(batch.loss_mask, batch.cu_seqlens[:-1])
-        for number, model in enumerate(self._models):
-            sequences = np.flatnonzero(is_trained & (batch.target_keys[:, 0] == number))
+        for teacher_number, model in enumerate(self._models):
+            sequences = np.flatnonzero(is_trained & (batch.target_keys[:, 0] == teacher_number))
             if len(sequences):
                 yield model, sequences
 
