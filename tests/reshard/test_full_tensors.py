@@ -25,7 +25,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The only rank of a world, and no engine that is written in place."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     monkeypatch.setattr(planning, "gather_values", lambda value, group: [value])
-    monkeypatch.setattr(planning, "record", lambda *_: (None, "rank 0: a layer converts its weights"))
+    monkeypatch.setattr(planning, "record_engine_layout", lambda *_: (None, "rank 0: a layer converts its weights"))
     yield
     dist.destroy_process_group()
 
