@@ -253,7 +253,7 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache."""
         self.reset_prefix_cache()
-        self._sleep.begin()
+        self._sleep.release_memory()
 
     @property
     def sleep_notices(self) -> list[str]:
@@ -264,7 +264,7 @@ class RolloutEngine:
 
         Then the weights must be written.
         """
-        self._sleep.end(tags)
+        self._sleep.allocate_memory(tags)
 
     def close(self) -> None:
         """Shut the engine down, but keep torch's default process group open. A collective over the world.
@@ -295,21 +295,21 @@ class RolloutEngine:
         """
         # Aborted and refused requests complete at once. All others run until one of the three limits.
         engine, executor = requests.engine, self._executor
-        completions = [requests.abort(request_id) for request_id in aborts if request_id in requests.running]
+        completions = [requests.abort_request(request_id) for request_id in aborts if request_id in requests.running]
         for request in new_requests:
-            completions += requests.add(request, self.weight_version)
+            completions += requests.add_request(request, self.weight_version)
         sampling_began, num_steps_before = time.monotonic(), executor.num_steps
         while engine.has_unfinished_requests():
             with span("engine step"):
                 outputs = engine.step()
-            completions += map(requests.finish, outputs)
+            completions += map(requests.finish_request, outputs)
             if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
-        completions += map(requests.finish, requests.finish_started_steps())
+        completions += map(requests.finish_request, requests.finish_started_steps())
         # A stalled engine has unfinished requests, but scheduled no step in this call.
         is_working = executor.num_steps > num_steps_before or not engine.has_unfinished_requests()
         seconds, num_running = time.monotonic() - sampling_began, len(requests.running)
-        self._progress.check(seconds, is_working, num_running=num_running, kv_usage=executor.kv_usage)
+        self._progress.check_stall(seconds, is_working, num_running=num_running, kv_usage=executor.kv_usage)
         return completions
 
 

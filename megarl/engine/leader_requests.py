@@ -34,7 +34,7 @@ class LeaderRequests:
         self._core: Any = cast(Any, engine.engine_core).engine_core
         self._scheduler: RecordingScheduler = self._core.scheduler
 
-    def add(self, request: Request, weight_version: int) -> list[Completion]:
+    def add_request(self, request: Request, weight_version: int) -> list[Completion]:
         """Pass a request to vLLM. Returns a completion with the error if vLLM refuses it, else an empty list.
 
         `weight_version` is the version of the live weights.
@@ -54,7 +54,7 @@ class LeaderRequests:
             self._continue_text(internal_id, request.prompt_token_ids[-request.num_retained :].tolist())
         return []
 
-    def finish(self, output: Any) -> Completion:
+    def finish_request(self, output: Any) -> Completion:
         # The scheduler recorded the tokens itself, so vLLM's output lacks them.
         (finished_output,) = output.outputs
         completion = self._pop_completion(output.request_id, finished_output.finish_reason)
@@ -63,7 +63,7 @@ class LeaderRequests:
             completion = part.extend_completion(completion, finished_output)
         return completion
 
-    def abort(self, request_id: str) -> Completion:
+    def abort_request(self, request_id: str) -> Completion:
         """Stop a running request, and return its completion so far."""
         internal_id = self.running[request_id].internal_id
         # vLLM 0.30 returns no output for an aborted request, so read its output state.

@@ -12,7 +12,7 @@ class Progress:
         self.stall_seconds = stall_seconds
         self._stalled_for = 0.0
 
-    def check(self, seconds: float, is_working: bool, *, num_running: int, kv_usage: Callable[[], float]) -> None:
+    def check_stall(self, seconds: float, is_working: bool, *, num_running: int, kv_usage: Callable[[], float]) -> None:
         """Raise TimeoutError if the calls since the last computed token took `stall_seconds`.
 
         The newest call took `seconds`. `is_working`: it computed a token, or left no request unfinished. `num_running`

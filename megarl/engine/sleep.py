@@ -35,12 +35,12 @@ class EngineSleep:
             part_tensors = [tensor for part in parts for tensor in part.further_tensors()]
             self.notices.append(sleep_copies_notice(model, unrestored, sleep_reasons, part_tensors))
 
-    def begin(self) -> None:
+    def release_memory(self) -> None:
         if self._can_sleep and not self._asleep:
             self._worker.sleep(level=self._level)
             self._asleep = {"weights", "kv_cache"}
 
-    def end(self, tags: Iterable[str]) -> None:
+    def allocate_memory(self, tags: Iterable[str]) -> None:
         if woken := self._asleep.intersection(tags):
             self._worker.wake_up(tags=sorted(woken))
             self._asleep -= woken

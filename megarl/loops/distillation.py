@@ -55,7 +55,7 @@ async def train(run: Run) -> None:
                     for minibatch in updates:
                         if not has_advantages:
                             await teachers.store_targets(minibatch)
-                        updates.add(await policy.update(minibatch))
+                        updates.add_update(await policy.update(minibatch))
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
                 rollout.log_samples(step, groups, updates.trained_tokens)
@@ -63,7 +63,7 @@ async def train(run: Run) -> None:
                 step.log(await move_reference(models, recipe, number))
 
                 # Before the reshard, while the engines sleep: their memory is free for the save and the export.
-                await run.checkpoints.begin(number, rollout.state.save)
+                await run.checkpoints.begin_due_saves(number, rollout.state.save)
                 await rollout.reshard(step)
                 await rollout.write_samples(step, groups, token_records)
 

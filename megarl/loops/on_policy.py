@@ -53,7 +53,7 @@ class OnPolicyRollout:
         run.data.rewind_draws(self.state.draws.num_written)
         await load_experts(run.models, self._recipe, self.state, checkpoint)
         # Replace the initial weights in the engines by the checkpoint's.
-        await run.reshard_schedule.run(run.folder.resumed_step)
+        await run.reshard_schedule.run_reshard(run.folder.resumed_step)
 
     async def sample(self, step: Step) -> list[Group]:
         """Return the groups to train the step on, and let colocated engines sleep.
@@ -90,7 +90,7 @@ class OnPolicyRollout:
         run = self._run
         if self._recipe.reshards_at(step.number):
             with run.tracker.phase("reshard"):
-                step.log(await run.reshard_schedule.begin(step.number))
+                step.log(await run.reshard_schedule.begin_reshard(step.number))
             self._engine_version = step.number + 1
         step.log(run.pool.metrics())
         if self._balance is not None:

@@ -56,7 +56,7 @@ async def train(run: Run) -> None:
                     step.log({"kl/reference": kto_kl})
             run.data.write_draws(number, order, indices)
             step.log(await move_reference(run.models, recipe, number))
-            await run.checkpoints.begin(number)
+            await run.checkpoints.begin_due_saves(number)
 
 
 def _make_batch(answers: Sequence[Answers]) -> TokenBatch:

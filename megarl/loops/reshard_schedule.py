@@ -91,7 +91,7 @@ class ReshardSchedule:
 
         Does nothing for separate engines, and for engines already asleep.
         """
-        # Colocated engines are paused by this method only. `run` wakes the engines, then resumes the pool.
+        # Colocated engines are paused by this method only. `run_reshard` wakes the engines, then resumes the pool.
         if self._ranks.is_separate or self._pool.is_paused:
             return
         with span("sleep engines"):
@@ -110,13 +110,13 @@ class ReshardSchedule:
             self._pool.resume()
         await self._checks.check_trainer()
 
-    async def run(self, step: int) -> dict[str, float]:
+    async def run_reshard(self, step: int) -> dict[str, float]:
         """Copy the weights and wait. Returns metrics: seconds of the slowest rank, and bytes of all ranks.
 
         First completes a background reshard, and includes its metrics. Requests in separate engines pause, then
         continue with the new weights.
         """
-        earlier_metrics = await self.finish()
+        earlier_metrics = await self.finish_reshard()
         if self._ranks.is_separate:
             reports, pause_metrics = await self._reshard_separate_engines(step)
         else:
@@ -126,19 +126,19 @@ class ReshardSchedule:
         self._pool.resume()
         return _add_earlier_metrics(earlier_metrics, reshard_metrics(reports) | pause_metrics)
 
-    async def begin(self, step: int) -> dict[str, float]:
+    async def begin_reshard(self, step: int) -> dict[str, float]:
         """Start a background reshard if the recipe allows it at this step, else reshard and wait.
 
         On return, the trainers have copies of their weights. The engines have paused, so all tokens sampled so far
-        count in this step. `finish` waits until the engines have the weights. Returns the metrics of the previous
-        background reshard, or those of `run`.
+        count in this step. `finish_reshard` waits until the engines have the weights. Returns the metrics of the
+        previous background reshard, or those of `run_reshard`.
         """
-        earlier_metrics = await self.finish()
+        earlier_metrics = await self.finish_reshard()
         # A restarted replica joins through a new cross-world process group. The trainers must help create it, so this
         # reshard cannot run in the background.
         can_overlap = self._reshard_calls.is_connected and not self._replacements.has_started
         if not (self._recipe.overlaps_at(step) and can_overlap):
-            return _add_earlier_metrics(earlier_metrics, await self.run(step))
+            return _add_earlier_metrics(earlier_metrics, await self.run_reshard(step))
         copies_made = asyncio.get_running_loop().create_future()
         self._background_reshard = asyncio.create_task(self._send_weights(step, copies_made))
         # The task may fail before `copies_made` is set. Then its error is raised here.
@@ -147,7 +147,7 @@ class ReshardSchedule:
             self._background_reshard.result()
         return earlier_metrics
 
-    async def finish(self) -> dict[str, float]:
+    async def finish_reshard(self) -> dict[str, float]:
         """Wait for the background reshard, and return its metrics; empty without one."""
         if self._background_reshard is None:
             return {}
@@ -202,7 +202,7 @@ class ReshardSchedule:
             pause_task.add_done_callback(report_copies_made)
 
         def report_copies_made(pause_task: asyncio.Task[None]) -> None:
-            # If the pause failed, `_send_weights` fails too. `begin` waits for `_send_weights` or for `copies_made`.
+            # If the pause failed, `_send_weights` fails too. `begin_reshard` waits for it or for `copies_made`.
             if not pause_task.cancelled() and pause_task.exception() is None and not copies_made.done():
                 copies_made.set_result(None)
 

@@ -65,7 +65,7 @@ async def train(run: Run) -> None:
                         step.log(await update_critic(batch, models["critic"], recipe, step.outcome))
                     updates = PolicyUpdates(batch, recipe, number, conversations_at(number))
                     for minibatch in updates:
-                        updates.add(await policy.update(minibatch, samples.kl_coefficient))
+                        updates.add_update(await policy.update(minibatch, samples.kl_coefficient))
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
                 await run.watch.observers.observe_batch(step, samples, batch)
@@ -76,7 +76,7 @@ async def train(run: Run) -> None:
                 step.log(await retain_experts(models, recipe, rollout.state))
 
                 # Before the reshard: colocated engines sleep, so their memory is free for the save and the export.
-                await run.checkpoints.begin(number, rollout.state.save)
+                await run.checkpoints.begin_due_saves(number, rollout.state.save)
                 await rollout.reshard(step)
                 await rollout.write_samples(step, groups, token_records)
 

@@ -357,5 +357,5 @@ async def _load_state(run: Run, checkpoint: Path) -> None:
     else:
         await processes.restore_from_copies(trainers, origin.copied_step)
         # At once: until the next copy is due, another loss would lose all steps since a checkpoint.
-        await processes.copies.renew(trainers)
+        await processes.copies.renew_copies(trainers)
     await run.watch.observers.resume_run(origin)

@@ -54,7 +54,7 @@ async def train(run: Run) -> None:
             async with run.updating(step):
                 step.log_update(await run.models["policy"].update(batch))
             run.data.write_draws(number, order, indices)
-            await run.checkpoints.begin(number)
+            await run.checkpoints.begin_due_saves(number)
 
 
 async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
@@ -68,7 +68,7 @@ async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
     if any(source.validation for source in run.data.sources):
         # SFT reshards only for an evaluation that samples, because training itself needs no engine.
         with run.tracker.phase("reshard"):
-            metrics |= await run.reshard_schedule.run(step)
+            metrics |= await run.reshard_schedule.run_reshard(step)
         metrics |= await run.evaluate(step)
         await run.reshard_schedule.sleep_engines()
     return metrics

@@ -97,7 +97,7 @@ class Run:
         step = Step(step_number)
         self.tracker.begin(step_number)
         # Before the step's first call to the ranks, so that start-up does not count.
-        await self.watch.performance.begin()
+        await self.watch.performance.begin_measuring()
         step.log(self.processes.take_metrics())
         await self.ranks.begin_step(step_number)
         if self.data.dropped:
@@ -113,7 +113,7 @@ class Run:
             else:
                 self.checkpoints.keep_if_best(step_number, {})
             # An asynchronous save is published at the end of the first step after it was written.
-            await self.checkpoints.complete()
+            await self.checkpoints.complete_save()
         if fault is not None:
             # Saved first, so that a resumed run continues after this step.
             await self._save_checkpoint(step_number, state)
@@ -168,9 +168,9 @@ class Run:
             raise
 
     async def complete_background_work(self) -> None:
-        await self.reshard_schedule.finish()
+        await self.reshard_schedule.finish_reshard()
         await self.watch.profiles.finish()
-        await self.checkpoints.complete(wait=True)
+        await self.checkpoints.complete_save(wait=True)
 
     async def _log_step(self, step: Step) -> MegarlError | None:
         """Measure and log a step, before its evaluation. Return the error that ends the run, or None."""
@@ -240,7 +240,7 @@ class Run:
             return
         await self.complete_background_work()
         await self.reshard_schedule.sleep_engines()
-        await self.checkpoints.copy(step, state and state.save)
+        await self.checkpoints.copy_to_memory(step, state and state.save)
         # A signal may have arrived meanwhile.
         await self._stop_if_asked(step, state)
         raise ResizeAskedError(resized_recipe)

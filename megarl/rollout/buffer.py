@@ -174,7 +174,7 @@ class GroupBuffer:
             self._drop_stale_groups()
             groups = await self._sample_groups_for_step()
         # If the step is undone, `forget_step` makes these groups wait again, so nothing is sampled twice.
-        self.state.use(groups)
+        self.state.use_groups(groups)
         if self.policy.stragglers == "abort":
             self._abort_remaining_groups()
         self._set_metrics(groups)
@@ -269,7 +269,7 @@ class GroupBuffer:
         # All attempts of a group share one temperature, even if its schedule moves on during a long group.
         temperature = self._sources[problem.source].sampling(self._demand.step).temperature
         group = StartedGroup(draw, problem, temperature)
-        self.state.start(group, positions)
+        self.state.start_group(group, positions)
         self._num_started += 1
         problem_counts = Counter() if problem_counts is None else problem_counts
         self._start_attempts(group, seed_number, repeat=problem_counts[problem.source, problem.index])
@@ -284,7 +284,7 @@ class GroupBuffer:
         if repeat:
             # All groups of a batch share one seed number. A problem drawn twice would get equal completions.
             seed = f"{seed} repeat {repeat}"
-        self._tasks.start(group, seed)
+        self._tasks.start_group(group, seed)
 
     def _wake_and_refill(self, task: asyncio.Future[None]) -> None:
         """Wake `take` after a sampling task ended, and replace a group filtered out during training."""
@@ -313,13 +313,13 @@ class GroupBuffer:
             group = [finished_attempts[attempt_number] for attempt_number in range(recipe.train.samples_per_prompt)]
             # Report before removing the group: if this raises during training, the next `take` must raise it again.
             self._report_to_curriculum(group)
-            self._tasks.remove(draw)
+            self._tasks.remove_group(draw)
             del state.started[draw]
             self._collected.append(group)
             if passes_filter(group, recipe.algorithm):
                 state.waiting = [*state.waiting, group]
             else:
-                state.drop("filtered", [group[0].problem])
+                state.drop_groups("filtered", [group[0].problem])
 
     def _report_to_curriculum(self, group: Group) -> None:
         """Report a complete group's share of right answers to the curriculum.
@@ -357,8 +357,8 @@ class GroupBuffer:
         self._counts["staleness/dropped"] += len(stale_draws)
         started_problems = [group.problem for draw, group in state.started.items() if draw in stale_draws]
         waiting_problems = [group[0].problem for group in state.waiting if draw_of(group) in stale_draws]
-        state.drop("stale", started_problems + waiting_problems)
-        self._tasks.cancel([draw for draw in state.started if draw in stale_draws], is_dropped=True)
+        state.drop_groups("stale", started_problems + waiting_problems)
+        self._tasks.cancel_groups([draw for draw in state.started if draw in stale_draws], is_dropped=True)
         state.started = {draw: group for draw, group in state.started.items() if draw not in stale_draws}
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale_draws]
 
@@ -367,7 +367,7 @@ class GroupBuffer:
         state = self.state
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
         self._counts["rollout/aborted"] += len(surplus)
-        state.drop("aborted", surplus)
+        state.drop_groups("aborted", surplus)
         self._tasks.cancel_all(is_dropped=True)
         state.started.clear()
         state.waiting = []

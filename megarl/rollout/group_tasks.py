@@ -49,7 +49,7 @@ class GroupTasks:
     def is_started(self, draw: int) -> bool:
         return draw in self._tasks
 
-    def start(self, group: StartedGroup, seed: str) -> None:
+    def start_group(self, group: StartedGroup, seed: str) -> None:
         """Start the unfinished attempts of a group."""
         if self._is_synchronous:
             self._sampling |= {
@@ -130,7 +130,7 @@ class GroupTasks:
             return []
         return ended_draws
 
-    def remove(self, draw: int) -> None:
+    def remove_group(self, draw: int) -> None:
         """Remove a complete group."""
         del self._tasks[draw], self._engines[draw]
 
@@ -144,7 +144,7 @@ class GroupTasks:
         for source in self._sources.values():
             await source.sampler.pool.wait_until_drained()
 
-    def cancel(self, draws: Iterable[int], *, is_dropped: bool = False) -> None:
+    def cancel_groups(self, draws: Iterable[int], *, is_dropped: bool = False) -> None:
         """Cancel the groups numbered `draws`, and abort their requests in the engines.
 
         A resumed run continues these groups, unless `is_dropped`.
@@ -161,7 +161,7 @@ class GroupTasks:
                 task.add_done_callback(self._handle_cancelled)
 
     def cancel_all(self, *, is_dropped: bool = False) -> None:
-        self.cancel(list(self._tasks), is_dropped=is_dropped)
+        self.cancel_groups(list(self._tasks), is_dropped=is_dropped)
 
     async def wait_until_cancelled(self, timeout: float | None = None) -> None:
         """Wait until all cancelled tasks have ended, at most `timeout` seconds."""

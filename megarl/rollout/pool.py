@@ -119,7 +119,7 @@ class EnginePool:
         future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()
         pending = PendingRequest(request, future, [] if parts is None else parts, on_abort, on_loss)
         self._requests.pending[request.request_id] = pending
-        self._queues.put(pending, self._queues.choose_queue(affinity))
+        self._queues.put_request(pending, self._queues.choose_queue(affinity))
         self._start_pumps()
         try:
             completion, replica = await future
@@ -134,7 +134,7 @@ class EnginePool:
                 self._queues.close_trajectory(trajectory_name)
             # The future is pending only if this coroutine was cancelled. Its cancellation cancels the future too.
             if future.cancelled() or future.exception():
-                self._requests.withdraw(request)
+                self._requests.withdraw_request(request)
                 if self._requests.failure is None:
                     self._start_pumps()
                 self._requests.report_abort(pending)
@@ -143,7 +143,7 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        self._queues.forget(affinity)
+        self._queues.forget_trajectory(affinity)
 
     async def pause(self, *, aborts: bool = True) -> None:
         """Stop stepping all engines, and abort all running requests. New requests wait until `resume`.
@@ -181,7 +181,7 @@ class EnginePool:
                 self._stragglers.forget(replica.name)
             replica.is_lost = is_lost
             if is_lost:
-                self._num_lost += self._requests.requeue(replica)
+                self._num_lost += self._requests.requeue_requests(replica)
 
     def take_lost(self) -> int:
         num_lost, self._num_lost = self._num_lost, 0
@@ -270,7 +270,7 @@ class EnginePool:
         """Let one replica's engine sample until it has no requests, or until the pool is paused."""
         try:
             while not self.is_paused:
-                new_requests = self._queues.admit(replica)
+                new_requests = self._queues.admit_requests(replica)
                 if not replica.running:
                     return
                 await self._advance_engine(replica, new_requests)
@@ -301,7 +301,7 @@ class EnginePool:
                 request_seconds=seconds * (num_running - len(completions) / 2),
             )
         )
-        self._requests.finish(replica, completions)
+        self._requests.finish_requests(replica, completions)
         self._notify_advance()
 
     async def _call_engine(
@@ -334,12 +334,12 @@ class EnginePool:
         if not select_live(self._replicas):
             self.fail(error)
             return
-        self._num_lost += self._requests.requeue(replica)
+        self._num_lost += self._requests.requeue_requests(replica)
         self._queues.forget_homes_in(replica)
         self._start_pumps()
 
     def fail(self, error: Exception) -> None:
-        self._requests.fail(error)
+        self._requests.fail_requests(error)
 
 
 async def gather_unless_abandoned(

@@ -79,7 +79,7 @@ class RLState:
         self._before_step = counts_and_positions if repeats_draws else None
         self._num_events = len(self.draws.pending)
 
-    def start(self, group: StartedGroup, positions: Positions) -> None:
+    def start_group(self, group: StartedGroup, positions: Positions) -> None:
         """Add a group just drawn. `positions` are the sources' positions after the draw."""
         source = group.problem.source
         position_before, position_after = self.positions.get(source, Position()), positions[source]
@@ -89,13 +89,13 @@ class RLState:
         self.positions = positions
         self.started[group.draw] = group
 
-    def drop(self, ending: str, problems: Sequence[Problem]) -> None:
+    def drop_groups(self, ending: str, problems: Sequence[Problem]) -> None:
         """Count the groups of these problems as dropped, for the reason `ending` (one of `draws.ENDINGS`)."""
         self.num_dropped += len(problems)
         for problem in problems:
             self.draws.add(ending, problem.source, problem.index)
 
-    def use(self, groups: Sequence[Group]) -> None:
+    def use_groups(self, groups: Sequence[Group]) -> None:
         """Remove these groups from the waiting ones: the current step trains on them."""
         draws = {draw_of(group) for group in groups}
         self.waiting = [group for group in self.waiting if draw_of(group) not in draws]

@@ -14,7 +14,7 @@ class ToolUse:
     def __init__(self) -> None:
         self._calls: dict[str, float] = {}
 
-    def add(self, metrics: Mapping[str, float]) -> None:
+    def add_counts(self, metrics: Mapping[str, float]) -> None:
         """Add the call counts of a step or an attempt: `tools/NAME/calls` for every available tool."""
         for name, value in metrics.items():
             if match := _CALLS.fullmatch(name):

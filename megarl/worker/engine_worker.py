@@ -60,7 +60,7 @@ class EngineWorker:
 
     def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
         """Receive the trainers' weights of this version. No engine step runs meanwhile."""
-        return self._cross_world_reshard.run(verify, version)
+        return self._cross_world_reshard.run_reshard(verify, version)
 
     def compare_weights(self) -> RankChanges | None:
         return self._cross_world_reshard.compare_weights()

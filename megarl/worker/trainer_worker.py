@@ -129,15 +129,15 @@ class TrainerWorker:
 
     def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
         """Send the policy's weights of this version to the engines. With `verify` they are compared afterwards."""
-        return self._record_version(version, self.cross_world_reshard.run(verify, version))
+        return self._record_version(version, self.cross_world_reshard.run_reshard(verify, version))
 
     def start_reshard(self, verify: bool, version: int) -> None:
         """Start sending a copy of the policy's weights in the background. The policy can be trained meanwhile."""
-        self.cross_world_reshard.start(verify, version)
+        self.cross_world_reshard.start_sending(verify, version)
         self.state.weight_version = version
 
     def finish_reshard(self) -> ReshardReport | LostPeer:
-        return self.cross_world_reshard.finish()
+        return self.cross_world_reshard.finish_sending()
 
     def _record_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
         if isinstance(report, ReshardReport):

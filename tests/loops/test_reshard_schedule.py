@@ -107,11 +107,11 @@ class Run:
 
 async def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
     run = Run()
-    assert await run.reshard_schedule.begin(1) == {}
+    assert await run.reshard_schedule.begin_reshard(1) == {}
     await run.ranks.are_engines_paused.wait()
     assert run.pool.is_paused and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
     run.ranks.trainers.seconds_in_calls = 4.0
-    waiting = asyncio.create_task(run.reshard_schedule.begin(2))
+    waiting = asyncio.create_task(run.reshard_schedule.begin_reshard(2))
     await asyncio.sleep(0)
     assert not waiting.done() and len(run.ranks.calls) == 1
     run.ranks.sending.set_result(None)
@@ -120,7 +120,7 @@ async def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
     assert found["time/reshard_wire_seconds"] == 0.7 and found["reshard/sent_bytes"] == 16.0
     assert found["rollout/replicas"] == 1 and found["perf/engine_pause_seconds"] > 0
     assert run.ranks.calls[1:] == [("send", True, 3)]
-    await run.reshard_schedule.finish()
+    await run.reshard_schedule.finish_reshard()
     assert not run.pool.is_paused
 
 
@@ -132,16 +132,16 @@ async def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, re
     run = Run()
     run.ranks.is_connected = reason != "lost"
     run.replacements.has_started = reason == "restarted"
-    found = await run.reshard_schedule.begin(step)
+    found = await run.reshard_schedule.begin_reshard(step)
     assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_paused
     assert "time/reshard_hidden_seconds" not in found
 
 
 async def test_two_reshards_that_end_flatten_step_are_counted_together() -> None:
     run = Run()
-    await run.reshard_schedule.begin(2)
+    await run.reshard_schedule.begin_reshard(2)
     run.ranks.sending.set_result(None)
-    found = await run.reshard_schedule.begin(3)
+    found = await run.reshard_schedule.begin_reshard(3)
     assert found["reshard/sent_bytes"] == 32.0 and found["rollout/replicas"] == 1
 
 
@@ -151,7 +151,7 @@ async def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_resh
     sampling = run.sampling()
     while "advance" not in run.ranks.answers:
         await asyncio.sleep(0)
-    beginning = asyncio.create_task(run.reshard_schedule.begin(1))
+    beginning = asyncio.create_task(run.reshard_schedule.begin_reshard(1))
     await run.ranks.has_copies.wait()
     run.ranks.answers["advance"].set_result([])
     while "sampled_so_far" not in run.ranks.answers:
@@ -166,14 +166,14 @@ async def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_resh
 
 async def test_who_waits_for_a_sample_is_notified_that_the_weights_did_not_arrive() -> None:
     run = Run()
-    await run.reshard_schedule.begin(1)
+    await run.reshard_schedule.begin_reshard(1)
     await run.ranks.are_engines_paused.wait()
     sampling = run.sampling()
     run.ranks.sending.set_exception(MegarlError("lost"))
     with pytest.raises(MegarlError, match="lost"):
         await sampling
     with pytest.raises(MegarlError, match="lost"):
-        await run.reshard_schedule.finish()
+        await run.reshard_schedule.finish_reshard()
     await run.reshard_schedule.close()
 
 

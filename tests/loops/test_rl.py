@@ -30,7 +30,7 @@ class PlayedRun:
         self.origin = SimpleNamespace(position=None)
         self.samples = SimpleNamespace(token_records=self._token_records)
         self.watch = SimpleNamespace(observers=SimpleNamespace(observe_batch=self._observe_batch))
-        self.checkpoints = SimpleNamespace(begin=self._begin_save)
+        self.checkpoints = SimpleNamespace(begin_due_saves=self._begin_save)
         self.evaluate: Any = "evaluation"
 
     def abandon_if_asked(self) -> None:
@@ -128,7 +128,7 @@ class PlayedUpdates:
     def __iter__(self) -> Iterator[str]:
         return iter("ab")
 
-    def add(self, update: str) -> None:
+    def add_update(self, update: str) -> None:
         self.trained_tokens.append(update)
 
     def add_to(self, outcome: Any) -> None:

@@ -121,7 +121,7 @@ def test_engines_are_held_while_they_sleep() -> None:
     async def play() -> None:
         await reshard_schedule.sleep_engines()
         await reshard_schedule.sleep_engines()
-        await reshard_schedule.run(1)
+        await reshard_schedule.run_reshard(1)
         await reshard_schedule.sleep_engines()
 
     asyncio.run(play())

@@ -31,9 +31,9 @@ class Parts:
         self.fault_at, self.events = fault_at, list[str]()
         self.copies = SimpleNamespace(take_metrics=dict)
 
-    async def begin(self, *arguments: Any) -> None: ...
+    async def begin_measuring(self, *arguments: Any) -> None: ...
 
-    begin_step = observe = observe_measured = complete = finish = sleep_engines = begin
+    begin_step = observe = observe_measured = complete_save = finish = finish_reshard = sleep_engines = begin_measuring
 
     async def measure_step(self, seconds: object, metrics: object) -> dict[str, float]:
         return {"memory/rollout_gib": 3.0, "perf/mfu": 0.5}

@@ -225,7 +225,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
                 append_whole(folder / "answers.jsonl", b"".join(map(json_line, records)))
                 evaluated_sets.append(evaluated_set)
                 for trajectory in evaluated_set.trajectories:
-                    tool_use.add(trajectory.metrics)
+                    tool_use.add_counts(trajectory.metrics)
     if never_called_tools := tool_use.never_called:
         _Screen().notice(uncalled_text(never_called_tools, "in this evaluation", f"megarl samples {folder}"))
     with storage_faults_named(folder):

@@ -401,7 +401,7 @@ class _StepExecutor:
             metrics |= await update_critic(batch, models["critic"], recipe, StepOutcome())
         updates = PolicyUpdates(batch, recipe, record.step, self._conversations_at(record.step))
         for minibatch in updates:
-            updates.add(await policy.update(minibatch, record.kl_coefficient))
+            updates.add_update(await policy.update(minibatch, record.kl_coefficient))
         return batch, scored, metrics | updates.metrics()
 
     async def _compare_record(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:

@@ -146,7 +146,7 @@ class Performance:
         self._last_step: _MeasuredStep | None = None
         """The last measured step, until its evaluation is measured."""
 
-    async def begin(self) -> None:
+    async def begin_measuring(self) -> None:
         """Reset all counters once, before the run's first step, so start-up and first evaluation do not count."""
         if not self._has_begun:
             self._has_begun = True

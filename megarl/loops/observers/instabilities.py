@@ -84,7 +84,7 @@ class Instabilities(StepObserver):
     async def _roll_back(self, text: str) -> None:
         """Load the newest checkpoint into the trainer. Step numbers and position in the data do not change."""
         # A background save may be in progress. It is of a step before the spike, so it may be loaded.
-        await self._checkpoints.complete(wait=True)
+        await self._checkpoints.complete_save(wait=True)
         checkpoint: Path | None = survey(RunRecord.read(self._folder.path)).newest_intact
         if checkpoint is None:
             self._tracker.notice(f"{text}. No rollback: there is no checkpoint yet")

@@ -47,7 +47,7 @@ class StepChecks(StepObserver):
 
     def find_fault(self, step: Step) -> MegarlError | None:
         """Warn of uncalled tools and empty updates. Return the error of a mismatch or health rule that ends the run."""
-        self._tool_use.add(step.metrics)
+        self._tool_use.add_counts(step.metrics)
         for tool in self._tool_use.never_called:
             text = uncalled_text([tool], f"up to step {step.number}", self._samples_hint)
             self._tracker.notice_once(f"tool {tool} is not called", text)

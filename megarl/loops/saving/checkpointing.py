@@ -71,7 +71,7 @@ class Checkpoints:
         self._exported_at: int | None = None
         self._best = BestModel(recipe, folder, tracker, ranks)
 
-    async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
+    async def begin_due_saves(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
         """Start the model export and the checkpoint save that are due after a step's updates.
 
         `save_driver` writes the driver's state into a folder. Raises DiskFullError.
@@ -90,7 +90,7 @@ class Checkpoints:
         await self._best.export_candidate(step)
         if is_saved:
             await self._begin_save(step, save_driver, config.asynchronous, is_resharded=False)
-        await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._spike_state())
+        await self.copies.begin_copy(self._ranks, step, save_driver, self._checksum_after(step), self._spike_state())
 
     def keep_if_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the step's model in `hf_best/` if these metrics are the best so far.
@@ -112,12 +112,12 @@ class Checkpoints:
         await self._check_weights()
         if self._step_in_progress != step and not self._checkpoint_folder(step).exists():
             await self._begin_save(step, save_driver, False, is_resharded=True)
-        await self.complete(wait=True)
+        await self.complete_save(wait=True)
 
-    async def copy(self, step: int, save_driver: Callable[[Path], None] | None) -> None:
+    async def copy_to_memory(self, step: int, save_driver: Callable[[Path], None] | None) -> None:
         """Copy the state after a step and its reshard to host memory, and wait for all ranks."""
         await self._check_weights()
-        await self.copies.begin(
+        await self.copies.begin_copy(
             self._ranks,
             step,
             save_driver,
@@ -126,7 +126,7 @@ class Checkpoints:
             is_forced=True,
             is_resharded=True,
         )
-        await self.copies.complete(self._ranks, wait=True)
+        await self.copies.complete_copy(self._ranks, wait=True)
 
     def _spike_state(self) -> Mapping[str, Any] | None:
         return None if self._spikes is None else self._spikes.as_json()
@@ -135,7 +135,7 @@ class Checkpoints:
         self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool, *, is_resharded: bool
     ) -> None:
         """Start a save of this step. With `asynchronous`, the ranks write in the background."""
-        await self.complete(wait=True)
+        await self.complete_save(wait=True)
         partial = self._partial_folder(step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -147,9 +147,9 @@ class Checkpoints:
         with self._tracker.phase("checkpoint"):
             await self._call_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
-    async def complete(self, *, wait: bool = False) -> None:
+    async def complete_save(self, *, wait: bool = False) -> None:
         """Publish the save in progress if all ranks have written their parts. With `wait`, wait for them."""
-        await self.copies.complete(self._ranks, wait=wait)
+        await self.copies.complete_copy(self._ranks, wait=wait)
         if self._step_in_progress is None:
             return
         with self._tracker.phase("checkpoint"):

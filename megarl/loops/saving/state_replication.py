@@ -57,7 +57,7 @@ class StateReplication:
         """Newest step with complete copies on all ranks."""
         self._metrics: dict[str, float] = {}
 
-    async def begin(
+    async def begin_copy(
         self,
         ranks: WorkerGroup,
         step: int,
@@ -76,7 +76,7 @@ class StateReplication:
         if not is_forced and (not self._every_steps or step % self._every_steps):
             return
         start_time = time.monotonic()
-        await self.complete(ranks, wait=True)
+        await self.complete_copy(ranks, wait=True)
         if self.newest is not None and self.newest.step == step:
             return
         driver_folder = self._folder / f"step_{step:06d}"
@@ -92,14 +92,14 @@ class StateReplication:
             "checkpoint/copy_bytes": float(num_bytes),
         }
 
-    async def renew(self, ranks: WorkerGroup) -> None:
+    async def renew_copies(self, ranks: WorkerGroup) -> None:
         """Copy the restored state again, unless `every_steps` is 0. A restore may give ranks other parts of it."""
         if not self._every_steps or self.newest is None:
             return
         await ranks.call("replicated_state.begin", self.newest.step, False)
         self._copy_in_progress = self.newest
 
-    async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
+    async def complete_copy(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
         """Record the copy in progress as complete if all ranks have it. With `wait`, wait for them."""
         if self._copy_in_progress is None:
             return

@@ -51,7 +51,7 @@ class RequestQueues:
     def close_trajectory(self, trajectory_name: str) -> None:
         self._open.discard(trajectory_name)
 
-    def forget(self, affinity: str) -> None:
+    def forget_trajectory(self, affinity: str) -> None:
         self.homes.pop(affinity, None)
         self._open.discard(affinity)
 
@@ -63,7 +63,7 @@ class RequestQueues:
             return self.common
         return home.waiting
 
-    def put(self, pending: PendingRequest, queue: Queue, *, at_front: bool = False) -> None:
+    def put_request(self, pending: PendingRequest, queue: Queue, *, at_front: bool = False) -> None:
         """Queue the remaining tokens of a completion. If its token limit is reached, finish it instead."""
         request_id = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
@@ -72,7 +72,7 @@ class RequestQueues:
         queue[request_id] = make_remaining_request(pending.request, pending.parts)
         queue.move_to_end(request_id, last=not at_front)
 
-    def admit(self, replica: Replica) -> tuple[Request, ...]:
+    def admit_requests(self, replica: Replica) -> tuple[Request, ...]:
         """Dequeue the requests that a replica may start: its own queue first, then its share of the common queue."""
         num_unfinished = len(self.common) + sum(r.load for r in self._replicas)
         # Each replica takes at most an even share, rounded up. Otherwise the first pump to run would drain the common
@@ -85,7 +85,7 @@ class RequestQueues:
         replica.running |= dict.fromkeys(request.request_id for request in new_requests)
         return tuple(new_requests)
 
-    def remove(self, request_id: str) -> None:
+    def remove_request(self, request_id: str) -> None:
         self.common.pop(request_id, None)
         for replica in self._replicas:
             replica.waiting.pop(request_id, None)

@@ -42,7 +42,7 @@ class RequestTable:
         pending = self.pending.get(request_id)
         return self._meter.count_tokens(request_id, num_tokens, "training" if pending is None else pending.purpose)
 
-    def finish(self, replica: Replica, completions: Sequence[Completion]) -> None:
+    def finish_requests(self, replica: Replica, completions: Sequence[Completion]) -> None:
         """Hand the completions that a replica's engine returned to their requests."""
         for completion in completions:
             replica.running.pop(completion.request_id, None)
@@ -68,7 +68,7 @@ class RequestTable:
             if request_id in aborted and len(aborted[request_id].token_ids):
                 pending.parts.append(aborted[request_id])
             if not pending.future.done():
-                self._queues.put(pending, self._queues.common, at_front=True)
+                self._queues.put_request(pending, self._queues.common, at_front=True)
 
     def count_unfinished(self, replica: Replica, counts: Mapping[str, int]) -> None:
         """Count the tokens of requests that stay in a paused engine: {request id: number}."""
@@ -84,9 +84,9 @@ class RequestTable:
     def resume(self) -> None:
         self._tokens_in_engines.clear()
 
-    def withdraw(self, request: Request) -> None:
+    def withdraw_request(self, request: Request) -> None:
         """Remove a cancelled request from its queue. If it already runs, schedule its abort in the engine."""
-        self._queues.remove(request.request_id)
+        self._queues.remove_request(request.request_id)
         for replica in self._replicas:
             if request.request_id in replica.running:
                 replica.aborts.append(request.request_id)
@@ -117,7 +117,7 @@ class RequestTable:
         if pending.on_loss is not None:
             pending.on_loss(self._meter.num_counted(request_id), is_all)
 
-    def requeue(self, replica: Replica) -> int:
+    def requeue_requests(self, replica: Replica) -> int:
         """Move a lost replica's requests to the front of the queue, with the tokens sampled so far. Returns their
         number.
         """
@@ -138,10 +138,10 @@ class RequestTable:
             self._report_withdrawn(request_id, 0)
             if pending is not None and not pending.future.done():
                 num_moved += 1
-                self._queues.put(pending, self._queues.common, at_front=True)
+                self._queues.put_request(pending, self._queues.common, at_front=True)
         return num_moved
 
-    def fail(self, error: Exception) -> None:
+    def fail_requests(self, error: Exception) -> None:
         """Fail all current and later requests with this error. A second error is ignored."""
         self.failure = self.failure or error
         for pending in self.pending.values():

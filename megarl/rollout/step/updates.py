@@ -46,7 +46,7 @@ class PolicyUpdates:
             if self._updates[-1].outcome.is_mismatch_exceeded:
                 return
 
-    def add(self, update: Update) -> None:
+    def add_update(self, update: Update) -> None:
         self._updates.append(update)
 
     @property

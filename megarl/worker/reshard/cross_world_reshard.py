@@ -89,7 +89,7 @@ class CrossWorldReshard:
             return self._leave_and_report_loss(error)
         return self._with_changes(self.rank_reshard.first_report)
 
-    def run(self, verify: bool, version: int) -> ReshardReport | LostPeer:
+    def run_reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
         """Send or receive the weights of this version. With `verify` they are compared afterwards."""
         assert self.rank_reshard is not None
         self._store_changes()
@@ -100,10 +100,10 @@ class CrossWorldReshard:
         except Exception as error:
             return self._leave_and_report_loss(error)
 
-    def start(self, verify: bool, version: int) -> None:
+    def start_sending(self, verify: bool, version: int) -> None:
         """Copy the policy's weights into the snapshot, and start sending the snapshot in the background.
 
-        The rank can execute other calls meanwhile, but calls using the process group must wait for `finish`.
+        The rank can execute other calls meanwhile, but calls using the process group must wait for `finish_sending`.
         """
         assert self.rank_reshard is not None and self._snapshot is not None and self._sending is None
         self._snapshot.copy_weights(version)
@@ -121,8 +121,8 @@ class CrossWorldReshard:
 
         self._sending = background.begin(send)
 
-    def finish(self) -> ReshardReport | LostPeer:
-        """Wait until the sending begun by `start` is complete, and return its report."""
+    def finish_sending(self) -> ReshardReport | LostPeer:
+        """Wait until the sending begun by `start_sending` is complete, and return its report."""
         assert self._sending is not None
         sending, self._sending = self._sending, None
         try:

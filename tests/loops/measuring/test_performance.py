@@ -164,7 +164,7 @@ async def test_a_first_step_s_throughput_is_without_the_start() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     work = Work()
     performance = Performance(recipe, Ranks((None, None)), {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
-    await performance.begin()
+    await performance.begin_measuring()
     rates = []
     for _ in range(2):
         work.update_tokens = 600
@@ -214,10 +214,10 @@ async def test_what_was_before_the_first_step_is_no_step_s() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     ranks, work = Ranks((None, None)), Work(update_tokens=600, flops=16e12)
     performance = Performance(recipe, ranks, {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
-    await performance.begin()
+    await performance.begin_measuring()
     assert work == Work() and ranks.asked == ["__activity__", "engine_metrics"]
     work.update_tokens = 60
-    await performance.begin()
+    await performance.begin_measuring()
     assert work.update_tokens == 60 and len(ranks.asked) == 2
 
 

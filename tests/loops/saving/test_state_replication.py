@@ -33,14 +33,14 @@ async def test_a_restored_state_is_copied_again_at_once(tmp_path: Path) -> None:
     recorded = Ranks()
     ranks = cast(WorkerGroup, recorded)
     replication = StateReplication(4, tmp_path)
-    await replication.renew(ranks)
+    await replication.renew_copies(ranks)
     assert recorded.calls == []
-    await replication.begin(ranks, 4, lambda folder: (folder / "driver.json").touch(), None, None)
-    await replication.complete(ranks, wait=True)
+    await replication.begin_copy(ranks, 4, lambda folder: (folder / "driver.json").touch(), None, None)
+    await replication.complete_copy(ranks, wait=True)
     newest = replication.newest
     recorded.calls.clear()
-    await replication.renew(ranks)
-    await replication.complete(ranks, wait=True)
+    await replication.renew_copies(ranks)
+    await replication.complete_copy(ranks, wait=True)
     assert recorded.calls == [("replicated_state.begin", 4, False), ("replicated_state.finish", True)]
     assert replication.newest == newest and newest is not None and (newest.driver / "driver.json").exists()
 
@@ -49,10 +49,10 @@ async def test_a_run_that_copied_only_for_a_resize_is_not_copied_again(tmp_path:
     recorded = Ranks()
     ranks = cast(WorkerGroup, recorded)
     replication = StateReplication(0, tmp_path)
-    await replication.begin(ranks, 4, None, None, None, is_forced=True)
-    await replication.complete(ranks, wait=True)
+    await replication.begin_copy(ranks, 4, None, None, None, is_forced=True)
+    await replication.complete_copy(ranks, wait=True)
     recorded.calls.clear()
-    await replication.renew(ranks)
+    await replication.renew_copies(ranks)
     assert recorded.calls == []
 
 
@@ -62,9 +62,9 @@ async def test_a_rank_that_ends_while_its_copies_are_opened_is_named(tmp_path: P
     group = await LocalGroup(1).start("tests.loops.ending_rank:EndingRank", {}, log_folder=tmp_path)
     replication = StateReplication(4, tmp_path / "copies")
     try:
-        await replication.begin(group, 4, None, None, None)
+        await replication.begin_copy(group, 4, None, None, None)
         with pytest.raises(RankLostError):
-            await replication.complete(group, wait=True)
+            await replication.complete_copy(group, wait=True)
     finally:
         await group.close()
     assert replication.newest is None

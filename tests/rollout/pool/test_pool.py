@@ -250,15 +250,15 @@ def test_a_replica_starts_no_more_requests_than_fit() -> None:
     pool = EnginePool(unused, TWO, max_running=4)
     pool._queues.common.update({f"{n}": request(f"{n}", (5,), 8) for n in range(11)})
     first, second = pool._replicas
-    assert [[r.request_id for r in pool._queues.admit(replica)] for replica in (first, second)] == [
+    assert [[r.request_id for r in pool._queues.admit_requests(replica)] for replica in (first, second)] == [
         list("0123"),
         list("4567"),
     ]
-    assert pool._queues.admit(first) == ()
+    assert pool._queues.admit_requests(first) == ()
     # Two places are free now, and its share is all that waits but one: rounded up, half of nine.
     for name in "01":
         first.running.pop(name)
-    assert [r.request_id for r in pool._queues.admit(first)] == ["8", "9"]
+    assert [r.request_id for r in pool._queues.admit_requests(first)] == ["8", "9"]
 
 
 async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:

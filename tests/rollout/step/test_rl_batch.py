@@ -335,7 +335,7 @@ def test_updates_end_with_the_first_one_beyond_the_limit(exceeded: list[bool], e
     updates = PolicyUpdates(rl_batch("xx", "xx", "xx"), recipe(train={"updates_per_step": 3}), step=1)
     num_updates = 0
     for _ in updates:
-        updates.add(skipped_update(is_mismatch_exceeded=exceeded[num_updates]))
+        updates.add_update(skipped_update(is_mismatch_exceeded=exceeded[num_updates]))
         num_updates += 1
     assert num_updates == len(exceeded) and updates.metrics() == {}
     outcome = StepOutcome()
@@ -359,7 +359,7 @@ def test_tokens_of_skipped_updates_and_without_a_loss_are_not_trained() -> None:
     ):
         updates = PolicyUpdates(batch, settings, step=1)
         for is_applied in applied:
-            updates.add(Update(UpdateOutcome(is_applied, 1.0, 0.1), {}))
+            updates.add_update(Update(UpdateOutcome(is_applied, 1.0, 0.1), {}))
         assert updates.trained_tokens.tolist() == expected
 
 
