@@ -20,7 +20,7 @@ from megarl.data.call_arguments import fit_call_arguments
 from megarl.data.reasoning_key import with_reasoning_key
 from megarl.data.tokenizers.growth import refuse_growth
 from megarl.data.tokenizers.probes import is_panic, refuse_endless_encoding, refuse_endless_rules
-from megarl.data.tokenizers.trials import digest_of_folder, trial_fault
+from megarl.data.tokenizers.trials import digest_of_folder, find_trial_fault
 from megarl.files.model_folder import TOKENIZER, max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import refuse_many_values
@@ -419,7 +419,7 @@ def _check_template(folder: str | Path, tokenizer: Tokenizer, digest: str) -> No
 
     greeting = [{"role": "user", "content": "first"}]
     # A template is a program: a few nested loops could run for years. So the first rendering has a time limit.
-    if fault := trial_fault(
+    if fault := find_trial_fault(
         ("template", digest, json.dumps(tokenizer.chat_template)),
         lambda: render(tokenizer, greeting, generation_prompt=True),
         seconds=RENDER_SECONDS,

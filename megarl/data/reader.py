@@ -161,9 +161,9 @@ def _make_record(path: Path, row: Row, names: FieldNames | None, format: RecordF
     if isinstance(row.value, DataError):
         raise row.value
     if not isinstance(row.value, dict):
-        place = f"{path}, {row.unit} {row.number}"
+        location = f"{path}, {row.unit} {row.number}"
         raise DataError(
-            f"{place}: {shown(row.value)} is not a JSON object; each record must be an object with named fields"
+            f"{location}: {shown(row.value)} is not a JSON object; each record must be an object with named fields"
         )
     # A column may be empty in this row only, so the columns count as field names too.
     format = format or (names or BY_FORMAT).format_of({**dict.fromkeys(row.columns), **row.value})

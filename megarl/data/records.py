@@ -90,13 +90,13 @@ class Record:
         """Return the first of these fields in the record, else the first name. Empty: no names."""
         return first_name_with_value(self.fields, names) or next(iter(names), "")
 
-    def require(self, *roles: str, also: Sequence[str] = ()) -> None:
+    def require(self, *roles: str, optional_roles: Sequence[str] = ()) -> None:
         """Raise a DataError that lists the roles without a field in the record.
 
-        If a role is missing, the error also lists missing optional roles `also`.
+        If a role is missing, the error also lists missing optional roles `optional_roles`.
         """
         if missing_roles(self.fields, self.format, roles):
-            missing = missing_roles(self.fields, self.format, (*also, *roles))
+            missing = missing_roles(self.fields, self.format, (*optional_roles, *roles))
             raise self.error(missing_fields_message(self.fields, self.format, self.names, missing))
 
     def answer(self) -> Any:
@@ -125,15 +125,20 @@ class Record:
         if is_named or field not in (*GOLD_ANSWERS, _LABEL_FIELD):
             return
         for name in GOLD_ANSWERS:
-            other = self.at(name)
-            if name == field or is_blank(other) or _is_same_answer(other, value):
+            other_answer = self.at(name)
+            if name == field or is_blank(other_answer) or _is_same_answer(other_answer, value):
                 continue
             # Next to a label, `answer` is often a worked solution that ends with it.
-            if field == _LABEL_FIELD and isinstance(other, str) and _ends_with_answer(other, str(value).strip()):
+            if (
+                field == _LABEL_FIELD
+                and isinstance(other_answer, str)
+                and _ends_with_answer(other_answer, str(value).strip())
+            ):
                 continue
             raise self.error(
-                f"'{name}' is {shown(other)}, but the gold answer is read from '{field}', {shown(value)}; remove one "
-                f"of the two fields, or name the answer's: {self.names.remedy.replace('{}', '{answer: ' + field + '}')}"
+                f"'{name}' is {shown(other_answer)}, but the gold answer is read from '{field}', {shown(value)}; "
+                "remove one of the two fields, or name the answer's: "
+                f"{self.names.remedy.replace('{}', '{answer: ' + field + '}')}"
             )
 
     def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
@@ -156,9 +161,9 @@ class Record:
         value = self.at(field)
         if isinstance(value, EncodedBytes):
             raise self.error(f"'{field}' has bytes that are not UTF-8 text; save the column as text")
-        value = self._read_text(field, value, is_answer=role == "assistant")
+        value = self._parse_saved_chat(field, value, is_answer=role == "assistant")
         if field in self.format.prompt:
-            value = self._with_input(field, value)
+            value = self._append_input(field, value)
         if role and isinstance(value, str) and value.strip():
             value = {"role": role, "content": value}
         if isinstance(value, Mapping):
@@ -181,18 +186,21 @@ class Record:
         `system_prompt` replaces a missing system message. Raises DataError for two different system messages.
         """
         history = self._read_history()
-        systems = [turn for turn in (*self._read_system(), *history, *messages) if turn["role"] == "system"]
+        system_messages = [turn for turn in (*self._read_system(), *history, *messages) if turn["role"] == "system"]
         # A blank system message does not contradict a filled one.
-        systems = [system for system in systems if system["content"].strip()] or systems
-        for system in systems:
-            if system["content"].strip() != systems[0]["content"].strip():
+        system_messages = [
+            system_message for system_message in system_messages if system_message["content"].strip()
+        ] or system_messages
+        for system_message in system_messages:
+            if system_message["content"].strip() != system_messages[0]["content"].strip():
                 raise self.error(
-                    f"the system messages {shown(systems[0]['content'])} and {shown(system['content'])} differ; give "
-                    f"one, in the conversation or in '{self.field(self.format.system)}'"
+                    f"the system messages {shown(system_messages[0]['content'])} and "
+                    f"{shown(system_message['content'])} differ; give one, in the conversation or in "
+                    f"'{self.field(self.format.system)}'"
                 )
-        if not systems and system_prompt is not None:
-            systems = [{"role": "system", "content": system_prompt}]
-        return (*systems[:1], *(turn for turn in (*history, *messages) if turn["role"] != "system"))
+        if not system_messages and system_prompt is not None:
+            system_messages = [{"role": "system", "content": system_prompt}]
+        return (*system_messages[:1], *(turn for turn in (*history, *messages) if turn["role"] != "system"))
 
     def _read_system(self) -> tuple[Mapping[str, Any], ...]:
         """Return the record's system message, or nothing. Raises DataError for two different ones."""
@@ -200,14 +208,18 @@ class Record:
         # Most records have none of the fields.
         if not any(name in self.fields or "." in name for name in names):
             return ()
-        systems = [self.messages(name, role="system") for name in names if not is_blank(self.at(name))]
-        for messages in systems:
-            if len(messages) != 1 or messages[0]["role"] != "system" or not have_same_texts(messages, systems[0]):
+        messages_by_field = [self.messages(name, role="system") for name in names if not is_blank(self.at(name))]
+        for messages in messages_by_field:
+            if (
+                len(messages) != 1
+                or messages[0]["role"] != "system"
+                or not have_same_texts(messages, messages_by_field[0])
+            ):
                 raise self.error(
                     f"'{self.field(self.format.system)}' is {shown(self.value(self.format.system))}; give the text of "
                     "one system message, in one field"
                 )
-        return systems[0] if systems else ()
+        return messages_by_field[0] if messages_by_field else ()
 
     def _read_history(self) -> tuple[Mapping[str, Any], ...]:
         if is_blank(turns := self.value(self.format.history)):
@@ -217,7 +229,7 @@ class Record:
         except ValueError as error:
             raise self.error(str(error)) from error
 
-    def _read_text(self, field: str, value: Any, *, is_answer: bool) -> Any:
+    def _parse_saved_chat(self, field: str, value: Any, *, is_answer: bool) -> Any:
         """Return a field's value, or the messages of a chat saved in it as JSON."""
         if not isinstance(value, str):
             return value
@@ -322,17 +334,17 @@ class Record:
                     '"weight": 0 at the message'
                 )
 
-    def _with_input(self, field: str, prompt: Any) -> Any:
+    def _append_input(self, field: str, prompt: Any) -> Any:
         """Return the prompt, with the text of the format's `input` field appended."""
-        added = self.value(self.format.input)
-        if added is None or (isinstance(added, str) and not added.strip()):
+        input_text = self.value(self.format.input)
+        if input_text is None or (isinstance(input_text, str) and not input_text.strip()):
             return prompt
-        if not isinstance(prompt, str) or not isinstance(added, str):
+        if not isinstance(prompt, str) or not isinstance(input_text, str):
             raise self.error(
-                f"'{field}' is {shown(prompt)} and '{self.field(self.format.input)}' is {shown(added)}; give texts, or "
-                "the conversation in 'messages'"
+                f"'{field}' is {shown(prompt)} and '{self.field(self.format.input)}' is {shown(input_text)}; give "
+                "texts, or the conversation in 'messages'"
             )
-        return f"{prompt}\n\n{added}" if prompt.strip() else prompt
+        return f"{prompt}\n\n{input_text}" if prompt.strip() else prompt
 
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         """Return the conversation's tools: JSON schemas in OpenAI's form. Empty: the field is missing."""
@@ -376,7 +388,7 @@ def _read_options(value: Any) -> list[str]:
 
 
 def _strip_option(text: str) -> str:
-    """Return an option without its label, spaces and closing punctuation. A prompt may write others."""
+    """Return an option without its label, spaces and closing punctuation. In the prompt these may differ."""
     return _without_space(_LABEL_IN_OPTION.sub("", text.strip())).rstrip(".;,") or _without_space(text)
 
 

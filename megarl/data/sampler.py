@@ -24,7 +24,7 @@ class DataOrder:
     first_step: int = field(default=0, kw_only=True)
     num_drawn: int = field(default=0, kw_only=True)
 
-    def start(self, step: int) -> int:
+    def num_drawn_before(self, step: int) -> int:
         """Return the number of items drawn before a step. Raises ValueError for a step before `first_step`."""
         if step < self.first_step:
             raise ValueError(f"step {step} is before the first one of this order, {self.first_step}")
@@ -32,17 +32,17 @@ class DataOrder:
 
     def batch(self, step: int) -> list[int]:
         """Return the item indices of a step: [batch_size]."""
-        start = self.start(step)
-        first = start // self.num_items
-        last = (start + self.batch_size - 1) // self.num_items
-        stream = np.concatenate([self.epoch(epoch) for epoch in range(first, last + 1)])
-        # `stream` begins with epoch `first`, so positions are relative to that epoch.
-        start -= first * self.num_items
+        start = self.num_drawn_before(step)
+        first_epoch = start // self.num_items
+        last_epoch = (start + self.batch_size - 1) // self.num_items
+        stream = np.concatenate([self.epoch(epoch) for epoch in range(first_epoch, last_epoch + 1)])
+        # `stream` begins with epoch `first_epoch`, so positions are relative to that epoch.
+        start -= first_epoch * self.num_items
         return stream[start : start + self.batch_size].tolist()
 
     def epochs(self, step: int) -> float:
         """Return the number of passes over the items at the end of a step."""
-        return self.start(step + 1) / self.num_items
+        return self.num_drawn_before(step + 1) / self.num_items
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the item indices of an epoch (from 0) in its order: [num_items]."""

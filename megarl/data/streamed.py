@@ -54,11 +54,11 @@ class Streamed(Sequence[Made], Generic[Made]):
             # Each path is stored once: records of a file follow each other.
             if not self._paths or self._paths[-1] != record.path:
                 self._paths.append(record.path)
-            # The place is saved too, so that an error while rendering names the record's line.
-            place = len(self._paths) - 1, record.line, record.unit
+            # The location is stored too, so that a later error of `make` names the record's line.
+            location = len(self._paths) - 1, record.line, record.unit
             self._starts.append(self._file.tell())
             self._numbers.append(index)
-            self._file.write(json.dumps([place, dict(record.fields)], ensure_ascii=False).encode() + b"\n")
+            self._file.write(json.dumps([location, dict(record.fields)], ensure_ascii=False).encode() + b"\n")
 
         for _ in make_results(records, store_record, on_long):
             pass
@@ -120,7 +120,7 @@ class Places:
         self._order = np.argsort(self._numbers, kind="stable")
 
     def get(self, index: int) -> int | None:
-        place = int(np.searchsorted(self._numbers, index, sorter=self._order))
-        if place == len(self._numbers) or self._numbers[self._order[place]] != index:
+        rank = int(np.searchsorted(self._numbers, index, sorter=self._order))
+        if rank == len(self._numbers) or self._numbers[self._order[rank]] != index:
             return None
-        return int(self._order[place])
+        return int(self._order[rank])

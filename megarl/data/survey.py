@@ -42,15 +42,17 @@ class _RepeatedError:
     problem: str
     place: str
     """First record with the error: `train.jsonl, line 7`. Empty: the error is about a whole file."""
-    further: list[str] = field(default_factory=list)
+    further_places: list[str] = field(default_factory=list)
     """Places of the next records with this error, at most `MAX_LISTED_PLACES`: `line 8`."""
     count: int = 1
 
     @property
     def finding(self) -> Finding:
-        more = ", ..." if self.count - 1 > len(self.further) else ""
-        further = f" (and {self.count - 1} more: {', '.join(self.further)}{more})" if self.further else ""
-        return Finding("bad", self.place, f"{self.problem}{further}", exit_code=DataError.exit_code)
+        ellipsis = ", ..." if self.count - 1 > len(self.further_places) else ""
+        other_records = (
+            f" (and {self.count - 1} more: {', '.join(self.further_places)}{ellipsis})" if self.further_places else ""
+        )
+        return Finding("bad", self.place, f"{self.problem}{other_records}", exit_code=DataError.exit_code)
 
 
 @dataclass(slots=True)
@@ -113,12 +115,12 @@ def survey(
         for other_source, other_names in (other_sources or {}).items()
     }
     faults: dict[str, _RepeatedError] = {}
-    on_fault = partial(_note_fault, faults)
+    on_fault = partial(_count_error, faults)
     # The first record shows the kind and the format of all.
     records = read_records(source, names, on_fault)
     first_record = next(records, None)
     if first_record is None:
-        return _with_faults(Survey(source, kind or "problems"), faults)
+        return _add_faults(Survey(source, kind or "problems"), faults)
     result = Survey(source, kind or kind_of(first_record.fields, first_record.format), first_record.format)
     result.num_overlaps = dict.fromkeys(prompts, 0)
     read_record = _RecordReader(result.kind, tokenizer, system_prompt, has_answers, max_tokens)
@@ -141,7 +143,7 @@ def survey(
         text = equal_labels_text(source)
         faults[text] = _RepeatedError(text, "")
     result.lengths = np.array(lengths, np.int64)
-    return _with_faults(result, faults)
+    return _add_faults(result, faults)
 
 
 def _count_example(
@@ -156,7 +158,8 @@ def _count_example(
     place = f"{record.unit} {record.line}"
     if (first_place := first_places.setdefault(example.digest, place)) != place:
         result.num_duplicates += 1
-        result.duplicates += [f"{place} (as {first_place})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
+        if len(result.duplicates) < MAX_LISTED_FAULTS:
+            result.duplicates.append(f"{place} (as {first_place})")
     if example.undescribed_tool is not None:
         result.num_undescribed_calls += 1
         if len(result.undescribed_calls) < MAX_LISTED_FAULTS:
@@ -164,11 +167,11 @@ def _count_example(
     for other_source, places in prompts.items():
         if example.prompt in places:
             result.num_overlaps[other_source] += 1
-            overlap = f"{place} ({other_source}, {places[example.prompt]})"
-            result.overlaps += [overlap] * (len(result.overlaps) < MAX_LISTED_FAULTS)
+            if len(result.overlaps) < MAX_LISTED_FAULTS:
+                result.overlaps.append(f"{place} ({other_source}, {places[example.prompt]})")
 
 
-def _with_faults(result: Survey, faults: Mapping[str, _RepeatedError]) -> Survey:
+def _add_faults(result: Survey, faults: Mapping[str, _RepeatedError]) -> Survey:
     result.num_faults = sum(fault.count for fault in faults.values())
     result.num_different_faults = len(faults)
     result.faults = [fault.finding for fault in islice(faults.values(), MAX_LISTED_FAULTS)]
@@ -224,7 +227,7 @@ class _RecordReader:
         parts = [*trained_parts, *tools]
         sequences = self._make_sequences(index, record) if self._has_tokenizer else ()
         # The prompt is read before the record is counted: a faulty record has no length and no duplicates.
-        prompt = _digest(_before_answer(self._kind.prompt(record)))
+        prompt = _digest(_messages_before_answer(self._kind.prompt(record)))
         length = sum(map(len, sequences)) if self._has_tokenizer else len(json.dumps(parts, ensure_ascii=False))
         undescribed_tool = None if tools else self._find_undescribed_tool(trained_parts)
         return _Surveyed(record, length, _digest(parts), prompt, sequences, undescribed_tool)
@@ -271,7 +274,7 @@ def _split_by_mask(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tup
     ]
 
 
-def _note_fault(faults: dict[str, _RepeatedError], error: DataError, path: Path, place: str) -> None:
+def _count_error(faults: dict[str, _RepeatedError], error: DataError, path: Path, place: str) -> None:
     """Count an error under its message. An empty place: the error is about the whole file."""
     if not place:
         faults[str(error)] = _RepeatedError(str(error), "")
@@ -279,10 +282,12 @@ def _note_fault(faults: dict[str, _RepeatedError], error: DataError, path: Path,
     # Without the place, equal faults of many rows have equal messages and are counted together.
     problem = str(error).removeprefix(f"{path}, {place}: ")
     fault = faults.setdefault(problem, _RepeatedError(problem, f"{path}, {place}"))
+    # The fault has just been created with this place.
     if fault.place == f"{path}, {place}":
         return
     fault.count += 1
-    fault.further += [place] * (len(fault.further) < MAX_LISTED_PLACES)
+    if len(fault.further_places) < MAX_LISTED_PLACES:
+        fault.further_places.append(place)
 
 
 def _places_by_prompt(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
@@ -298,11 +303,11 @@ def _places_by_prompt(source: str, names: FieldNames | None, system_prompt: str 
         )
         # The survey of that source reports the errors of its records.
         with suppress(DataError):
-            places.setdefault(_digest(_before_answer(kind.prompt(record))), f"{record.unit} {record.line}")
+            places.setdefault(_digest(_messages_before_answer(kind.prompt(record))), f"{record.unit} {record.line}")
     return places
 
 
-def _before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _messages_before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 

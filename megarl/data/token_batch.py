@@ -123,19 +123,19 @@ class TokenBatch:
     def select(self, sequences: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
         """Return a batch of these sequences, in this order. The segments of a sample must stay adjacent."""
         selection = np.asarray(sequences, np.int64)
-        places = self.tokens_of(selection)
+        token_indices = self.tokens_of(selection)
         return TokenBatch(
-            token_ids=self.token_ids[places],
-            loss_mask=self.loss_mask[places],
+            token_ids=self.token_ids[token_indices],
+            loss_mask=self.loss_mask[token_indices],
             cu_seqlens=borders(self.lengths[selection]),
             samples=self.samples[selection],
-            per_token={name: values[places] for name, values in self.per_token.items()},
+            per_token={name: values[token_indices] for name, values in self.per_token.items()},
             experts=None if self.experts is None else self.experts[selection],
-            expert_digests=None if self.expert_digests is None else self.expert_digests[places],
-            retained_sets=None if self.retained_sets is None else select_retained(self.retained_sets, places),
+            expert_digests=None if self.expert_digests is None else self.expert_digests[token_indices],
+            retained_sets=None if self.retained_sets is None else select_retained(self.retained_sets, token_indices),
             temperatures=None if self.temperatures is None else self.temperatures[selection],
             target_keys=None if self.target_keys is None else self.target_keys[selection],
-            labels=None if self.labels is None else self.labels[places],
+            labels=None if self.labels is None else self.labels[token_indices],
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
@@ -184,23 +184,26 @@ def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | N
     if all(batch.temperatures is None for batch in batches):
         return None
     # A batch without temperatures was sampled at 1.
-    ones = [np.ones(batch.num_sequences) for batch in batches]
+    unit_temperatures = [np.ones(batch.num_sequences) for batch in batches]
     temperatures = [batch.temperatures for batch in batches]
     return np.concatenate(
-        [unit_values if values is None else values for values, unit_values in zip(temperatures, ones, strict=True)]
+        [
+            unit_values if values is None else values
+            for values, unit_values in zip(temperatures, unit_temperatures, strict=True)
+        ]
     )
 
 
-def select_retained(retained: RetainedSets, places: NDArray[np.int64]) -> RetainedSets:
-    """Return the retained sets of the tokens at the positions `places` [tokens].
+def select_retained(retained: RetainedSets, positions: NDArray[np.int64]) -> RetainedSets:
+    """Return the retained sets of the tokens at the positions `positions` [tokens].
 
     Position -1 gives an empty set: nothing was cut off.
     """
     # The appended entry of size 0 is what place -1 selects.
     counts = np.append(retained.counts, np.int32(0))
     starts = np.cumsum(counts, dtype=np.int64) - counts
-    sizes = counts[places]
-    return RetainedSets(sizes, retained.token_ids[ranges(starts[places], sizes.astype(np.int64))])
+    sizes = counts[positions]
+    return RetainedSets(sizes, retained.token_ids[ranges(starts[positions], sizes.astype(np.int64))])
 
 
 def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedSets | None:

@@ -63,6 +63,7 @@ def pack_trees(
         max_cost = total_cost / (clusters_per_rank * num_ranks * rows_multiple) if clusters_per_rank else np.inf
         clusters = _make_clusters(sets, prefixes, max_tokens, max_cost)
         tokens = np.array([cluster.tokens for cluster in clusters])
+        # Skip clusters that share nothing, and a number of clusters that another limit gave already.
         if tokens.sum() == lengths.sum() or len(clusters) in tried_counts:
             continue
         tried_counts.add(len(clusters))
@@ -101,18 +102,18 @@ class _Prefixes:
         self.lengths, self.shared = lengths, shared
         self.cost_of_length = costs(np.arange(lengths.max(initial=0) + 1))
         """Cost of a prefix by its number of tokens, up to the longest sequence."""
-        self.rank = np.empty(len(order), np.int64)
-        self.rank[order] = np.arange(len(order))
+        # Position of each sequence in the lexicographic order.
+        self.position_of = np.empty(len(order), np.int64)
+        self.position_of[order] = np.arange(len(order))
 
     def cost_of(self, members: NDArray[np.int64]) -> float:
         """Return the cost of these sequences, each stored apart."""
         return float(self.cost_of_length[self.lengths[members]].sum())
 
-    def common(self, low: int, high: int) -> int:
-        """Return the number of prefix tokens shared by the sequences at two places of the order, the lower place
-        first.
-        """
-        return int(self.shared[low + 1 : high + 1].min())
+    def num_common(self, lower_position: int, higher_position: int) -> int:
+        """Return the number of prefix tokens shared by the sequences at two positions of the lexicographic order."""
+        # `shared` compares neighbours. All sequences from one position to the other have the common prefix.
+        return int(self.shared[lower_position + 1 : higher_position + 1].min())
 
 
 @dataclass(slots=True)
@@ -123,23 +124,23 @@ class _Cluster:
     tokens: int = 0
     """Number of stored tokens."""
     cost: float = 0.0
-    places: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     """Positions of the sequences in the lexicographic order, ascending."""
 
     def with_set(self, members: NDArray[np.int64], prefixes: _Prefixes) -> _Cluster:
         """Return this cluster plus `members`. Each adds only the tokens after its longest shared prefix."""
-        places, tokens, cost = list(self.places), self.tokens, self.cost
+        positions, tokens, cost = list(self.positions), self.tokens, self.cost
         for sequence in members.tolist():
-            place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])
-            index = bisect_left(places, place)
+            position, length = int(prefixes.position_of[sequence]), int(prefixes.lengths[sequence])
+            index = bisect_left(positions, position)
             # In lexicographic order, a neighbour shares the longest prefix.
-            num_shared = prefixes.common(places[index - 1], place) if index else 0
-            if index < len(places):
-                num_shared = max(num_shared, prefixes.common(place, places[index]))
-            places.insert(index, place)
+            num_shared = prefixes.num_common(positions[index - 1], position) if index else 0
+            if index < len(positions):
+                num_shared = max(num_shared, prefixes.num_common(position, positions[index]))
+            positions.insert(index, position)
             tokens += length - num_shared
             cost += float(prefixes.cost_of_length[length] - prefixes.cost_of_length[num_shared])
-        return _Cluster([*self.sequences, *members.tolist()], tokens, cost, places)
+        return _Cluster([*self.sequences, *members.tolist()], tokens, cost, positions)
 
 
 def _make_clusters(
@@ -150,7 +151,7 @@ def _make_clusters(
     A set joins the cluster before it if this saves enough. The cluster must stay within `max_tokens` stored tokens and
     `max_cost`.
     """
-    order = np.argsort([prefixes.rank[members].min() for members in sets], kind="stable")
+    order = np.argsort([prefixes.position_of[members].min() for members in sets], kind="stable")
     clusters: list[_Cluster] = []
     for members in (sets[index] for index in order):
         new_cluster = _Cluster().with_set(members, prefixes)

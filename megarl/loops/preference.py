@@ -29,7 +29,7 @@ async def train(run: Run) -> None:
     answers = read_preferences(recipe, run.data.tokenizer, recipe.data.train, run.data.dropped, collect=collect)
     order = run.origin.position.order(recipe, "data.train", len(answers))
     # Each item drawn before has two events: drawn and used.
-    run.data.rewind_draws(2 * order.start(run.folder.resumed_step))
+    run.data.rewind_draws(2 * order.num_drawn_before(run.folder.resumed_step))
     held_out = {
         name: read_preferences(recipe, run.data.tokenizer, path, run.data.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()

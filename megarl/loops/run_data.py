@@ -49,7 +49,7 @@ class RunData:
 
         `batch` are the indices of `order` for the step, counted from 1. On-policy loops write their own events.
         """
-        file, first_draw = self.draws_file, order.start(step - 1)
+        file, first_draw = self.draws_file, order.num_drawn_before(step - 1)
         if step > 1 and not file.exists():
             # The run began with a version of megarl that wrote no ledger for this loop.
             return

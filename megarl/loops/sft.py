@@ -36,7 +36,7 @@ async def train(run: Run) -> None:
     }
     order = run.origin.position.order(recipe, "data.train", len(conversations))
     # Each item drawn before has two events: drawn and used.
-    run.data.rewind_draws(2 * order.start(run.folder.resumed_step))
+    run.data.rewind_draws(2 * order.num_drawn_before(run.folder.resumed_step))
     evaluate = partial(_evaluate, run, held_out)
     await run.evaluate_at_start(evaluate)
     if not run.folder.resumed_step:

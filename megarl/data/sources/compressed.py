@@ -20,8 +20,8 @@ MAX_LINE_BYTES = 1 << 28
 
 def extension_of(path: Path) -> str:
     """Return a file's extension in lower case, with the compression's: `.jsonl.gz`."""
-    last = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() + last if last in COMPRESSIONS else last
+    last_suffix = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() + last_suffix if last_suffix in COMPRESSIONS else last_suffix
 
 
 def stem_of(path: Path) -> str:
@@ -43,17 +43,19 @@ def lines_of(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from file
         return
-    number = 0
+    num_lines = 0
     with _open_decompressed(path) as file:
         while True:
-            with _raise_damage_as_data_error(path, number):
+            with _raise_damage_as_data_error(path, num_lines):
+                # One byte more than allowed: a line that fills it is too long.
                 line = file.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
-            number += 1
+            num_lines += 1
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{path}, line {number}: has more than {MAX_LINE_BYTES >> 20} MiB; decompress the file to read it"
+                    f"{path}, line {num_lines}: has more than {MAX_LINE_BYTES >> 20} MiB; decompress the file to read "
+                    "it"
                 )
             yield line
 

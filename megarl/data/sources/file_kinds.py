@@ -29,17 +29,17 @@ _CONVERT = "convert it to JSON lines, Parquet, or CSV with commas"
 
 def refuse_other_text(path: Path) -> None:
     """Raise DataError for another encoding, another delimiter than commas, or a compression that the name hides."""
-    start = first_bytes(path, _FIRST_BYTES)
-    _refuse_compressed(path, start)
-    encoding = "UTF-32" if start.startswith(_UTF32) else "UTF-16" if start.startswith(_UTF16) else None
-    if encoding is None and _BARE_UTF16.match(start):
+    file_start = first_bytes(path, _FIRST_BYTES)
+    _refuse_compressed(path, file_start)
+    encoding = "UTF-32" if file_start.startswith(_UTF32) else "UTF-16" if file_start.startswith(_UTF16) else None
+    if encoding is None and _BARE_UTF16.match(file_start):
         encoding = "UTF-16"
     if encoding is not None:
         raise DataError(
             f"{path}: is encoded as {encoding}; save it as UTF-8, for example: "
             f"iconv -f {encoding} -t UTF-8 {path.name} > NEW_FILE"
         )
-    if delimiter := _delimiter(path, start):
+    if delimiter := _find_other_delimiter(path, file_start):
         raise DataError(f"{path}: its values are separated by {delimiter}; {_CONVERT}")
 
 
@@ -59,7 +59,7 @@ def _refuse_compressed(path: Path, first_bytes: bytes) -> None:
         raise DataError(f"{path}: is compressed by {compression}; decompress it{as_lines}")
 
 
-def _delimiter(path: Path, first_bytes: bytes) -> str | None:
+def _find_other_delimiter(path: Path, first_bytes: bytes) -> str | None:
     """Return the name of the delimiter in a table's first line if it is no comma, else None."""
     header = first_bytes.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
     # JSON lines begin with a brace, and a CSV header of one column has none of these characters.

@@ -54,7 +54,7 @@ def read_task(path: Path) -> dict[str, Any]:
             f"{path}: environment/{compose}: several containers for a task are not supported; remove it, "
             "or use rollout.environment=harbor"
         )
-    verifier, environment = _section(path, settings, "verifier"), _section(path, settings, "environment")
+    verifier, environment = _read_section(path, settings, "verifier"), _read_section(path, settings, "environment")
     if verifier.get("environment_mode", "shared") != "shared":
         raise DataError(
             f"{path}: verifier.environment_mode = {verifier['environment_mode']!r}: the verifier runs in the agent's "
@@ -66,20 +66,20 @@ def read_task(path: Path) -> dict[str, Any]:
     for section, names in _UNSUPPORTED.items():
         for name in names:
             # Programs run as the container's root anyway.
-            if (value := _section(path, settings, section).get(name)) and value != "root":
+            if (value := _read_section(path, settings, section).get(name)) and value != "root":
                 remedy = _REMEDIES.get(name, "remove it, or the task")
                 raise DataError(f"{path}: {section}.{name} = {value!r}: is not supported; {remedy}")
     task = {
         "folder": str(folder.resolve()),
-        "image": _text(path, environment, "docker_image"),
-        "workdir": _text(path, environment, "workdir"),
+        "image": _read_text(path, environment, "docker_image"),
+        "workdir": _read_text(path, environment, "workdir"),
         "has_dockerfile": (folder / "environment/Dockerfile").is_file(),
         "needs_network": environment.get("network_mode", "no-network") == "public",
-        "agent_seconds": _read_positive(path, _section(path, settings, "agent"), "timeout_sec", None),
+        "agent_seconds": _read_positive(path, _read_section(path, settings, "agent"), "timeout_sec", None),
         "verifier_seconds": _read_positive(path, verifier, "timeout_sec", _VERIFIER_SECONDS),
         "cpus": _read_positive(path, environment, "cpus", None),
-        "memory_bytes": _mebibytes(path, environment, "memory_mb"),
-        "storage_bytes": _mebibytes(path, environment, "storage_mb"),
+        "memory_bytes": _read_mebibytes_as_bytes(path, environment, "memory_mb"),
+        "storage_bytes": _read_mebibytes_as_bytes(path, environment, "storage_mb"),
     }
     return {"prompt": prompt, "gt_answer": folder.name, FIELD: task}
 
@@ -95,14 +95,14 @@ def task_image(task: Mapping[str, Any], image: str | None, *, is_file: bool) -> 
     return None if is_file else task["image"]
 
 
-def _section(path: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _read_section(path: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = settings.get(name, {})
     if not isinstance(section, dict):
         raise DataError(f"{path}: {name} = {section!r}: must be a table")
     return section
 
 
-def _text(path: Path, section: Mapping[str, Any], name: str) -> str | None:
+def _read_text(path: Path, section: Mapping[str, Any], name: str) -> str | None:
     value = section.get(name)
     if value is not None and not isinstance(value, str):
         raise DataError(f"{path}: environment.{name} = {value!r}: must be a text")
@@ -119,6 +119,6 @@ def _read_positive(path: Path, section: Mapping[str, Any], name: str, default: f
     return float(value)
 
 
-def _mebibytes(path: Path, section: Mapping[str, Any], name: str) -> int | None:
-    number = _read_positive(path, section, name, None)
-    return None if number is None else int(number * (1 << 20))
+def _read_mebibytes_as_bytes(path: Path, section: Mapping[str, Any], name: str) -> int | None:
+    mebibytes = _read_positive(path, section, name, None)
+    return None if mebibytes is None else int(mebibytes * (1 << 20))

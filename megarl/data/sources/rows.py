@@ -81,8 +81,8 @@ def data_files(source: str | Path) -> list[Path]:
     Raises DataError if there are none; for a possible Hub name, with the download command. Raises DataError if shards
     are missing, or if a folder has several splits, configurations or kinds of files and the source names none.
     """
-    split, place = _partition_source(str(source))
-    path = _find_existing_path(place)
+    split, path_or_name = _partition_source(str(source))
+    path = _find_existing_path(path_or_name)
     if path.is_file():
         if split is not None:
             raise DataError(f"{source}: {path} is one file, so it has no splits; remove {split}@")
@@ -107,8 +107,8 @@ def data_files(source: str | Path) -> list[Path]:
     files_in_folder = [
         file for file in files_in_folder if file in uncompressed_files or file.with_suffix("") not in uncompressed_files
     ]
-    files = _files_of_split(source, {file: file.relative_to(path) for file in files_in_folder}, split, place)
-    _refuse_several_configurations(source, files, place, is_hub_data_set=not Path(place).exists())
+    files = _files_of_split(source, {file: file.relative_to(path) for file in files_in_folder}, split, path_or_name)
+    _refuse_several_configurations(source, files, path_or_name, is_hub_data_set=not Path(path_or_name).exists())
     _check_shards(source, files)
     files_in_folder = list(files)
     if not files_in_folder:
@@ -131,11 +131,11 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 def _partition_source(source: str) -> tuple[str | None, str]:
     """Return the split (or None) and the path or Hub name of a data source `SPLIT@PATH`."""
-    split, separator, place = source.partition("@")
+    split, separator, path_or_name = source.partition("@")
     # A path may contain an @ itself: an existing path is never split.
     if not separator or Path(source).exists() or not re.fullmatch(r"[\w.-]+", split):
         return None, source
-    return split, place
+    return split, path_or_name
 
 
 class HubDataSet(NamedTuple):
@@ -147,7 +147,7 @@ class HubDataSet(NamedTuple):
 
 def missing_data_set(source: str) -> HubDataSet | None:
     """Return the source's data set on the Hub if the local cache lacks some of its files, else None."""
-    data_set = _on_hub(_partition_source(source)[1])
+    data_set = _parse_hub_name(_partition_source(source)[1])
     if (
         data_set is None
         or not names_repository(data_set.name)
@@ -159,11 +159,11 @@ def missing_data_set(source: str) -> HubDataSet | None:
 
 def hub_data_set(source: str) -> str | None:
     """Return a data source's name on the Hub. None: the source is local, or not in the cache."""
-    data_set = _on_hub(_partition_source(source)[1])
+    data_set = _parse_hub_name(_partition_source(source)[1])
     return data_set.name if data_set is not None and cached_folder(data_set.name, "dataset", data_set.only) else None
 
 
-def _on_hub(path_or_name: str) -> HubDataSet | None:
+def _parse_hub_name(path_or_name: str) -> HubDataSet | None:
     """Return the data set of a Hub name (OWNER/NAME/FOLDER). None: a local path."""
     name, path_inside = "/".join(path_or_name.split("/")[:2]), "/".join(path_or_name.split("/")[2:]).strip("/")
     # A path such as data/train.jsonl has the form of a Hub name too.
@@ -177,7 +177,7 @@ def _find_existing_path(path_or_name: str) -> Path:
     path = Path(path_or_name)
     if path.exists():
         return path
-    if (data_set := _on_hub(path_or_name)) is None:
+    if (data_set := _parse_hub_name(path_or_name)) is None:
         command = input_command(path)
         remedy = f"this command makes it: {command}" if command else "check the path"
         raise DataError(f"{path_or_name}: no such file; {remedy}")
@@ -188,18 +188,19 @@ def _find_existing_path(path_or_name: str) -> Path:
             f"{path_or_name}: no such file, and no data set of this name is in the Hub's cache; check the path, or "
             f"download it: {download_command(name, 'dataset')}"
         )
-    if not (inside := folder / path_or_name[len(name) :].strip("/")).exists():
+    if not (path_inside := folder / path_or_name[len(name) :].strip("/")).exists():
         raise DataError(
-            f"{path_or_name}: the data set {name} has no file or folder {inside.relative_to(folder)}; check the name"
+            f"{path_or_name}: the data set {name} has no file or folder {path_inside.relative_to(folder)}; check the "
+            "name"
         )
-    return inside
+    return path_inside
 
 
 def _files_of_split(
     source: str | Path, files: dict[Path, Path], split: str | None, path_or_name: str
 ) -> dict[Path, Path]:
     """Return the files of a split, with their paths relative to the folder. Raises DataError for an unknown split."""
-    split_names = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
+    split_names = sorted({word for relative_path in files.values() for word in _split_words_in_path(relative_path)})
     if split is None:
         if len(split_names) > 1:
             raise DataError(
@@ -209,23 +210,28 @@ def _files_of_split(
         return files
     # An exact name wins over names that only contain the word: `test` is not `test_hard`.
     exact_matches = {
-        file: inside
-        for file, inside in files.items()
-        if split in (*inside.parts[:-1], stem_of(inside), _unnumbered_name(inside))
+        file: relative_path
+        for file, relative_path in files.items()
+        if split in (*relative_path.parts[:-1], stem_of(relative_path), _unnumbered_name(relative_path))
     }
     if exact_matches:
         return exact_matches
-    matches = {file: inside for file, inside in files.items() if split in _split_words_in_path(inside)}
+    matches = {
+        file: relative_path for file, relative_path in files.items() if split in _split_words_in_path(relative_path)
+    }
     if not matches:
         available = f"it has {', '.join(split_names)}" if split_names else "it has none that is named"
         raise DataError(f"{source}: {_find_existing_path(path_or_name)} has no split {split!r}; {available}")
-    sets = sorted(
-        {next(name for name in _names_in_path(inside) if split in _split_words(name)) for inside in matches.values()}
+    names_with_split = sorted(
+        {
+            next(name for name in _names_in_path(relative_path) if split in _split_words(name))
+            for relative_path in matches.values()
+        }
     )
-    if len(sets) > 1:
+    if len(names_with_split) > 1:
         raise DataError(
-            f"{source}: the split {split} could mean several files or folders, {', '.join(sets)}; name one, for "
-            f"example {sets[0]}@{path_or_name}"
+            f"{source}: the split {split} could mean several files or folders, {', '.join(names_with_split)}; name "
+            f"one, for example {names_with_split[0]}@{path_or_name}"
         )
     return matches
 
@@ -257,18 +263,21 @@ def _refuse_several_configurations(
 
 def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
     """Raise DataError if shards are missing or doubled, by names like `-00000-of-00004`."""
-    shards: dict[Path, dict[str, set[int]]] = {}
+    numbers_by_shard_set: dict[Path, dict[str, set[int]]] = {}
     for path_inside in files.values():
         if match := _SHARD.search(path_inside.name):
-            counts = shards.setdefault(path_inside.parent / path_inside.name[: match.start()], {})
-            counts.setdefault(match[2], set()).add(int(match[1]))
-    for name, counts in shards.items():
-        if len(counts) > 1:
-            set_names = ", ".join(f"-of-{count}" for count in counts)
+            numbers_by_count = numbers_by_shard_set.setdefault(
+                path_inside.parent / path_inside.name[: match.start()], {}
+            )
+            numbers_by_count.setdefault(match[2], set()).add(int(match[1]))
+    # `name` is the part before the number, `count` the number of shards that the names state.
+    for name, numbers_by_count in numbers_by_shard_set.items():
+        if len(numbers_by_count) > 1:
+            set_names = ", ".join(f"-of-{count}" for count in numbers_by_count)
             raise DataError(
                 f"{source}: the data file {name} exists in several sets of shards, {set_names}; remove all but one set"
             )
-        for count, numbers in counts.items():
+        for count, numbers in numbers_by_count.items():
             # Some programs number shards from 1.
             first_number = 1 if int(count) in numbers and 0 not in numbers else 0
             missing_numbers = sorted({*range(first_number, int(count) + first_number)} - numbers)
@@ -362,18 +371,18 @@ def _read_csv(path: Path) -> Iterator[Row]:
             raise DataError(f"{path}, after line {reader.line_num}: not valid UTF-8 ({error.reason})") from None
 
 
-def _parquet(path: Path) -> Iterator[Row]:
-    parquet = _arrow_module("parquet", path)
+def _read_parquet(path: Path) -> Iterator[Row]:
+    parquet = _import_arrow_module("parquet", path)
     # Without these settings pyarrow reads whole columns of a row group ahead into memory.
     settings = {"buffer_size": _ARROW_BUFFER_BYTES, "pre_buffer": False}
-    with _arrow_faults(path), parquet.ParquetFile(path, **settings) as file:
+    with _raise_arrow_errors_as_data_errors(path), parquet.ParquetFile(path, **settings) as file:
         yield from _read_batches(path, file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
 
 
 def _read_arrow(path: Path) -> Iterator[Row]:
     """Yield the rows of an Arrow file, in the file format or in the stream format (written by `datasets`)."""
-    ipc = _arrow_module("ipc", path)
-    with _arrow_faults(path), _WholeReads(io.FileIO(path)) as file:
+    ipc = _import_arrow_module("ipc", path)
+    with _raise_arrow_errors_as_data_errors(path), _BoundedReads(io.FileIO(path)) as file:
         # The file format begins with this magic number; the stream format has none.
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -386,7 +395,7 @@ def _read_arrow(path: Path) -> Iterator[Row]:
                 yield from _read_batches(path, reader)
 
 
-class _WholeReads(io.BufferedReader):
+class _BoundedReads(io.BufferedReader):
     """A file whose reads allocate at most the file's remaining size.
 
     A damaged Arrow file may name a message of any size. Python (3.11) allocates the whole size before it reads.
@@ -404,55 +413,57 @@ def _read_batches(path: Path, batches: Any) -> Iterator[Row]:
         # pyarrow (25.0) trusts the offsets in a batch: a damaged file would crash this process.
         batch.validate(full=True)
         if columns is None:
-            columns = tuple(_columns(batch.schema))
+            columns = tuple(_list_columns(batch.schema))
             if len(set(columns)) < len(columns):
-                repeated = next(name for place, name in enumerate(columns) if name in columns[:place])
+                repeated = next(name for index, name in enumerate(columns) if name in columns[:index])
                 raise DataError(f"{path}: the column {repeated!r} occurs twice; rename or remove one of them")
         narrow_types = {field.name: field.type for field in batch.schema if _NARROW_FLOATS.search(str(field.type))}
         for start in range(0, batch.num_rows, _ARROW_ROWS):
-            # As pairs, the fields of a map would look like a list: nothing in it would be found by its name.
+            # Maps become dicts. By default pyarrow makes lists of pairs, in which no field is found by its name.
             for fields in batch.slice(start, _ARROW_ROWS).to_pylist(maps_as_pydicts="strict"):
                 number += 1
-                shortened = {name: _shorten_floats(fields[name], kind) for name, kind in narrow_types.items()}
+                shortened = {
+                    name: _shorten_floats(fields[name], arrow_type) for name, arrow_type in narrow_types.items()
+                }
                 yield Row(number, "row", _to_python({**fields, **shortened}), columns)
 
 
-def _shorten_floats(value: Any, kind: Any) -> Any:
+def _shorten_floats(value: Any, arrow_type: Any) -> Any:
     """Return a value of an Arrow type with the shortest decimals for its numbers of 16 and 32 bits.
 
     A gold answer of 0.1 in 32 bits is 0.10000000149011612 as Python's float: no answer would equal its text.
     """
     if value is None:
         return None
-    if str(kind).startswith("dictionary"):
-        kind = kind.value_type
-    if convert := _NARROW_NUMPY.get(str(kind)):
+    if str(arrow_type).startswith("dictionary"):
+        arrow_type = arrow_type.value_type
+    if convert := _NARROW_NUMPY.get(str(arrow_type)):
         return float(str(convert(value)))
     if isinstance(value, dict):
-        types = _item_types(kind, value)
+        types = _item_types(arrow_type, value)
         return {name: _shorten_floats(item, types[name]) for name, item in value.items()}
     if isinstance(value, list):
-        if len(value) > _LONGEST_SHORTENED_LIST and str(kind.value_type) in _NARROW_NUMPY:
+        if len(value) > _LONGEST_SHORTENED_LIST and str(arrow_type.value_type) in _NARROW_NUMPY:
             return value
-        return [_shorten_floats(item, kind.value_type) for item in value]
+        return [_shorten_floats(item, arrow_type.value_type) for item in value]
     return value
 
 
-def _item_types(kind: Any, value: Any) -> dict[Any, Any]:
+def _item_types(arrow_type: Any, value: Any) -> dict[Any, Any]:
     """Return the types of an Arrow object's items by name: of a struct, or of a map."""
-    if str(kind).startswith("map"):
-        return dict.fromkeys(value, kind.item_type)
-    return {name: kind.field(name).type for name in value}
+    if str(arrow_type).startswith("map"):
+        return dict.fromkeys(value, arrow_type.item_type)
+    return {name: arrow_type.field(name).type for name in value}
 
 
-def _columns(fields: Iterable[Any], prefix: str = "") -> Iterator[str]:
+def _list_columns(fields: Iterable[Any], prefix: str = "") -> Iterator[str]:
     for field in fields:
         yield (name := f"{prefix}{field.name}")
         if str(field.type).startswith("struct"):
-            yield from _columns((field.type.field(place) for place in range(field.type.num_fields)), f"{name}.")
+            yield from _list_columns((field.type.field(index) for index in range(field.type.num_fields)), f"{name}.")
 
 
-def _arrow_module(name: str, path: Path) -> Any:
+def _import_arrow_module(name: str, path: Path) -> Any:
     """Import a module of pyarrow only when needed: it loads slowly."""
     try:
         return importlib.import_module(f"pyarrow.{name}")
@@ -463,7 +474,7 @@ def _arrow_module(name: str, path: Path) -> Any:
 
 
 @contextmanager
-def _arrow_faults(path: Path) -> Iterator[None]:
+def _raise_arrow_errors_as_data_errors(path: Path) -> Iterator[None]:
     """Raise DataError in place of pyarrow's errors about a file."""
     try:
         yield
@@ -505,7 +516,7 @@ def _to_python(value: Any) -> Any:
     return value
 
 
-def _task(path: Path) -> Iterator[Row]:
+def _read_task_row(path: Path) -> Iterator[Row]:
     yield Row(1, "line", read_task(path))
 
 
@@ -517,8 +528,8 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".json.gz": _read_json,
     ".json.zst": _read_json,
     ".csv": _read_csv,
-    ".parquet": _parquet,
+    ".parquet": _read_parquet,
     ".arrow": _read_arrow,
-    ".toml": _task,
+    ".toml": _read_task_row,
 }
 """Functions reading a file's rows, keyed by file extension."""

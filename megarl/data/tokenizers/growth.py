@@ -31,14 +31,14 @@ def _find_largest_factor(rule: Any) -> float:
     if rule.get("type") == "Sequence":
         factor = 1.0
         for name in ("normalizers", "pretokenizers", "decoders", "processors"):
-            for inner in _items(rule.get(name)):
-                factor *= _find_largest_factor(inner)
+            for inner_rule in _list_or_empty(rule.get(name)):
+                factor *= _find_largest_factor(inner_rule)
         return factor
     # Text that is added once lengthens a text of one character most.
     if rule.get("type") == "Prepend":
         return 1.0 + len(str(rule.get("prepend") or ""))
     if rule.get("type") == "TemplateProcessing":
-        return max(1.0, *(_template_length(rule, name) for name in ("single", "pair")))
+        return max(1.0, *(_count_template_tokens(rule, name) for name in ("single", "pair")))
     if rule.get("type") == "Precompiled":
         return _longest_replacement(rule.get("precompiled_charsmap"))
     # Each byte of a character becomes a character.
@@ -66,21 +66,21 @@ def _longest_replacement(charsmap: Any) -> float:
     return max(1.0, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
 
 
-def _template_length(rule: Mapping[str, Any], template_name: str) -> float:
+def _count_template_tokens(rule: Mapping[str, Any], template_name: str) -> float:
     """Return the number of tokens in a post-processing template. The text itself counts as one."""
     special = rule.get("special_tokens")
-    length = 0.0
-    for piece in _items(rule.get(template_name)):
+    num_tokens = 0.0
+    for piece in _list_or_empty(rule.get(template_name)):
         reference = piece.get("SpecialToken") if isinstance(piece, Mapping) else None
         token = (
             special.get(reference.get("id"))
             if isinstance(reference, Mapping) and isinstance(special, Mapping)
             else None
         )
-        length += len(_items(token.get("ids"))) if isinstance(token, Mapping) else 1
-    return length
+        num_tokens += len(_list_or_empty(token.get("ids"))) if isinstance(token, Mapping) else 1
+    return num_tokens
 
 
-def _items(value: Any) -> list[Any]:
+def _list_or_empty(value: Any) -> list[Any]:
     """Return a list of a JSON file. Empty for another value: loading the file reports it."""
     return value if isinstance(value, list) else []

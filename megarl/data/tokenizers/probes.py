@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.tokenizers.trials import trial_fault
+from megarl.data.tokenizers.trials import find_trial_fault
 from megarl.processes.process_tree import FaultyInputError
 from megarl.types import DataError
 
@@ -58,13 +58,13 @@ def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
     """
     from tokenizers import Tokenizer as Backend
 
-    unknown = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
-    rules = json.dumps({**definition, "model": unknown, "truncation": None, "padding": None})
+    one_word_model = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
+    rules = json.dumps({**definition, "model": one_word_model, "truncation": None, "padding": None})
     texts = make_probe_texts(definition)
     # A compiled table of replacements may fail on any single character, so all are tried.
     if '"Precompiled"' in rules:
         texts.append(" ".join(map(chr, range(_SURROGATES.start))))
-    _refuse_fault(path, ("rules", rules, *texts), lambda: _encode_texts(Backend.from_str(rules), texts))
+    _refuse_faulty_tokenizer(path, ("rules", rules, *texts), lambda: _encode_texts(Backend.from_str(rules), texts))
 
 
 def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any], path: Path, *, digest: str) -> None:
@@ -73,7 +73,7 @@ def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any],
     `digest` identifies the content of the tokenizer's folder.
     """
     texts = make_probe_texts(definition)
-    _refuse_fault(path, ("encoding", digest, *texts), partial(_check_token_counts, tokenizer, texts))
+    _refuse_faulty_tokenizer(path, ("encoding", digest, *texts), partial(_check_token_counts, tokenizer, texts))
 
 
 def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
@@ -99,8 +99,8 @@ def _walk_patterns(rule: Any) -> Iterator[str]:
         if name in ("pattern", "content", "prepend", "String", "Regex") and isinstance(value, str):
             yield value[: 10 * _MAX_UNITS]
         elif name != "precompiled_charsmap":
-            for inner in value if isinstance(value, list) else [value]:
-                yield from _walk_patterns(inner)
+            for inner_rule in value if isinstance(value, list) else [value]:
+                yield from _walk_patterns(inner_rule)
 
 
 def _decode_escape(escape: re.Match[str]) -> str:
@@ -118,7 +118,7 @@ def _encode_texts(backend: Backend, texts: Sequence[str]) -> None:
 
 
 def _check_token_counts(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Refuse too many tokens per character. Decode too: it may hang."""
+    """Raise FaultyInputError for too many tokens per character. Also decode the tokens, because decoding may hang."""
     for text in texts:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) > _MAX_TOKENS_PER_CHARACTER * len(text):
@@ -129,15 +129,17 @@ def _check_token_counts(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
         tokenizer.decode(tokens)
 
 
-def _refuse_fault(path: Path, content: Sequence[str], work: Callable[[], object]) -> None:
-    if fault := trial_fault(content, partial(_name_panic, work), seconds=PROBE_SECONDS, memory_bytes=_PROBE_BYTES):
+def _refuse_faulty_tokenizer(path: Path, content: Sequence[str], work: Callable[[], object]) -> None:
+    if fault := find_trial_fault(
+        content, partial(_raise_panic_as_fault, work), seconds=PROBE_SECONDS, memory_bytes=_PROBE_BYTES
+    ):
         raise DataError(
             f"{path}: the tokenizer {fault} on short probe texts; copy the tokenizer again from its source, or do not "
             "use it"
         )
 
 
-def _name_panic(work: Callable[[], object]) -> None:
+def _raise_panic_as_fault(work: Callable[[], object]) -> None:
     """Call `work`. A panic of the tokenizers library (not an Exception) becomes a FaultyInputError."""
     try:
         work()

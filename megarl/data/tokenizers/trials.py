@@ -39,7 +39,9 @@ def digest_of_folder(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def trial_fault(content: Sequence[str], work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
+def find_trial_fault(
+    content: Sequence[str], work: Callable[[], object], *, seconds: float, memory_bytes: int
+) -> str | None:
     """Return the fault of `work` in a forked process. None: `work` stays within its limits.
 
     `content` is the input of `work`, beginning with the kind of the trial. Content that passed in this process is not

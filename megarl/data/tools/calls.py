@@ -62,13 +62,13 @@ def parse(
     else:
         body, reasoning = harmony_reasoning(body)
     remainder, written_calls = PARSERS[name](body, tools)
-    ids = (f"call{_digits(turn, 3)}{_digits(index, 2)}" for index in range(len(written_calls)))
+    ids = (f"call{_base36_digits(turn, 3)}{_base36_digits(index, 2)}" for index in range(len(written_calls)))
     calls = tuple(_check_arguments(call_id, call, tools) for call_id, call in zip(ids, written_calls, strict=True))
     # White space around calls and reasoning belongs to the format; in a plain answer it belongs to the model.
     return ParsedTurn(remainder.strip() if written_calls or reasoning is not None else remainder, reasoning, calls)
 
 
-def _digits(number: int, count: int) -> str:
+def _base36_digits(number: int, count: int) -> str:
     """Return the last `count` digits of a number to the base 36.
 
     Ids of nine characters differ in 46,656 turns of 1,296 calls each.
@@ -136,12 +136,12 @@ def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema
             return ToolCall(call_id, call.name, None, "the arguments are a text, not an object")
     if not isinstance(arguments, Mapping):
         return ToolCall(call_id, call.name, None, f"the arguments are {json.dumps(arguments):.80}, not an object")
-    if fault := _json_fault(arguments) or arguments_fault(arguments, tool):
+    if fault := _find_json_fault(arguments) or arguments_fault(arguments, tool):
         return ToolCall(call_id, call.name, None, fault)
     return ToolCall(call_id, call.name, arguments, None)
 
 
-def _json_fault(arguments: Mapping[str, Any]) -> str | None:
+def _find_json_fault(arguments: Mapping[str, Any]) -> str | None:
     """Return why clients could not read or send back arguments as JSON, else None."""
     if is_deeper(arguments, _MAX_DEPTH):
         return f"the arguments are nested more than {_MAX_DEPTH} levels deep"

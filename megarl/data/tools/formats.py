@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megarl.data.tools.schemas import ToolSchema, properties
+from megarl.data.tools.schemas import ToolSchema, argument_schemas
 from megarl.files.strict_json import RepeatedKeyError, is_long_integer, make_object
 
 
@@ -28,7 +28,7 @@ class WrittenCall:
     error: str | None = None
 
 
-_Read = tuple[str, list[WrittenCall]]
+_ParsedText = tuple[str, list[WrittenCall]]
 """The text outside the tool calls, and the calls."""
 
 
@@ -83,7 +83,7 @@ def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
     return WrittenCall(value["name"], value[fields[0]])
 
 
-def _find_name(text: str) -> str:
+def _find_call_name(text: str) -> str:
     match = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return match.group(1) if match else ""
 
@@ -98,12 +98,12 @@ def _call_from_json_text(name: str, text: str) -> WrittenCall:
     return WrittenCall(name, arguments)
 
 
-def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -> Any:
+def _parse_unquoted_argument(text: str, argument_name: str, tool_name: str, tools: Sequence[ToolSchema]) -> Any:
     """Return the value of an unquoted argument: text if the schema says so, else JSON if valid, else text.
 
     Raises RepeatedKeyError.
     """
-    schema = properties(tool, tools).get(name, {})
+    schema = argument_schemas(tool_name, tools).get(argument_name, {})
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     kinds = {kind} if isinstance(kind, str) else set(kind or ())
     if kinds == {"string"}:
@@ -125,13 +125,13 @@ def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -
 def _call_from_pairs(tool: str, pairs: Iterable[tuple[str, str]], tools: Sequence[ToolSchema]) -> WrittenCall:
     """Return the call of a tool whose arguments are pairs of a name and an unquoted value."""
     try:
-        arguments = make_object([(name, _parse_value(value, name, tool, tools)) for name, value in pairs])
+        arguments = make_object([(name, _parse_unquoted_argument(value, name, tool, tools)) for name, value in pairs])
     except RepeatedKeyError as error:
         return WrittenCall(tool, error=f"the arguments cannot be read: {error}")
     return WrittenCall(tool, arguments)
 
 
-def _parse_hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_hermes(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     opening, closing = "<tool_call>", "</tool_call>"
     outside_texts, calls, position = [], [], 0
@@ -150,7 +150,7 @@ def _parse_hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
             ends = [end for end in (text.find(closing, start), text.find(opening, start)) if end >= 0]
             end = min(ends, default=len(text))
             body = text[start:end]
-            calls.append(WrittenCall(_find_name(body), error=f"the call cannot be read: {error}"))
+            calls.append(WrittenCall(_find_call_name(body), error=f"the call cannot be read: {error}"))
             position = end + len(closing) if text.startswith(closing, end) else end
     return "".join([*outside_texts, text[position:]]), calls
 
@@ -164,17 +164,17 @@ class _TagBody(NamedTuple):
 
 def _split_tags(text: str, opening: str, closing: str) -> tuple[str, list[_TagBody]]:
     """Return the text outside the tags, and the texts inside."""
-    outside, bodies, position = [], [], 0
+    outside_texts, bodies, position = [], [], 0
     while (opening_start := text.find(opening, position)) >= 0:
-        outside.append(text[position:opening_start])
-        start = opening_start + len(opening)
-        end = text.find(closing, start)
-        bodies.append(_TagBody(text[start:], False) if end < 0 else _TagBody(text[start:end], True))
+        outside_texts.append(text[position:opening_start])
+        body_start = opening_start + len(opening)
+        end = text.find(closing, body_start)
+        bodies.append(_TagBody(text[body_start:], False) if end < 0 else _TagBody(text[body_start:end], True))
         position = len(text) if end < 0 else end + len(closing)
-    return "".join([*outside, text[position:]]), bodies
+    return "".join([*outside_texts, text[position:]]), bodies
 
 
-def _parse_qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
     remainder, bodies = _split_tags(text, "<function=", "</function>")
     remainder = remainder.replace("<tool_call>", "").replace("</tool_call>", "")
@@ -195,7 +195,7 @@ def _parse_qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return remainder, calls
 
 
-def _parse_glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_glm45(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
     remainder, bodies = _split_tags(text, "<tool_call>", "</tool_call>")
     calls = []
@@ -210,7 +210,7 @@ def _parse_glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return remainder, calls
 
 
-def _parse_llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_llama3_json(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `{"name": ..., "parameters": {...}}`; several calls follow each other, perhaps with semicolons between them.
 
     An object without a name and parameters is text, because an answer may be JSON.
@@ -230,7 +230,9 @@ def _parse_llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
                 outside_texts.append(text[position:start])
                 following = re.search(r';\s*(?=\{\s*"name"\s*:)', text[start:])
                 position = start + following.end() if following else len(text)
-                calls.append(WrittenCall(_find_name(text[start:position]), error=f"the call cannot be read: {error}"))
+                calls.append(
+                    WrittenCall(_find_call_name(text[start:position]), error=f"the call cannot be read: {error}")
+                )
             continue
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and {"parameters", "arguments"} & {*value}:
             outside_texts.append(text[position:start])
@@ -240,17 +242,17 @@ def _parse_llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return "".join([*outside_texts, text[position:]]), calls
 
 
-def _parse_pythonic(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_pythonic(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `[f(a=1), g(b="x")]`: calls with literal keyword arguments."""
     # Llama 4 encloses calls in the first two tags, Llama 3.2 may begin with the third.
     inner = text.replace("<|python_start|>", "").replace("<|python_end|>", "").replace("<|python_tag|>", "").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", inner):
         return text, []
-    pieces = _split_top_level(inner.removeprefix("["))
+    pieces = _split_at_outer_commas(inner.removeprefix("["))
     return "", [_parse_python_call(piece) for piece in pieces if piece.strip()]
 
 
-def _split_top_level(text: str) -> list[str]:
+def _split_at_outer_commas(text: str) -> list[str]:
     """Return the text up to its closing bracket, split at commas outside of brackets and strings."""
     # `depth` counts open brackets, `quote` is the quote sign of an open string.
     pieces, start, depth, quote, position = [], 0, 0, "", 0
@@ -327,7 +329,7 @@ def _read_constant(node: ast.expr | None, *types: type) -> Any:
     return value
 
 
-def _parse_mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_mistral(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
     remainder, *parts = text.split("[TOOL_CALLS]")
     calls: list[WrittenCall] = []
@@ -357,11 +359,11 @@ def _parse_mistral_list(text: str) -> list[WrittenCall]:
             # Continue at the next object that begins like a call.
             following = re.search(r'\}\s*,\s*(?=\{\s*"(?:name|arguments|id)"\s*:)', text[position:])
             end = position + following.end() if following else len(text)
-            calls.append(WrittenCall(_find_name(text[position:end]), error=f"the call cannot be read: {error}"))
+            calls.append(WrittenCall(_find_call_name(text[position:end]), error=f"the call cannot be read: {error}"))
             position = end
 
 
-def _parse_deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
 
     V3 and R1 write the kind before the name, and put the arguments in a fenced block.
@@ -391,7 +393,7 @@ def harmony_reasoning(text: str) -> tuple[str, str | None]:
 
     def cut_analysis(message: re.Match[str]) -> str:
         # A message to a function is a call in any channel, also in the analysis channel.
-        if _is_call(message["head"]) or "analysis" not in message["head"]:
+        if _is_function_call(message["head"]) or "analysis" not in message["head"]:
             return message.group()
         reasoning.append(message["body"].strip())
         return ""
@@ -400,11 +402,11 @@ def harmony_reasoning(text: str) -> tuple[str, str | None]:
     return remainder, "\n".join(reasoning) if reasoning else None
 
 
-def _is_call(head: str) -> bool:
+def _is_function_call(head: str) -> bool:
     return "to=functions." in head
 
 
-def _parse_gpt_oss(text: str, tools: Sequence[ToolSchema]) -> _Read:
+def _parse_gpt_oss(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
     """Read `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`. Other messages are
     text.
     """
@@ -420,7 +422,7 @@ def _parse_gpt_oss(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return _HARMONY_MESSAGE.sub(read_message, text), calls
 
 
-PARSERS: dict[str, Callable[[str, Sequence[ToolSchema]], _Read]] = {
+PARSERS: dict[str, Callable[[str, Sequence[ToolSchema]], _ParsedText]] = {
     "hermes": _parse_hermes,
     "qwen3_coder": _parse_qwen3_coder,
     "llama3_json": _parse_llama3_json,

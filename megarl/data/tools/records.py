@@ -57,8 +57,8 @@ def _standardize_call(call: Any, call_index: int) -> Mapping[str, Any]:
             "without arguments"
         ) from error
     if is_flat:
-        rest = {name: value for name, value in call.items() if name not in ("name", "arguments")}
-        return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+        other_keys = {name: value for name, value in call.items() if name not in ("name", "arguments")}
+        return {"type": "function", **other_keys, "function": {"name": function["name"], "arguments": arguments}}
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -89,7 +89,7 @@ def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError("not a list of JSON schemas")
     parsed = (_parse_json(tool) if isinstance(tool, str) else tool for tool in value)
-    tools = tuple(_standard_tool(_without_nulls(tool)) for tool in parsed)
+    tools = tuple(_standardize_tool(_without_nulls(tool)) for tool in parsed)
     check_tools(tools)
     return tools
 
@@ -105,12 +105,12 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _standard_tool(tool: Any) -> Any:
+def _standardize_tool(tool: Any) -> Any:
     """Return a tool with its fields under `function`; other values unchanged."""
     if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
         return tool
-    if foreign := next((key for key in _SCHEMA_KEYS_ELSEWHERE if key in tool), None):
-        raise ValueError(f"the tool {tool['name']!r:.80} has {foreign!r}; rename this key to 'parameters'")
+    if foreign_key := next((key for key in _SCHEMA_KEYS_ELSEWHERE if key in tool), None):
+        raise ValueError(f"the tool {tool['name']!r:.80} has {foreign_key!r}; rename this key to 'parameters'")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 

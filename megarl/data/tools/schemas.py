@@ -43,7 +43,7 @@ def tool_named(name: str, tools: Sequence[ToolSchema]) -> ToolSchema | None:
     return next((tool for tool in tools if tool["function"]["name"] == name), None)
 
 
-def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
+def argument_schemas(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
     """Return the schemas of a tool's arguments, by argument name. Empty: an unknown tool."""
     tool = tool_named(name, tools)
     return parameter_schema(tool).get("properties", {}) if tool else {}
@@ -52,7 +52,7 @@ def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
 def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
     from jsonschema.exceptions import best_match
 
-    error = best_match(_validator(json.dumps(parameter_schema(tool), sort_keys=True)).iter_errors(arguments))
+    error = best_match(_cached_validator(json.dumps(parameter_schema(tool), sort_keys=True)).iter_errors(arguments))
     if error is None:
         return None
     path = ".".join(str(part) for part in error.absolute_path)
@@ -60,7 +60,7 @@ def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | Non
 
 
 @lru_cache(maxsize=256)
-def _validator(schema: str) -> Any:
+def _cached_validator(schema: str) -> Any:
     """Return the validator of a JSON schema. As text, the schema is a hashable key of the cache."""
     return schema_validator(json.loads(schema))
 

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.data.chat import load_tokenizer
 from megarl.data.tokenizers import trials
-from megarl.data.tokenizers.trials import digest_of_folder, trial_fault
+from megarl.data.tokenizers.trials import digest_of_folder, find_trial_fault
 from megarl.processes.process_tree import FaultyInputError
 
 
@@ -80,7 +80,7 @@ def test_a_fault_is_found_each_time() -> None:
         raise FaultyInputError("is broken")
 
     def fault(content: Sequence[str], work: Callable[[], object]) -> str | None:
-        return trial_fault(content, work, seconds=5.0, memory_bytes=1 << 28)
+        return find_trial_fault(content, work, seconds=5.0, memory_bytes=1 << 28)
 
     content = ("kind", str(uuid4()))
     assert fault(content, fail) == fault(content, fail) == "is broken"

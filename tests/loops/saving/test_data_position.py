@@ -74,7 +74,7 @@ def test_conversations_left_out_for_a_while_go_on_where_they_ended() -> None:
     with_ptx, without = recipe_of("rl", 4), recipe_of("rl", 4, has_ptx=False)
     position = saved(saved(DataPosition(), 3, with_ptx), 5, without)
     assert position == DataPosition(5, {"data.ptx": 12})
-    assert position.order(with_ptx, "data.ptx", 100).start(5) == 12
+    assert position.order(with_ptx, "data.ptx", 100).num_drawn_before(5) == 12
 
 
 @pytest.mark.parametrize(("loop", "expected"), [("sft", {"data.train": 24}), ("rl", {"data.ptx": 9})])
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_an_earlier_version_counts_by_its_recipe(loop: str, expe
     position = DataPosition.from_checkpoint(3, {"recipe": earlier})
     assert position == DataPosition(3, expected)
     name = FIELDS[loop]
-    assert position.order(recipe_of(loop, 2), name, 100).start(4) == expected[name] + 2
+    assert position.order(recipe_of(loop, 2), name, 100).num_drawn_before(4) == expected[name] + 2
 
 
 def test_a_step_before_the_start_is_refused() -> None:
@@ -118,10 +118,10 @@ def test_a_ledger_cut_or_removed_before_a_resume_is_told(tmp_path: Path) -> None
     order = DataPosition().order(recipe_of("sft", 4), "data.train", 10)
     for number in (1, 2, 3):
         data.write_draws(number, order, order.batch(number - 1))
-    data.rewind_draws(2 * order.start(2))
+    data.rewind_draws(2 * order.num_drawn_before(2))
     assert notices == [] and len(file.read_bytes().splitlines()) == 2
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[0])
-    data.rewind_draws(2 * order.start(2))
+    data.rewind_draws(2 * order.num_drawn_before(2))
     file.unlink()
-    data.rewind_draws(2 * order.start(2))
+    data.rewind_draws(2 * order.num_drawn_before(2))
     assert [text.split(" events")[0] for text in notices] == [f"{file}: lacks 8 of 16", f"{file}: lacks 16 of 16"]
