@@ -81,9 +81,9 @@ class RankPool(AbstractContextManager["RankPool"]):
                 environment=self._environment,
             )
         try:
-            self._group.deadlines = Deadlines.same(_LOAD_SECONDS)
+            self._group.deadlines = Deadlines.for_all_methods(_LOAD_SECONDS)
             await self._group.call("load", *address)
-            self._group.deadlines = Deadlines.same(timeout_seconds)
+            self._group.deadlines = Deadlines.for_all_methods(timeout_seconds)
             return (await self._group.call("run", args, timeout_seconds, world_size))[:world_size]
         # Ranks are in an unknown state after a failure, also after Ctrl-C, so the next run starts new ones.
         except BaseException:

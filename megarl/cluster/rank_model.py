@@ -111,7 +111,7 @@ class RankModel:
             self.work.update_tokens += len(batch.token_ids)
         limits = None if self.spikes is None else self.spikes.limits()
         rank_results = await self.group.scatter(
-            f"{self.name}.update", self.by_rank(rows), kl_coefficient, kto_kl, limits
+            f"{self.name}.update", self.give_to_first_ranks(rows), kl_coefficient, kto_kl, limits
         )
         update = merge_ranks([rank_results[rank] for ranks in self._list_reporting_ranks() for rank in ranks])
         if self.spikes is not None:
@@ -162,12 +162,12 @@ class RankModel:
         The method gets a replica's rows and `args`. A row has at most `max_tokens` tokens (None:
         `max_tokens_per_microbatch`). Sequences repeated to fill rows have no trained token.
         """
-        filled_indices = self.filled(batch.num_sequences)
+        filled_indices = self.indices_with_repeats(batch.num_sequences)
         filled = batch if len(filled_indices) == batch.num_sequences else batch.select(filled_indices)
         filled.loss_mask[batch.cu_seqlens[-1] :] = False
         packed = self._assign_rows(filled, self.together, max_tokens)
         rows = self._make_rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=max_tokens)
-        results = await self.group.scatter(method, self.by_rank(rows), *args)
+        results = await self.group.scatter(method, self.give_to_first_ranks(rows), *args)
         rows_and_values = [
             (row, values)
             for replica, (reporting_rank, *_) in zip(packed, self._list_reporting_ranks(), strict=True)
@@ -189,21 +189,24 @@ class RankModel:
         self,
         batch: TokenBatch,
         packed: list[list[list[int]]],
-        passes: float,
+        work_factor: float,
         *,
         num_counted: int | None = None,
         max_tokens: int | None = None,
     ) -> list[list[TokenBatch]]:
         """Return a batch's rows by replica, and count their work. `packed` holds the sequences of each row.
 
-        `passes` is the work as a multiple of a forward pass. Only the first `num_counted` sequences count (None: all).
+        `work_factor` is the work as a multiple of a forward pass. Only the first `num_counted` sequences count (None:
+        all).
         """
         num_counted = batch.num_sequences if num_counted is None else num_counted
-        capacity = self._capacity(max_tokens)
-        return [[self._make_row(batch, row, passes, num_counted, capacity) for row in replica] for replica in packed]
+        capacity = self._row_capacity(max_tokens)
+        return [
+            [self._make_row(batch, row, work_factor, num_counted, capacity) for row in replica] for replica in packed
+        ]
 
     def _make_row(
-        self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int, capacity: int
+        self, batch: TokenBatch, sequences: list[int], work_factor: float, num_counted: int, capacity: int
     ) -> TokenBatch:
         """Return one row, packed as `arrange` chooses, and count its work."""
         row = batch.select(sequences)
@@ -223,11 +226,11 @@ class RankModel:
             self.work.refused_rows += savings.is_refused
         if self.shape is not None:
             saved_flops = forward_flops(self.shape, saved_tokens)
-            self.work.flops += passes * (forward_flops(self.shape, lengths) - saved_flops)
-            self.work.saved_flops += passes * saved_flops
+            self.work.flops += work_factor * (forward_flops(self.shape, lengths) - saved_flops)
+            self.work.saved_flops += work_factor * saved_flops
         return row
 
-    def filled(self, num_sequences: int) -> NDArray[np.int64]:
+    def indices_with_repeats(self, num_sequences: int) -> NDArray[np.int64]:
         """Return the indices of a batch's sequences, padded by repeating the last ones: int64 [sequences].
 
         Every rank then has the same number of rows, and none is empty.
@@ -258,7 +261,7 @@ class RankModel:
         """
         parallel = self.parallel
         settings: dict[str, Any] = {
-            "max_tokens": self._capacity(max_tokens),
+            "max_tokens": self._row_capacity(max_tokens),
             "num_ranks": parallel.dp,
             "multiple": parallel.sequence_multiple,
             "rows_multiple": parallel.rows_multiple,
@@ -271,10 +274,10 @@ class RankModel:
     def _costs(self) -> Costs:
         return count_tokens if self.shape is None else sequence_flops(self.shape)
 
-    def _capacity(self, max_tokens: int | None) -> int:
+    def _row_capacity(self, max_tokens: int | None) -> int:
         return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
-    def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
+    def give_to_first_ranks(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
         """Return one argument per rank: the replica's rows for its first rank, None for its other ranks."""
         per_rank: list[Sequence[TokenBatch] | None] = [None] * self.parallel.world_size
         for replica, rows in enumerate(per_replica):

@@ -31,7 +31,7 @@ class Replacements:
             f"{self._name_replica(lost_group)} is lost: {error}. Its requests move to the remaining engines "
             f"({num_left}). The lost engine is being restarted"
         )
-        task = asyncio.create_task(self._replace(lost_group))
+        task = asyncio.create_task(self._restart(lost_group))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
@@ -50,7 +50,7 @@ class Replacements:
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(group.close() for group in self.take()))
 
-    async def _replace(self, lost_group: WorkerGroup) -> None:
+    async def _restart(self, lost_group: WorkerGroup) -> None:
         """Start a lost replica's ranks again, with a few attempts. The replica is then ready for the next reshard."""
         began = time.monotonic()
         # The old processes must be gone before new processes use their GPUs.

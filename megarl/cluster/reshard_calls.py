@@ -16,7 +16,7 @@ from typing import Any
 from megarl.cluster.calls.deadlines import Limit
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.reshard_states import MOST_ATTEMPTS, Command, Event, ReshardStates, State, TransitionError
-from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.run_ranks import RunRanks, gather_answers
 from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
 from megarl.reshard.reshard_report import ReshardReport
@@ -77,7 +77,7 @@ class ReshardCalls:
         """
         if not self._ranks.is_separate:
             return await self._ranks.trainers.call("reshard", verify, version)
-        with self._failure_noted():
+        with self._mark_failure():
             return await self._attempt_until_delivered(self._states.handle(Event.START), verify, version)
 
     async def run_overlapping(
@@ -96,7 +96,7 @@ class ReshardCalls:
             on_copied()
             return reports
         self._states.handle(Event.START_OVERLAPPING)
-        trainers, limit = self._ranks.trainers, self._limit("reshard")
+        trainers, limit = self._ranks.trainers, self._limit_seconds("reshard")
         began = time.monotonic()
 
         async def start_trainers() -> list[Any]:
@@ -109,7 +109,7 @@ class ReshardCalls:
             return await self._make_call(group, "reshard", [verify] * group.world_size, version, limit=limit)
 
         calls: Calls = [start_trainers(), *map(start_engine, self._ranks.replicas)]
-        with self._failure_noted():
+        with self._mark_failure():
             try:
                 answers = await self._await_calls("reshard", limit, self._ranks.groups, calls)
             except PeerLostError:
@@ -119,7 +119,7 @@ class ReshardCalls:
             if self._states.end_attempt() is Command.COLLECT_REPORTS:
                 await trainers.call("finish_reshard")
                 return await self._attempt_until_delivered(self._states.end_attempt(), verify, version)
-        trainers.deadlines.note("reshard", time.monotonic() - began)
+        trainers.deadlines.record_duration("reshard", time.monotonic() - began)
         return [report for reports in answers for report in reports]
 
     async def collect_reports(self) -> Reports:
@@ -138,14 +138,17 @@ class ReshardCalls:
         while True:
             groups = self._ranks.groups
             method = "join_and_reshard" if command is Command.JOIN else "reshard"
-            limit = self._limit(method)
+            limit = self._limit_seconds(method)
             # After a loss or a restart the ranks must first create a new process group.
             if command is Command.JOIN:
-                calls = self._join_calls(groups, version, limit)
+                calls = self._make_join_calls(groups, version, limit)
             else:
-                calls = [self._make_call(g, "reshard", [verify] * g.world_size, version, limit=limit) for g in groups]
+                calls = [
+                    self._make_call(group, "reshard", [verify] * group.world_size, version, limit=limit)
+                    for group in groups
+                ]
             self._first_to_leave = None
-            calls[0] = self._without_missing(groups, calls[0])
+            calls[0] = self._end_missing_replicas(groups, calls[0])
             answers = await self._await_calls(method, limit, groups, calls)
             command = self._states.end_attempt(has_suspect=self._has_suspect(groups))
             if self._states.state is State.IDLE:
@@ -166,16 +169,18 @@ class ReshardCalls:
         self, method: str, limit: float, groups: Sequence[WorkerGroup], calls: Calls
     ) -> list[list[Any]]:
         """Await one attempt's calls and return each group's answers; empty for a lost replica."""
-        engine_calls = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
+        engine_calls = [
+            self._ranks.answers_unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)
+        ]
         async with self._watch_call(method, limit):
-            answers = await together([calls[0], *engine_calls])
+            answers = await gather_answers([calls[0], *engine_calls])
         error, self._report_error = self._report_error, None
         if error is not None:
             raise error
         return answers
 
     @contextmanager
-    def _failure_noted(self) -> Iterator[None]:
+    def _mark_failure(self) -> Iterator[None]:
         """Context that marks the reshard as failed on an error. Its process group is then never used again."""
         try:
             yield
@@ -191,7 +196,9 @@ class ReshardCalls:
         can_lose = self._ranks.on_lost is not None and len(self._ranks.replicas) > 1
         return can_lose and groups == self._ranks.groups and self._first_to_leave is not None
 
-    async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    async def _end_missing_replicas(
+        self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]
+    ) -> list[Any]:
         """Return the answers to the trainers' call. End each replica that did not join their process group."""
         reports = await call
         missing_ranks = {rank for report in reports if isinstance(report, LostPeer) for rank in report.missing}
@@ -220,7 +227,7 @@ class ReshardCalls:
         """
 
         field = self._ranks.trainers.deadlines.limit_for(method).field
-        extended_limit = Limit(limit + self._slack(limit), field)
+        extended_limit = Limit(limit + self._slack_seconds(limit), field)
 
         async def end_late() -> None:
             while True:
@@ -249,10 +256,10 @@ class ReshardCalls:
         if self._ranks.on_lost is not None:
             await asyncio.gather(*(group.diagnosis.end_if_stopped(fault, patience_seconds) for group in groups))
 
-    def _limit(self, method: str) -> float:
+    def _limit_seconds(self, method: str) -> float:
         return self._ranks.trainers.deadlines.limit_for(method).seconds
 
-    def _join_calls(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
+    def _make_join_calls(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
         """Return the calls with which these groups join a new cross-world process group and get all weights."""
         self._num_groups += 1
         self._cancelled.clear()
@@ -276,12 +283,12 @@ class ReshardCalls:
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
         """Return a call to a group, with extra time to find and end a group at fault."""
-        slack = self._slack(limit) + _BLAME_SECONDS
+        slack = self._slack_seconds(limit) + _BLAME_SECONDS
         return group.scatter(
             method, per_rank, *args, slack_seconds=slack, on_answer=partial(self._handle_report, group)
         )
 
-    def _slack(self, limit: float) -> float:
+    def _slack_seconds(self, limit: float) -> float:
         """Return the seconds after a limit until a group with ranks outside of a collective ends."""
         # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
         return max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit

@@ -112,8 +112,8 @@ class RunRanks:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks of all groups. A lost replica has no answers."""
-        engines = [self.unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
-        answers = await together([self.trainers.call(method, *args, **kwargs), *engines])
+        engines = [self.answers_unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
+        answers = await gather_answers([self.trainers.call(method, *args, **kwargs), *engines])
         return list(chain.from_iterable(answers))
 
     async def begin_step(self, number: int) -> None:
@@ -124,14 +124,18 @@ class RunRanks:
 
     async def call_with_first_rank(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks, with each group's first rank in the run as last argument."""
-        engines = [self.unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas]
-        answers = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
+        engines = [
+            self.answers_unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas
+        ]
+        answers = await gather_answers([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
         return list(chain.from_iterable(answers))
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
         if not self.is_separate:
             return await self.trainers.call(method, *args)
-        answers = await together([self.unless_lost(group, group.call(method, *args)) for group in self.replicas])
+        answers = await gather_answers(
+            [self.answers_unless_lost(group, group.call(method, *args)) for group in self.replicas]
+        )
         return list(chain.from_iterable(answers))
 
     async def ask(
@@ -184,10 +188,10 @@ class RunRanks:
                 for handle in lost_handles[:1]:
                     # A call to a lost rank fails at once, names the rank, and ends the group.
                     call = group.ask([handle.rank - group.part.first_rank], _NO_CALL, [None])
-                    await self.unless_lost(group, call)
+                    await self.answers_unless_lost(group, call)
             await asyncio.sleep(_WATCH_SECONDS)
 
-    async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    async def answers_unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """Await a call to a replica and return its answers; none if it is lost and others remain."""
         try:
             return await call
@@ -227,7 +231,7 @@ class RunRanks:
             await self.nodes.close()
 
 
-async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+async def gather_answers(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """Await calls to different groups concurrently, and return their answers.
 
     Raises the first error. If it only reflects that another group left a collective, raises that group's error. Other

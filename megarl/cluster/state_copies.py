@@ -49,7 +49,7 @@ async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> t
 
     Only with `checks` do the agents look for damaged copies. These are dropped.
     """
-    living_agents = _living(agents)
+    living_agents = _list_living(agents)
     answers = await asyncio.gather(
         *(agent.request("copies", checks=checks) for agent in living_agents), return_exceptions=True
     )
@@ -80,7 +80,7 @@ async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> t
     return copies, damages
 
 
-def _living(agents: Sequence[AgentLink]) -> list[AgentLink]:
+def _list_living(agents: Sequence[AgentLink]) -> list[AgentLink]:
     return [agent for agent in dict.fromkeys(agents) if not agent.is_lost]
 
 
@@ -94,7 +94,7 @@ async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
     """Drop the copies of all steps except `step` (None: of all). Raises PeerLostError if an agent is lost meanwhile."""
     # No name of a file begins with a slash.
     prefix = "/" if step is None else f"{step}/"
-    await asyncio.gather(*(agent.request("keep_only", prefix=prefix) for agent in _living(agents)))
+    await asyncio.gather(*(agent.request("keep_only", prefix=prefix) for agent in _list_living(agents)))
 
 
 async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequence[RankPlace]) -> list[Files]:
@@ -119,7 +119,7 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
 async def _send_copy(copy: StateCopy, receiver: AgentLink) -> StateCopy:
     """Send a copy to another agent, and return the copy there."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
-    offered = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
-    await receiver.request("fetch", **offered)
+    fetch_arguments = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
+    await receiver.request("fetch", **fetch_arguments)
     copies, _ = await list_copies([receiver])
     return next(sent_copy for sent_copy in copies if (sent_copy.step, sent_copy.origin) == (copy.step, copy.origin))

@@ -22,10 +22,11 @@ class TeacherRankModel(RankModel):
         teacher_batch = batch.with_arrays({})
         teacher_batch.target_keys = batch.target_keys
         # Repeated sequences are harmless: their rows write the same targets again.
-        teacher_batch = teacher_batch.select(self.filled(batch.num_sequences))
+        teacher_batch = teacher_batch.select(self.indices_with_repeats(batch.num_sequences))
         num_not_finite = sum(
             await self.group.scatter(
-                f"{self.name}.store_targets", self.by_rank(self.forward_rows(teacher_batch, batch.num_sequences))
+                f"{self.name}.store_targets",
+                self.give_to_first_ranks(self.forward_rows(teacher_batch, batch.num_sequences)),
             )
         )
         if num_not_finite:

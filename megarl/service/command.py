@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.cluster.calls.deadlines import run_deadlines
 from megarl.cluster.launchers.run_nodes import start_ranks
-from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.run_ranks import RunRanks, gather_answers
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.config.idle import fields_set_by_user
 from megarl.config.parallel import ParallelConfig
@@ -266,7 +266,7 @@ async def construct_workers(ranks: RunRanks, service: Service) -> None:
         )
         for number, group in enumerate(ranks.replicas)
     ]
-    await together([ranks.trainers.construct(f"{_WORKERS}:ServiceTrainer", trainer_arguments), *engines])
+    await gather_answers([ranks.trainers.construct(f"{_WORKERS}:ServiceTrainer", trainer_arguments), *engines])
 
 
 def make_trainer(ranks: RunRanks, service: Service, idle_folder: Path, report: Callable[[str], object]) -> RankTrainer:

@@ -11,7 +11,7 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 
 async def see_who_is_late(group: WorkerGroup, seconds: float) -> None:
     """Rank 1 of a group of Probes sleeps beyond the limit while rank 2 answers; the error has the stacks of all."""
-    group.deadlines = Deadlines.same(seconds)
+    group.deadlines = Deadlines.for_all_methods(seconds)
     with pytest.raises(RankFailedError) as caught:
         await group.ask([1, 2], "sleep_on", [1, 1], 60)
     size = group.world_size

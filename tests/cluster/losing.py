@@ -58,7 +58,7 @@ async def lose_engines(nodes: Nodes, logs: Path) -> None:
         assert time.monotonic() - began < 30.0
         assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
         await replicas[0].call("signal_in_reshard", "before a message", signal.SIGSTOP)
-        ranks.set_deadlines(lambda: Deadlines.same(10.0))
+        ranks.set_deadlines(lambda: Deadlines.for_all_methods(10.0))
         began = time.monotonic()
         assert await reshard_calls.run(False, 3) == [ReshardReport()] * 2
         assert time.monotonic() - began < 50.0
@@ -125,7 +125,7 @@ async def start_again(nodes: Nodes, logs: Path) -> None:
         await waiting
     group, pids = await start()
     os.kill(pids[2], signal.SIGSTOP)
-    group.deadlines = Deadlines.same(2.0)
+    group.deadlines = Deadlines.for_all_methods(2.0)
     group.report_hangs(HangReport(logs, lambda: [group.diagnosis], most_native=0))
     with pytest.raises(RankFailedError, match=r"^rank 2 of 4 did not answer"):
         await group.call("pid")

@@ -51,7 +51,7 @@ async def test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all(
     async with started(3, log_folder=tmp_path) as group:
         await group.call("join_gloo")
         pids = await group.call("pid")
-        group.deadlines = Deadlines.same(2.0)
+        group.deadlines = Deadlines.for_all_methods(2.0)
         group.report_hangs(HangReport(tmp_path, lambda: [group.diagnosis]))
         os.kill(pids[1], signal.SIGSTOP)
         began = time.monotonic()
@@ -267,12 +267,12 @@ def test_row_49_few_modules_read_the_wall_clock() -> None:
 async def test_row_49_deadlines_do_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     true_time = time.time
     async with started(2) as group:
-        group.deadlines = Deadlines.same(60.0)
+        group.deadlines = Deadlines.for_all_methods(60.0)
         began = true_time()
         # The clock jumps by an hour, as at a wrong daylight saving time, once a call is under way.
         monkeypatch.setattr(time, "time", lambda: true_time() + 3600.0 * hours * (true_time() > began + 0.2))
         assert await group.call("sleep", 1.0) == [None, None]
-        group.deadlines = Deadlines.same(2.0)
+        group.deadlines = Deadlines.for_all_methods(2.0)
         began_at = time.monotonic()
         with pytest.raises(RankLostError, match="rank 1 of 2 did not answer `sleep_on` within 2 s"):
             await group.call("sleep_on", 1, 60.0)

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megarl.cluster.agents.handshake import introduce, notice_silence, receive_json
+from megarl.cluster.agents.handshake import enable_keepalive, introduce, receive_json
 from megarl.cluster.agents.memory_files import MemoryFiles
-from megarl.cluster.agents.topology import Introduction, own_interface
+from megarl.cluster.agents.topology import Introduction, find_interface
 from megarl.cluster.ranks.messages import ANSWER, BATCH, CONTROL, HEAD, LENGTH, NOTICE, PART, pack_event
 from megarl.cluster.ranks.stacks import STACKS_SECONDS, has_begun, is_complete
 from megarl.files.private_folder import PrivateFolder
@@ -189,7 +189,9 @@ class Agent:
 
         Their fork server has the variables `environment` and has imported `imports`. Raises OSError or ConfigError.
         """
+        # At most 4 files per rank: its connection, its status socket, its log, and a copy of its state.
         provide_open_files(4 * (len(self._ranks) + len(ranks)), f"{len(ranks)} ranks on this node")
+        # A placeholder: these ranks have no call yet.
         call = _NodeCall()
         for rank_fields in ranks:
             process_number, log_file = rank_fields["process"], Path(rank_fields["log"])
@@ -207,7 +209,7 @@ class Agent:
                 forked = rank_server.fork(rank_fields["name"], f"{_RANK_MODULE}:main", variables, output)
             reader, writer = await asyncio.open_connection(sock=forked.connection)
             # A child of the rank may have the other end open. Then reading would never show the end of the process.
-            forked.ended.add_done_callback(lambda _, forked=forked: _cut(forked.connection))
+            forked.ended.add_done_callback(lambda _, forked=forked: _shut_down(forked.connection))
             rank = self._ranks[process_number] = _Rank(forked, writer, log_file, folder, call)
             self._start_task(self._listen(process_number, rank, reader))
 
@@ -260,7 +262,7 @@ class Agent:
         """
         ranks = self._living_ranks(processes)
         # Only text after the end of a log at the request counts, because logs may hold earlier stacks.
-        old_log_sizes = {process: _log_bytes(rank.log) for process, rank in ranks.items()}
+        old_log_sizes = {process: _log_size(rank.log) for process, rank in ranks.items()}
         for rank in ranks.values():
             with suppress(OSError):
                 rank.forked.signal(signal.SIGUSR2)
@@ -305,13 +307,13 @@ def _native_stacks(pid: int | None, seconds: float) -> str:
     return "no native stacks: the process has not started" if pid is None else native_stacks.native_stacks(pid, seconds)
 
 
-def _cut(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """End a connection. Data that has arrived can still be read."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _log_bytes(log: Path) -> int:
+def _log_size(log: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
@@ -329,14 +331,14 @@ def connect(address: tuple[str, int], key: bytes, introduction: Introduction) ->
     """
     driver = socket.create_connection(address)
     driver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    notice_silence(driver)
+    enable_keepalive(driver)
     introduce(driver, key, introduction._asdict())
     welcome = receive_json(driver)
     # A recipe's relative paths start from the driver's folder. Launchers may start agents in another one.
     os.chdir(welcome.pop("folder"))
     sys.path[:] = welcome.pop("path")
     # Gloo would choose an interface by the host name. The interface to the driver is one that other nodes reach.
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := own_interface(driver.getsockname()[0])):
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := find_interface(driver.getsockname()[0])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     serve(driver, **welcome)
 

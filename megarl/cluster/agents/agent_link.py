@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megarl import types
-from megarl.cluster.agents.handshake import notice_silence
+from megarl.cluster.agents.handshake import enable_keepalive
 from megarl.cluster.agents.topology import Introduction
 from megarl.cluster.ranks.messages import AGENT, ANSWER, BATCH, NOTICE, PART, pack_control
 from megarl.cluster.ranks.rank_handle import Answers, RankHandle
@@ -40,7 +40,7 @@ class _NodeCall:
         if answer.done():  # cancelled, because the group is ending
             return
         try:
-            answer.set_result(handle.content(message))
+            answer.set_result(handle.decode_answer(message))
         except Exception as error:
             self.fail(handle, error)
         self.num_awaited -= 1
@@ -69,7 +69,7 @@ class AgentLink(asyncio.Protocol):
         self.introduction, self._socket = introduction, connected
         self.addresses: tuple[str, str] | None = None
         if connected.family != socket.AF_UNIX:
-            notice_silence(connected)
+            enable_keepalive(connected)
             self.addresses = connected.getpeername()[0], connected.getsockname()[0]
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Completes when the connection ends, and with it the agent's ranks."""
@@ -151,7 +151,7 @@ class AgentLink(asyncio.Protocol):
             self.kill(handles)
             for handle in handles:
                 if handle.process in self._handles:
-                    self._note_end(handle, "was not started", time.time())
+                    self._record_end(handle, "was not started", time.time())
             raise
 
     def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
@@ -176,13 +176,13 @@ class AgentLink(asyncio.Protocol):
         self.send(BATCH.pack(NOTICE), head, notice)
 
     def kill(self, handles: Sequence[RankHandle]) -> None:
-        self._control("kill", handles)
+        self._send_control("kill", handles)
 
     def dismiss(self, handles: Sequence[RankHandle]) -> None:
         """Let ranks exit, by closing their streams of commands."""
-        self._control("dismiss", handles)
+        self._send_control("dismiss", handles)
 
-    def _control(self, do: str, handles: Sequence[RankHandle]) -> None:
+    def _send_control(self, do: str, handles: Sequence[RankHandle]) -> None:
         self.send(pack_control({"do": do, "processes": [handle.process for handle in handles]}))
 
     def send(self, *parts: bytes) -> None:
@@ -211,18 +211,18 @@ class AgentLink(asyncio.Protocol):
         """Report this agent's ranks as ended, and fail its requests (called by asyncio)."""
         self._transport = None
         if exc is not None:
-            self._read_rest()
+            self._read_remaining_data()
         self.ended.set_result(None)
         end_text = f"was cut off: the agent of its node {self.node} ended or lost its connection"
         for handle in list(self._handles.values()):
-            self._note_end(handle, end_text, time.time(), is_cut_off=True)
+            self._record_end(handle, end_text, time.time(), is_cut_off=True)
         error = PeerLostError(f"the agent of node {self.node} ended or lost its connection")
         for answer in self._requests.values():
             if not answer.done():
                 answer.set_exception(error)
         self._requests.clear()
 
-    def _read_rest(self) -> None:
+    def _read_remaining_data(self) -> None:
         """Read the data that arrived before a write to an ended agent failed.
 
         asyncio does not read it, and closes the socket only after `connection_lost`.
@@ -262,7 +262,7 @@ class AgentLink(asyncio.Protocol):
             self.on_signal(event["name"])
         elif (handle := self._handles.get(event["process"])) is not None:
             end = _describe_end(event["code"], ended_with_server=event["ended_with_server"])
-            self._note_end(handle, end, event["at"] or time.time())
+            self._record_end(handle, end, event["at"] or time.time())
 
     def _take_result(self, event: dict[str, Any]) -> None:
         """Complete a request with the agent's result, or fail it with an error of the class that the agent names."""
@@ -277,11 +277,11 @@ class AgentLink(asyncio.Protocol):
             error = OSError(event["errno"], event["error"], event["file"])
             answer.set_exception(error if event["errno"] is not None else OSError(event["error"]))
 
-    def _note_end(self, handle: RankHandle, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
+    def _record_end(self, handle: RankHandle, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
         """Record the end of a rank, and fail its running call. `is_cut_off`: its node is lost, and `end` names it."""
         del self._handles[handle.process]
-        place_text = "" if self.addresses is None else f"on node {self.node} "
-        handle.note_end(end if is_cut_off else place_text + end, epoch_seconds, is_cut_off=is_cut_off)
+        node_text = "" if self.addresses is None else f"on node {self.node} "
+        handle.record_end(end if is_cut_off else node_text + end, epoch_seconds, is_cut_off=is_cut_off)
         if (call := self._calls.pop(handle, None)) is not None:
             call.fail(handle, handle.loss_error())
 
@@ -298,12 +298,12 @@ def _describe_end(code: int | None, *, ended_with_server: bool) -> str:
     """Return how a process ended, as a verb phrase. `code` None: it lost its connection and was killed."""
     if code is None:
         return "lost its connection"
-    end_verb = f"exited with code {code}"
+    end_text = f"exited with code {code}"
     if code < 0:
         name = signal.Signals(-code).name
         # Linux's out-of-memory killer sends SIGKILL, and leaves no other sign here.
-        end_verb = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    return f"ended with its fork server, which {end_verb}" if ended_with_server else end_verb
+        end_text = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"ended with its fork server, which {end_text}" if ended_with_server else end_text
 
 
 def _pack_messages(messages: Mapping[RankHandle, bytes]) -> list[bytes]:

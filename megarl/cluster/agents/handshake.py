@@ -44,21 +44,21 @@ class StrangerError(Exception):
     """Raised for a peer that does not know the key, or disconnects during the handshake."""
 
 
-async def meet(
+async def accept_peers_with_key(
     peers: dict[Peer, socket.socket],
     server: socket.socket,
     key: bytes,
-    count: int,
-    parse: Callable[[dict[str, Any]], Peer],
+    num_peers: int,
+    parse_introduction: Callable[[dict[str, Any]], Peer],
 ) -> None:
-    """Accept connections until `count` processes have proved the key, and store them in `peers`.
+    """Accept connections until `num_peers` processes have proved the key, and store them in `peers`.
 
-    `parse` turns a process's first message into its key in `peers`, or raises TypeError or ValueError. Handshakes run
-    concurrently, so a peer without the key causes no delay. `server` and the accepted sockets are non-blocking. Raises
-    OSError if connections cannot be accepted.
+    `parse_introduction` returns the key in `peers` for a process's first message. It raises TypeError or ValueError for
+    an invalid one. Handshakes run concurrently, so a peer without the key causes no delay. `server` and the accepted
+    sockets are non-blocking. Raises OSError if connections cannot be accepted.
     """
     loop = asyncio.get_running_loop()
-    all_met: asyncio.Future[None] = loop.create_future()
+    all_accepted: asyncio.Future[None] = loop.create_future()
     greeting_tasks: dict[asyncio.Task[None], None] = {}
     """Handshakes in progress, oldest first."""
 
@@ -67,15 +67,15 @@ async def meet(
         # Commands and answers are often short: Nagle's algorithm would delay them.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            introduction = await asyncio.wait_for(admit(connected, key), _INTRODUCTION_SECONDS)
-            peers[parse(introduction)] = connected
+            introduction = await asyncio.wait_for(authenticate_peer(connected, key), _INTRODUCTION_SECONDS)
+            peers[parse_introduction(introduction)] = connected
         except (StrangerError, OSError, ValueError, TypeError, TimeoutError):
             connected.close()
         except asyncio.CancelledError:
             connected.close()
             raise
-        if len(peers) == count and not all_met.done():
-            all_met.set_result(None)
+        if len(peers) == num_peers and not all_accepted.done():
+            all_accepted.set_result(None)
 
     async def accept_peers() -> None:
         async with asyncio.TaskGroup() as group:
@@ -83,7 +83,7 @@ async def meet(
                 connected, _ = await loop.sock_accept(server)
                 # Silent strangers must not exhaust this process's file descriptors, nor displace the expected
                 # processes.
-                if len(greeting_tasks) >= count + STRANGERS:
+                if len(greeting_tasks) >= num_peers + STRANGERS:
                     oldest = next(iter(greeting_tasks))
                     del greeting_tasks[oldest]
                     oldest.cancel()
@@ -93,16 +93,16 @@ async def meet(
 
     accept_task = asyncio.create_task(accept_peers())
     try:
-        await asyncio.wait([accept_task, all_met], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([accept_task, all_accepted], return_when=asyncio.FIRST_COMPLETED)
     finally:
         accept_task.cancel()
         await asyncio.wait([accept_task])
-    if not all_met.done():
+    if not all_accepted.done():
         # Too few have connected, so accepting failed: raise its error.
         accept_task.result()
 
 
-async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
+async def authenticate_peer(connected: socket.socket, key: bytes) -> dict[str, Any]:
     """Authenticate a connecting process on the driver's side, and return its first message.
 
     The socket must be non-blocking. Raises StrangerError, OSError or ValueError for a process without the key.
@@ -123,12 +123,12 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     answer = await receive(_NUMBER_BYTES + _PROOF_BYTES)
     peer_number, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
     # compare_digest takes constant time: its duration does not reveal how much of a forged proof is right.
-    if not hmac.compare_digest(proof, _proof(key, b"process", challenge, peer_number)):
+    if not hmac.compare_digest(proof, _make_proof(key, b"process", challenge, peer_number)):
         raise StrangerError(
             "the connecting process does not know this run's secret key, so it is not one of the run's processes"
         )
-    await loop.sock_sendall(connected, _proof(key, b"driver", challenge, peer_number))
-    return json.loads(await receive(_length(await receive(_LENGTH.size))))
+    await loop.sock_sendall(connected, _make_proof(key, b"driver", challenge, peer_number))
+    return json.loads(await receive(_read_length(await receive(_LENGTH.size))))
 
 
 def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> None:
@@ -136,16 +136,18 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
 
     Raises StrangerError or OSError if the other end is not the driver.
     """
-    challenge, own_number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
-    connected.sendall(own_number + _proof(key, b"process", challenge, own_number))
-    if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, own_number)):
+    challenge, peer_number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
+    connected.sendall(peer_number + _make_proof(key, b"process", challenge, peer_number))
+    if not hmac.compare_digest(
+        receive_exactly(connected, _PROOF_BYTES), _make_proof(key, b"driver", challenge, peer_number)
+    ):
         raise StrangerError(
             "the server at the driver's address does not know this run's secret key, so it is not this run's driver"
         )
     connected.sendall(pack_json(message))
 
 
-def notice_silence(connected: socket.socket) -> None:
+def enable_keepalive(connected: socket.socket) -> None:
     """Turn on TCP keepalive, so the kernel closes the connection after 30 s of silence.
 
     The peer's kernel answers the probes, so a busy process does not count as silent.
@@ -169,7 +171,7 @@ def pack_json(message: dict[str, Any]) -> bytes:
 
 
 def receive_json(connected: socket.socket) -> dict[str, Any]:
-    return json.loads(receive_exactly(connected, _length(receive_exactly(connected, _LENGTH.size))))
+    return json.loads(receive_exactly(connected, _read_length(receive_exactly(connected, _LENGTH.size))))
 
 
 def receive_exactly(connected: socket.socket, count: int) -> bytes:
@@ -183,13 +185,13 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
     return data
 
 
-def _length(head: bytes) -> int:
+def _read_length(head: bytes) -> int:
     (count,) = _LENGTH.unpack(head)
     if count > _MOST_BYTES:
         raise ValueError(f"a handshake message of {count} bytes exceeds the limit of {_MOST_BYTES} bytes")
     return count
 
 
-def _proof(key: bytes, role: bytes, challenge: bytes, number: bytes) -> bytes:
+def _make_proof(key: bytes, role: bytes, challenge: bytes, peer_number: bytes) -> bytes:
     # With one role for both directions, a stranger could send an end its own proof back.
-    return hmac.digest(key, role + challenge + number, hashlib.sha256)
+    return hmac.digest(key, role + challenge + peer_number, hashlib.sha256)

@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster.agents.handshake import introduce, meet
+from megarl.cluster.agents.handshake import accept_peers_with_key, introduce
 from megarl.types import PeerLostError
 
 _PART_BYTES = 1 << 24
@@ -90,6 +90,7 @@ class MemoryFiles:
         server = socket.create_server((address, 0))
         files = {name: self._files[name] for name in names}
         send_task = asyncio.create_task(_send_files(server, key, list(files.values())))
+        # Retrieve the error: the other agent's `fetch` fails too, and reports it.
         send_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         file_records = {name: {"size": file.size, "checksum": file.checksum} for name, file in files.items()}
         return {"address": list(server.getsockname()[:2]), "key": key.hex(), "files": file_records}
@@ -112,7 +113,7 @@ async def _send_files(server: socket.socket, key: bytes, files: Sequence[_Memory
     with closing(server):
         server.setblocking(False)
         async with asyncio.timeout(_OFFER_SECONDS):
-            await meet(receivers, server, key, 1, lambda _: "receiver")
+            await accept_peers_with_key(receivers, server, key, 1, lambda _: "receiver")
     with closing(receivers["receiver"]) as connected:
         connected.setblocking(True)
         for file in files:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.agents.agent_link import AgentLink, RankPlace
-from megarl.cluster.agents.handshake import meet, pack_json
-from megarl.cluster.agents.topology import Introduction, NodeKind, in_order
+from megarl.cluster.agents.handshake import accept_peers_with_key, pack_json
+from megarl.cluster.agents.topology import Introduction, NodeKind, sort_by_switches
 from megarl.cluster.ranks.rank_handle import log_tail
 from megarl.types import ConfigError, PeerLostError
 
@@ -73,9 +73,13 @@ class Nodes(ABC):
     def fill_gaps(self) -> None:
         """Give the numbers of lost nodes to spare nodes: the living nodes numbered from `kind.nodes` on."""
         for number in range(min(self.kind.nodes, len(self.agents))):
-            spares = [n for n in range(self.kind.nodes, len(self.agents)) if not self.agents[n].is_lost]
-            if self.agents[number].is_lost and spares:
-                self.agents[number], self.agents[spares[0]] = self.agents[spares[0]], self.agents[number]
+            spare_numbers = [
+                spare_number
+                for spare_number in range(self.kind.nodes, len(self.agents))
+                if not self.agents[spare_number].is_lost
+            ]
+            if self.agents[number].is_lost and spare_numbers:
+                self.agents[number], self.agents[spare_numbers[0]] = self.agents[spare_numbers[0]], self.agents[number]
 
     def free_places(self, used_places: Collection[tuple[int, int]]) -> Iterator[RankPlace]:
         """Yield the places of living nodes, node by node, except `used_places` (node number, local rank)."""
@@ -147,12 +151,12 @@ class ConnectedNodes(Nodes):
     async def start(self, log_folder: Path, timeout_seconds: float) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
         self._log_folder, self._timeout_seconds = log_folder, timeout_seconds
-        await self._launch_and_welcome(self.launch, self.kind.nodes, timeout_seconds)
+        await self._launch_and_accept(self.launch, self.kind.nodes, timeout_seconds)
 
     async def replenish(self, num_nodes: int, timeout_seconds: float) -> None:
         num_missing = num_nodes - self.num_living
         if num_missing > 0:
-            await self._launch_and_welcome(partial(self.launch_further, num_missing), num_missing, timeout_seconds)
+            await self._launch_and_accept(partial(self.launch_further, num_missing), num_missing, timeout_seconds)
 
     async def close(self) -> None:
         for agent in self.agents:
@@ -164,7 +168,7 @@ class ConnectedNodes(Nodes):
         except TimeoutError:
             pass
 
-    async def _launch_and_welcome(
+    async def _launch_and_accept(
         self, launch: Callable[[tuple[str, int], bytes], Awaitable[int]], num_needed: int, timeout_seconds: float
     ) -> None:
         """Launch agents and accept their connections. Raises PeerLostError.
@@ -176,7 +180,7 @@ class ConnectedNodes(Nodes):
             server.setblocking(False)
             num_launched = await launch((self.host(), server.getsockname()[1]), self._key)
             connected = await self._accept_agents(server, num_needed, num_launched, timeout_seconds)
-        for introduction in in_order(connected):
+        for introduction in sort_by_switches(connected):
             await self._add_agent(connected[introduction], introduction)
 
     async def _add_agent(self, connected: socket.socket, introduction: Introduction) -> None:
@@ -203,10 +207,11 @@ class ConnectedNodes(Nodes):
         `num_needed` agents have `timeout_seconds`, the others a few seconds more. Raises PeerLostError.
         """
         connected: dict[Introduction, socket.socket] = {}
+        # First wait for the agents that the run needs, then a shorter time for those of spare nodes.
         for num_required, seconds in ((num_needed, timeout_seconds), (num_launched, _SPARE_SECONDS)):
             if len(connected) >= num_required:
                 continue
-            meeting = meet(connected, server, self._key, num_required, Introduction.from_plain)
+            meeting = accept_peers_with_key(connected, server, self._key, num_required, Introduction.from_plain)
             end_reason = await self._wait_for_agents(meeting, seconds)
             if len(connected) < num_needed:
                 connected_nodes = ", ".join(introduction.node for introduction in connected) or "none"
@@ -237,7 +242,7 @@ class ConnectedNodes(Nodes):
             await asyncio.wait([meeting_task, end_task])
 
 
-def refuse_too_few(num_nodes: int, num_possible: int) -> ConfigError:
+def too_few_nodes_error(num_nodes: int, num_possible: int) -> ConfigError:
     return ConfigError(
         f"cluster.nodes: {num_nodes} nodes are wanted, and {num_possible} start agents; ask for fewer ranks, or start "
         "a larger job"

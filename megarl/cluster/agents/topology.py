@@ -57,12 +57,12 @@ class Introduction(NamedTuple):
         return introduction
 
 
-def in_order(nodes: Iterable[Introduction]) -> list[Introduction]:
+def sort_by_switches(nodes: Iterable[Introduction]) -> list[Introduction]:
     """Sort nodes so that nodes under one switch are consecutive."""
     return sorted(nodes, key=lambda node: (node.switches, node.turn))
 
 
-def visible_gpus(node: Introduction) -> dict[str, str]:
+def visible_gpu_variables(node: Introduction) -> dict[str, str]:
     """Return the variable that shows a node's GPUs to its ranks; empty if the launcher assigned none.
 
     Every rank sees all of them, and uses the one at its local rank.
@@ -70,7 +70,7 @@ def visible_gpus(node: Introduction) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if node.gpus else {}
 
 
-def own_interface(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of the network interface with this first IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():

@@ -19,13 +19,16 @@ class Call:
     method: str
     limit: Limit
     answers: Answers
-    awaited: Sequence[asyncio.Future[None]]
+    node_futures: Sequence[asyncio.Future[None]]
     """Futures that are done when all ranks have answered."""
     began: float
     """Start of the call, in monotonic seconds."""
 
     def is_answered(self) -> bool:
-        return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
+        return all(
+            node_future.done() and not node_future.cancelled() and node_future.exception() is None
+            for node_future in self.node_futures
+        )
 
     def on_answers(self, callback: Callable[[Any], object]) -> None:
         """Call `callback` with each rank's answer as it arrives, except failed and cancelled ones."""
@@ -37,7 +40,7 @@ class Call:
         for answer in self.answers.values():
             answer.add_done_callback(pass_result)
 
-    def silent(self) -> list[RankHandle]:
+    def silent_handles(self) -> list[RankHandle]:
         return [handle for handle, answer in self.answers.items() if not answer.done()]
 
     def errors(self) -> list[Exception]:

@@ -41,7 +41,7 @@ class Deadlines:
         self._slowest: dict[str, float] = {}
 
     @classmethod
-    def same(cls, seconds: float, field: str = "") -> Deadlines:
+    def for_all_methods(cls, seconds: float, field: str = "") -> Deadlines:
         return cls(Limit(seconds, field), Limit(seconds, field))
 
     @property
@@ -57,13 +57,13 @@ class Deadlines:
         measured_limit = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
         return min(max(self._shortest, measured_limit), self._longest)
 
-    def late_after(self, method: str) -> float:
+    def seconds_until_late(self, method: str) -> float:
         """Return the seconds until a method's next call is late; infinity while unknown."""
         if self._num_calls.get(method, 0) < _NUM_FIRST:
             return math.inf
         return max(_LEAST_LATE_SECONDS, _TIMES_LATE * self._slowest[method])
 
-    def note(self, method: str, seconds: float) -> None:
+    def record_duration(self, method: str, seconds: float) -> None:
         self._num_calls[method] = self._num_calls.get(method, 0) + 1
         self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
 

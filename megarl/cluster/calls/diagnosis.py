@@ -89,10 +89,12 @@ class Diagnosis:
         if self._end.has_begun or not overdue_calls:
             return
         stack_texts = await self.read_stacks()
-        silent_handles = [handle for call in overdue_calls for handle in call.silent()]
+        silent_handles = [handle for call in overdue_calls for handle in call.silent_handles()]
         if any(not waits_in_collective(stack_texts.get(handle.rank, "")) for handle in silent_handles):
             fault = f"did not answer `{method}` within {limit.seconds:g} s"
-            await self._end.run_once(partial(self._end_silent, fault, silent_handles, stack_texts, _remedy(limit)))
+            await self._end.run_once(
+                partial(self._end_silent, fault, silent_handles, stack_texts, _describe_remedy(limit))
+            )
 
     async def watch(self, call: Call, deadlines: Deadlines, *, budget_seconds: float, extra_seconds: float) -> None:
         """Report the ranks that delay a call, once. End the group if one of them is stopped.
@@ -101,7 +103,7 @@ class Diagnosis:
         `budget_seconds` is planned working time. `extra_seconds`, which includes it, is all time added to the deadline.
         """
         search_interval, deadline = deadlines.shortest.seconds, call.began + call.limit.seconds
-        late_at = call.began + deadlines.late_after(call.method) + extra_seconds
+        late_at = call.began + deadlines.seconds_until_late(call.method) + extra_seconds
         search_at = call.began + budget_seconds + search_interval
         # At the deadline, `explain` names the silent ranks.
         while (next_at := min(late_at, search_at)) < deadline:
@@ -114,6 +116,7 @@ class Diagnosis:
                     late_at = math.inf
                     await self._report_slow(call, seconds)
                 else:
+                    # An agent has half of the deadline to answer: that of a busy node answers late.
                     stopped_handles, stack_texts = await self._find_stopped_in_call(
                         call, (call.limit.seconds - extra_seconds) / 2
                     )
@@ -134,6 +137,7 @@ class Diagnosis:
         return {handle.rank: answers.get(handle) or "" for handle in handles}
 
     def show_stacks(self) -> None:
+        """Let all ranks write their stacks to their logs, without waiting for them."""
         reading = asyncio.ensure_future(self.read_stacks())
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -143,7 +147,9 @@ class Diagnosis:
         # No rank has failed, so the deadline has passed: the stacks show the ranks at fault.
         if not call.errors():
             fault = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
-            return await self._end_silent(fault, call.silent(), await self.read_stacks(), _remedy(call.limit))
+            return await self._end_silent(
+                fault, call.silent_handles(), await self.read_stacks(), _describe_remedy(call.limit)
+            )
         answers = [answer for unfinished_call in calls for answer in unfinished_call.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
         rank_failures: list[tuple[RankError, Call]] = []
@@ -160,11 +166,11 @@ class Diagnosis:
             rank_failures, key=lambda failure: (failure[0].echo, failure[0].handle.is_cut_off, failure[0].epoch_seconds)
         )
         # The failure is only a consequence. The cause may be a rank that did not enter the collective.
-        if first_error.echo and (silent_handles := failed_call.silent()):
+        if first_error.echo and (silent_handles := failed_call.silent_handles()):
             stack_texts = await self.read_stacks()
-            if stopped_handles := [h for h in silent_handles if not waits_in_collective(stack_texts[h.rank])]:
+            if absent_handles := [h for h in silent_handles if not waits_in_collective(stack_texts[h.rank])]:
                 return await self._end_silent(
-                    f"did not enter a collective of `{failed_call.method}`", stopped_handles, stack_texts
+                    f"did not enter a collective of `{failed_call.method}`", absent_handles, stack_texts
                 )
         lost_handles: list[RankHandle] = []
         if first_error.report is None or (first_error.report["lost"] and not first_error.report["megarl_class"]):
@@ -175,23 +181,25 @@ class Diagnosis:
         return make_rank_error(first_error, failed_call.method, self._ranks.part.num_ranks)
 
     async def _end_silent(
-        self, fault: str, silent: Sequence[RankHandle], stack_texts: Mapping[int, str], remedy: str = ""
+        self, fault: str, silent_handles: Sequence[RankHandle], stack_texts: Mapping[int, str], remedy: str = ""
     ) -> Exception:
         """End the group because of silent ranks. Return an error with their names and all stacks.
 
         Silent ranks that only wait for a stopped rank in a collective are listed as waiting.
         """
-        stopped_handles = [h for h in silent if not waits_in_collective(stack_texts[h.rank])] or list(silent)
-        cause = f"{name_handles(stopped_handles)} of {self._ranks.part.num_ranks} {fault}"
+        faulty_handles = [h for h in silent_handles if not waits_in_collective(stack_texts[h.rank])] or list(
+            silent_handles
+        )
+        cause = f"{name_handles(faulty_handles)} of {self._ranks.part.num_ranks} {fault}"
         # Before the end, which kills the processes.
-        obstacles = dict.fromkeys(filter(None, (await self._find_stopped(stopped_handles, 0.0)).values()))
-        report_path = await self._write_report(cause, fault, stopped_handles, stack_texts)
-        await self._end.kill(stopped_handles)
-        if waiting_handles := [handle for handle in silent if handle not in stopped_handles]:
+        obstacles = dict.fromkeys(filter(None, (await self._find_stopped(faulty_handles, 0.0)).values()))
+        report_path = await self._write_report(cause, fault, faulty_handles, stack_texts)
+        await self._end.kill(faulty_handles)
+        if waiting_handles := [handle for handle in silent_handles if handle not in faulty_handles]:
             cause += f"; {name_handles(waiting_handles)} waited in a collective"
         cause += "".join(f"; {obstacle}" for obstacle in obstacles)
-        error = RankLostError(stopped_handles[0].rank, cause + remedy, summarise_stacks(stack_texts))
-        error.add_note("\n".join(handle.log_tail() for handle in stopped_handles))
+        error = RankLostError(faulty_handles[0].rank, cause + remedy, summarise_stacks(stack_texts))
+        error.add_note("\n".join(handle.log_tail() for handle in faulty_handles))
         if report_path is not None:
             error.add_note(f"{report_path} has the stacks of all threads of all ranks.")
         return error
@@ -213,7 +221,7 @@ class Diagnosis:
     async def _report_slow(self, call: Call, seconds: float) -> None:
         """Report the ranks that still work after `seconds`, while the other ranks of the call wait for them."""
         stack_texts = await self.read_stacks()
-        silent_handles = call.silent()
+        silent_handles = call.silent_handles()
         slow_handles = [
             h
             for h in silent_handles
@@ -245,15 +253,17 @@ class Diagnosis:
         self, call: Call, patience_seconds: float
     ) -> tuple[list[RankHandle], Mapping[int, str]]:
         """Return a call's stopped ranks, and the stacks of all ranks by rank. No stopped rank: no stacks."""
-        stopped_handles = await self._find_stopped(call.silent(), patience_seconds)
+        stopped_handles = await self._find_stopped(call.silent_handles(), patience_seconds)
         if not stopped_handles:
             return [], {}
         stack_texts = await self.read_stacks()
         # One may have continued or ended meanwhile.
-        still_stopped = await self._find_stopped([h for h in call.silent() if h in stopped_handles], patience_seconds)
+        still_stopped = await self._find_stopped(
+            [h for h in call.silent_handles() if h in stopped_handles], patience_seconds
+        )
         return list(still_stopped), stack_texts
 
-    async def describe_places(self, stack_texts: Mapping[int, str]) -> dict[int, list[str]]:
+    async def describe_ranks(self, stack_texts: Mapping[int, str]) -> dict[int, list[str]]:
         """Return lines with each rank's kernel states and Python `stack_texts`."""
         handles = list(self._ranks.handles)
         states = await self._ranks.request("thread_states", handles, STACKS_SECONDS)
@@ -276,7 +286,7 @@ class Diagnosis:
         return {rank: silent_agent if text is None else text for rank, text in texts.items()}
 
 
-def _remedy(limit: Limit) -> str:
+def _describe_remedy(limit: Limit) -> str:
     return f"; if it needs longer, raise {limit.field}" if limit.field else ""
 
 
@@ -301,7 +311,7 @@ class HangReport:
         """
 
         async def describe_group(diagnosis: Diagnosis) -> dict[int, list[str]]:
-            return await diagnosis.describe_places(stack_texts if diagnosis is group else await diagnosis.read_stacks())
+            return await diagnosis.describe_ranks(stack_texts if diagnosis is group else await diagnosis.read_stacks())
 
         other_groups = [diagnosis for diagnosis in self._groups() if diagnosis is not group]
         texts = await asyncio.gather(*map(describe_group, (group, *other_groups)), return_exceptions=True)

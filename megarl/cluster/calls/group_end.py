@@ -72,7 +72,7 @@ class GroupEnd:
         """Kill all ranks and free the group's resources. `lost_handles` are the cause."""
         self.lost = list(dict.fromkeys(lost_handles))
         for call in self._calls:
-            for future in (*call.answers.values(), *call.awaited):
+            for future in (*call.answers.values(), *call.node_futures):
                 future.cancel()
         await self._ranks.kill(_KILL_SECONDS)
         await self.resources.aclose()

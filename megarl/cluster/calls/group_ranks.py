@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.agents.agent_link import AgentLink, RankPlace
-from megarl.cluster.agents.topology import visible_gpus
+from megarl.cluster.agents.topology import visible_gpu_variables
 from megarl.cluster.ranks.messages import pack_cancel
 from megarl.cluster.ranks.rank_handle import Answers, RankHandle
 
@@ -52,7 +52,7 @@ class GroupRanks:
             rank_in_run = self.part.first_rank + rank
             self.handles.append(RankHandle(rank_in_run, log_folder / f"rank_{rank_in_run:04d}.log"))
         forks: list[Coroutine[Any, Any, None]] = []
-        for agent, handles in self._by_agent(self.handles).items():
+        for agent, handles in self._group_by_agent(self.handles).items():
             variables = [
                 {
                     "RANK": str(handle.rank - self.part.first_rank),
@@ -63,7 +63,7 @@ class GroupRanks:
                 for handle in handles
             ]
             # The recipe's variables come last and win: ranks on the CPU see no GPU.
-            shared_variables = {**visible_gpus(agent.introduction), **environment}
+            shared_variables = {**visible_gpu_variables(agent.introduction), **environment}
             forks.append(agent.fork(handles, variables, shared_variables, imports, timeout_seconds))
         await asyncio.gather(*forks)
 
@@ -76,20 +76,20 @@ class GroupRanks:
         answers: Answers = {handle: loop.create_future() for handle in messages}
         return answers, [
             agent.ask({handle: messages[handle] for handle in handles}, answers)
-            for agent, handles in self._by_agent(messages).items()
+            for agent, handles in self._group_by_agent(messages).items()
         ]
 
     def cancel_process_group(self, name: str, reason: str) -> None:
         """Cancel a cross-world process group on all ranks, even during a call."""
         notice = pack_cancel(name, reason)
-        for agent, handles in self._by_agent(self.handles).items():
+        for agent, handles in self._group_by_agent(self.handles).items():
             agent.send_notice(handles, notice)
 
     async def dismiss(self, timeout_seconds: float) -> None:
         """Let the ranks exit by closing their streams of commands, and wait for their ends."""
         if not self.handles:
             return
-        for agent, handles in self._by_agent(self.handles).items():
+        for agent, handles in self._group_by_agent(self.handles).items():
             agent.dismiss(handles)
         await asyncio.wait([handle.died for handle in self.handles], timeout=timeout_seconds)
 
@@ -98,11 +98,11 @@ class GroupRanks:
         timeout.
         """
         handles, self.handles = self.handles, []
-        for agent, handles_of_node in self._by_agent(handles).items():
+        for agent, handles_of_node in self._group_by_agent(handles).items():
             agent.kill(handles_of_node)
         if handles:
             await asyncio.wait([handle.died for handle in handles], timeout=timeout_seconds)
-        for agent in self._by_agent(handle for handle in handles if not handle.died.done()):
+        for agent in self._group_by_agent(handle for handle in handles if not handle.died.done()):
             # The agent or its node is stopped. It ends its ranks when it continues.
             agent.cut()
 
@@ -114,7 +114,7 @@ class GroupRanks:
         Each agent answers for its own ranks. A rank's answer is None if its agent is lost, or silent for
         `patience_seconds`. Ranks that an agent leaves out of its answer are missing in the result.
         """
-        ranks_by_agent = self._by_agent(handles)
+        ranks_by_agent = self._group_by_agent(handles)
         answers = await asyncio.gather(
             *(
                 agent.request(
@@ -132,7 +132,7 @@ class GroupRanks:
                 results |= dict.fromkeys(ranks)
         return results
 
-    def _by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:
+    def _group_by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:
         handles_by_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
         for handle in handles:
             handles_by_agent[self._place_of(handle).agent].append(handle)

@@ -41,7 +41,7 @@ class WorkerGroup:
         self.meeting: Rendezvous | None = None
         """Address at which the started ranks create their torch process group."""
         self.start_timeout_seconds = 300.0
-        self.deadlines = Deadlines.same(self.start_timeout_seconds)
+        self.deadlines = Deadlines.for_all_methods(self.start_timeout_seconds)
         self.on_stop_signal: Callable[[str], object] = lambda signal_name: None
         self._queues = RankQueues(self.world_size)
         self._calls: set[Call] = set()
@@ -68,10 +68,10 @@ class WorkerGroup:
         each: the interpreters' start, the construction, and a call before `deadlines` are set.
         """
         self.start_timeout_seconds = start_timeout_seconds
-        self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
+        self.deadlines = Deadlines.for_all_methods(start_timeout_seconds, "cluster.start_timeout_seconds")
         try:
             await self.ranks.fork(log_folder, environment or {}, imports, start_timeout_seconds)
-            await self._introduce()
+            await self._exchange_addresses()
             if faults.text():
                 await self.call("__arm__", faults.text(), self.part.first_rank)
             await self.construct(worker, kwargs)
@@ -80,7 +80,7 @@ class WorkerGroup:
             raise
         return self
 
-    async def _introduce(self) -> None:
+    async def _exchange_addresses(self) -> None:
         """Wait until the ranks answer, and send them the address where they create their torch process group."""
         key, world_name = self.part.key, secrets.token_hex(16)
         is_on_this_machine = all(place.agent.addresses is None for place in self.places)
@@ -228,7 +228,7 @@ class WorkerGroup:
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
             # Subtract planned working time, because it does not show how slow the method is.
-            self.deadlines.note(method, max(0.0, time.monotonic() - call.began - budget_seconds))
+            self.deadlines.record_duration(method, max(0.0, time.monotonic() - call.began - budget_seconds))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_stop_signal(stop_signal)
             return [answer.result() for answer in answers.values()]

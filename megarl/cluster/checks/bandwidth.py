@@ -93,11 +93,11 @@ def make_exchange_rounds(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]
     """
     ranks_by_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     rounds_within, rounds_across = [], []
-    for pairs in _rounds(max(map(len, ranks_by_node))):
+    for pairs in _make_ring_rounds(max(map(len, ranks_by_node))):
         rounds_within.append(
             [(ranks[first], ranks[second]) for ranks in ranks_by_node for first, second in pairs if second < len(ranks)]
         )
-    for pairs in _rounds(len(ranks_by_node)):
+    for pairs in _make_ring_rounds(len(ranks_by_node)):
         rounds_across.append(
             [pair for first, second in pairs for pair in zip(ranks_by_node[first], ranks_by_node[second], strict=False)]
         )
@@ -109,7 +109,7 @@ def make_exchange_rounds(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]
     ]
 
 
-def _rounds(size: int) -> list[list[tuple[int, int]]]:
+def _make_ring_rounds(size: int) -> list[list[tuple[int, int]]]:
     """Return the neighbours in a ring of `size` members as rounds of disjoint pairs."""
     line_rounds = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
     # A ring of two has only one pair, so the pair closing the ring would repeat it.

@@ -68,16 +68,16 @@ class Doctor(NodeReport):
             return []
         local_rank = int(os.environ["LOCAL_RANK"])
         # Each rank answers for itself, because Slurm may allow other cores to each.
-        return numa_map(numa.rank_places(numa.gpu_addresses()))[local_rank : local_rank + 1]
+        return describe_numa_places(numa.rank_places(numa.gpu_addresses()))[local_rank : local_rank + 1]
 
 
 def examine() -> list[Finding]:
     """Return all findings about this machine, with the places of one rank per GPU."""
     gpus_of_ranks = numa.gpu_addresses() if torch.cuda.is_available() else []
-    return [*examine_machine(), *numa_map(numa.places(gpus_of_ranks, numa.allowed_cores()))]
+    return [*examine_machine(), *describe_numa_places(numa.places(gpus_of_ranks, numa.allowed_cores()))]
 
 
-def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
+def describe_numa_places(places: Sequence[numa.Place]) -> list[Finding]:
     """Return a finding for each local rank: GPU, NUMA node, cores, network adapters.
 
     A rank without a binding is slow, not broken, so its finding is not bad.
@@ -137,11 +137,10 @@ async def examine_nodes(
         findings_by_node[node] += findings
     for text in map(str, faults):
         # A fault begins with "node NAME: "; one without a known name concerns all nodes.
-        name_and_text = text.removeprefix("node ").partition(": ")
-        for node in [name_and_text[0]] if name_and_text[0] in findings_by_node else findings_by_node:
-            findings_by_node[node].append(
-                Finding("bad", "checks", name_and_text[2] if name_and_text[0] in findings_by_node else text)
-            )
+        faulty_node, _, node_text = text.removeprefix("node ").partition(": ")
+        has_known_node = faulty_node in findings_by_node
+        for node in [faulty_node] if has_known_node else findings_by_node:
+            findings_by_node[node].append(Finding("bad", "checks", node_text if has_known_node else text))
     return findings_by_node, notices
 
 
@@ -166,13 +165,17 @@ def check_versions(
         if version is None:
             faults = [f"{package} needs {name}{specifier}, not installed" for package, specifier in unmet_requirements]
         else:
-            others = [(package, specifier) for package, specifier in unmet_requirements if package != "megarl"]
-            tried = [requirement for requirement in others if _has_run(requirement[0], installed, name)]
+            other_requirements = [
+                (package, specifier) for package, specifier in unmet_requirements if package != "megarl"
+            ]
+            requirements_that_ran = [
+                requirement for requirement in other_requirements if _has_run(requirement[0], installed, name)
+            ]
             tested_text += "".join(
                 f"; {package} {installed[package]} needs {specifier}, but has run with it"
-                for package, specifier in tried
+                for package, specifier in requirements_that_ran
             )
-            conflicts = [requirement for requirement in others if requirement not in tried]
+            conflicts = [requirement for requirement in other_requirements if requirement not in requirements_that_ran]
             faults = [
                 f"{version}, but {package} {installed[package]} needs {specifier}" for package, specifier in conflicts
             ]

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.checks.bandwidth import describe_bandwidths, find_slow_links
-from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.run_ranks import RunRanks, gather_answers
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
 from megarl.files.atomic import LEAST_FREE_BYTES
@@ -32,7 +32,9 @@ async def inspect_nodes(
     `planned_memory` None: host memory is not checked. The ranks' worker must be a `NodeReport`.
     """
     cluster = recipe.cluster
-    ranks.set_deadlines(lambda: Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds"))
+    ranks.set_deadlines(
+        lambda: Deadlines.for_all_methods(cluster.start_timeout_seconds, "cluster.start_timeout_seconds")
+    )
     # The node of each rank.
     nodes = [place[0] for place in ranks.topology]
     reports = await _collect_reports(ranks, nodes, recipe, run_folder)
@@ -46,7 +48,7 @@ async def inspect_nodes(
         return node_faults, []
     bandwidths = [
         rank_bandwidths
-        for group_bandwidths in await together([_measure_bandwidths(group, recipe) for group in linked_groups])
+        for group_bandwidths in await gather_answers([_measure_bandwidths(group, recipe) for group in linked_groups])
         for rank_bandwidths in group_bandwidths
     ]
     topology = [place for group in linked_groups for place in group.topology]
@@ -118,8 +120,10 @@ def find_all_faults(
     """
     faults_by_node = [
         fault
-        for kind, kind_needs in split_by_kind(recipe, nodes)
-        for fault in find_node_faults({node: reports[node] for node in kind}, run_folder, kind, kind_needs)
+        for ranks_per_node, kind_needs in split_ranks_by_kind(recipe, nodes)
+        for fault in find_node_faults(
+            {node: reports[node] for node in ranks_per_node}, run_folder, ranks_per_node, kind_needs
+        )
     ]
     return (
         faults_by_node
@@ -128,7 +132,7 @@ def find_all_faults(
     )
 
 
-def split_by_kind(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
+def split_ranks_by_kind(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
     """Yield, for the nodes of trainers and of engines, the ranks per node and their needs.
 
     `nodes` is each rank's node.
@@ -158,8 +162,8 @@ def find_node_faults(
 ) -> Iterator[Finding]:
     """Yield the faults of one kind of nodes: those in their reports, and unmet needs.
 
-    `reports` are results of `NodeReport.look` by node, `num_ranks` the ranks per node, `kind_needs` their needs by
-    recipe field.
+    `reports` are results of `NodeReport.inspect_node` by node. `num_ranks` has the ranks per node, `kind_needs` their
+    needs by recipe field.
     """
     ranks_per_node = max(num_ranks.values())
     num_gpus = max(len(report["gpus"]) for report in reports.values())
@@ -240,7 +244,7 @@ def unfit_nodes_error(title: str, unfit: Sequence[Finding]) -> MegarlError:
 
 
 def unreachable_nodes(reach_errors: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Yield a fault for each node that others cannot reach, from the results of `NodeReport.reach`."""
+    """Yield a fault for each node that others cannot reach, from the results of `NodeReport.test_connections`."""
     for node in dict.fromkeys(node for errors in reach_errors.values() for node in errors):
         errors_by_peer = {peer: errors[node] for peer, errors in reach_errors.items() if node in errors}
         yield _bad_node(

@@ -44,13 +44,13 @@ class NodeReport:
         """
         if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in inspecting_ranks:
             return None
-        writable, has_cuda = Path(run_folder), device.current().type == "cuda"
+        run_path, has_cuda = Path(run_folder), device.current().type == "cuda"
         self._server = socket.create_server(("", 0), backlog=4096)
         return {
             # A folder may exist as an empty mount point, so the check reads a file in it.
             "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],
-            "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
-            "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
+            "is_writable": run_path.is_dir() and os.access(run_path, os.W_OK),
+            "free_bytes": shutil.disk_usage(run_path).free if run_path.is_dir() else 0,
             "memory": machine_bytes(),
             **_find_shared_memory_faults(),
             "device": device.fault(),

@@ -68,11 +68,11 @@ def _list_living_nodes() -> dict[str, str]:
     return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
 
-def _find_id(name: str) -> str | None:
+def _find_node_id(name: str) -> str | None:
     return next((node_id for node_id, host in _list_living_nodes().items() if _node_name(host, node_id) == name), None)
 
 
-def _find_ids(names: Sequence[str]) -> list[str]:
+def _find_node_ids(names: Sequence[str]) -> list[str]:
     """Return the IDs of living nodes by name. An unknown name stands for all nodes of its host.
 
     A host gets a new ID whenever Ray starts on it again.
@@ -82,7 +82,7 @@ def _find_ids(names: Sequence[str]) -> list[str]:
     unknown_hosts = {name.partition(" (")[0] for name in names if name not in ids_by_name}
     return sorted(
         {ids_by_name[name] for name in names if name in ids_by_name}
-        | {i for i, host in living_nodes.items() if host in unknown_hosts}
+        | {node_id for node_id, host in living_nodes.items() if host in unknown_hosts}
     )
 
 
@@ -92,7 +92,7 @@ def join(address: str) -> None:
         return
     # Ray would otherwise send usage statistics over the internet.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    on_term = signal.getsignal(signal.SIGTERM)
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=_make_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -102,7 +102,7 @@ def join(address: str) -> None:
         ) from None
     finally:
         # ray.init (2.60) installs a handler that exits at once; the driver must save first.
-        signal.signal(signal.SIGTERM, on_term)
+        signal.signal(signal.SIGTERM, sigterm_handler)
 
 
 def _make_runtime_environment() -> dict[str, str] | None:
@@ -133,7 +133,7 @@ class RayNodes(ConnectedNodes):
         super().__init__(kind, environment, imports)
         self._address, self._avoided = address, avoided_nodes
         self._actors: list[Any] = []
-        self._served: list[asyncio.Future[Any]] = []
+        self._serve_futures: list[asyncio.Future[Any]] = []
         """Completes, for each actor, when its agent ends."""
         self._placement_groups: list[Any] = []
         self._device = "CPU"
@@ -161,20 +161,20 @@ class RayNodes(ConnectedNodes):
 
     async def _start_actors(self, num_nodes: int, address: tuple[str, int], key: bytes, seconds: float) -> bool:
         """Start an actor on each of `num_nodes` nodes without an agent. Return False if reserving exceeds `seconds`."""
-        group = await self._reserve(num_nodes, seconds)
+        group = await self._reserve_nodes(num_nodes, seconds)
         if group is None:
             return False
         self._placement_groups.append(group)
         # Forget ended actors of earlier starts: they must not end the wait for a new agent.
-        self._served = [served for served in self._served if not served.done()]
+        self._serve_futures = [served for served in self._serve_futures if not served.done()]
         for index in range(num_nodes):
             self._start_actor(PlacementGroupSchedulingStrategy(group, index), address, key)
         return True
 
-    async def _reserve(self, num_nodes: int, seconds: float) -> Any | None:
+    async def _reserve_nodes(self, num_nodes: int, seconds: float) -> Any | None:
         """Return a placement group: resources of nodes without an agent. None if Ray does not reserve them in time."""
-        used_nodes = filter(None, map(_find_id, {agent.node for agent in self.agents if not agent.is_lost}))
-        avoided_nodes = [*_find_ids(self._avoided), *used_nodes]
+        used_nodes = filter(None, map(_find_node_id, {agent.node for agent in self.agents if not agent.is_lost}))
+        avoided_nodes = [*_find_node_ids(self._avoided), *used_nodes]
         selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided_nodes)})"}] * num_nodes if avoided_nodes else None
         # STRICT_SPREAD puts each bundle on another node.
         group = placement_group(
@@ -203,7 +203,7 @@ class RayNodes(ConnectedNodes):
         serve_future = asyncio.wrap_future(actor.serve.remote(sys.path, address, key, actor_index).future())
         # Retrieve the error: asyncio would log it as never retrieved.
         serve_future.add_done_callback(lambda end: end.cancelled() or end.exception())
-        self._served.append(serve_future)
+        self._serve_futures.append(serve_future)
 
     async def _release_dead_nodes(self) -> None:
         """End the actors of nodes whose agents are lost, so that Ray frees their resources."""
@@ -219,11 +219,11 @@ class RayNodes(ConnectedNodes):
         """
         if self.environment.get(chosen_device.VARIABLE) == "cpu":
             return False
-        return bool(torch.version.cuda) or any(node["Resources"].get("GPU") for node in self._nodes())
+        return bool(torch.version.cuda) or any(node["Resources"].get("GPU") for node in self._list_usable_nodes())
 
-    def _nodes(self) -> list[dict[str, Any]]:
+    def _list_usable_nodes(self) -> list[dict[str, Any]]:
         """Return Ray's records of the living nodes that the run may use."""
-        avoided, resources = _find_ids(self._avoided), self.kind.ray_resources
+        avoided, resources = _find_node_ids(self._avoided), self.kind.ray_resources
         alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
         return [n for n in alive if all(n["Resources"].get(name, 0.0) >= amount for name, amount in resources.items())]
 
@@ -233,7 +233,7 @@ class RayNodes(ConnectedNodes):
         deadline, reported_shortage = time.monotonic() + self._timeout_seconds, ""
         while True:
             counts_by_node = sorted(
-                (int(node["Resources"].get(self._device, 0)) for node in self._nodes()), reverse=True
+                (int(node["Resources"].get(self._device, 0)) for node in self._list_usable_nodes()), reverse=True
             )
             if sum(count >= ranks_per_node for count in counts_by_node) >= num_nodes:
                 return
@@ -255,7 +255,7 @@ class RayNodes(ConnectedNodes):
             await asyncio.sleep(1.0)
 
     async def await_end(self) -> str:
-        ended_actors, _ = await asyncio.wait(self._served, return_when=asyncio.FIRST_COMPLETED)
+        ended_actors, _ = await asyncio.wait(self._serve_futures, return_when=asyncio.FIRST_COMPLETED)
         error = ended_actors.pop().exception()
         return "an actor of Ray ended" + ("" if error is None else f": {str(error).strip().splitlines()[-1]}")
 

@@ -36,7 +36,7 @@ def importing_early(cluster: ClusterConfig) -> Iterator[None]:
     """
     # With a GPU each rank imports by itself, because CUDA cannot be used after a fork.
     if cluster.launcher == "local" and not chosen_device.has_cuda_build():
-        _early.agent = LocalAgent(_make_environment(cluster, cluster.ranks_per_node), _imports())
+        _early.agent = LocalAgent(_make_environment(cluster, cluster.ranks_per_node), _list_forkable_imports())
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def _make_environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_ker
     return variables
 
 
-def _imports() -> tuple[str, ...]:
+def _list_forkable_imports() -> tuple[str, ...]:
     return device.forkable_imports("megarl.worker.colocated")
 
 
@@ -141,8 +141,8 @@ class RunNodes:
             places = self._choose_replica_places(size, used_places)
             used_places += places
             part = PartOfRun(first_rank, num_ranks, self._key)
-            start = self._fork_group(log_folder, part, places, self.engine_nodes)
-            group_starts.append(start if on_missing_engine is None else _or_error(start))
+            group_start = self._fork_group(log_folder, part, places, self.engine_nodes)
+            group_starts.append(group_start if on_missing_engine is None else _return_start_error(group_start))
             first_rank += size
         # Without trainers there is no run. A run can go on without some of its replicas.
         trainers, *replicas = await _start_together(group_starts)
@@ -173,8 +173,10 @@ class RunNodes:
     def _choose_replica_places(self, size: int, used_places: Collection[RankPlace]) -> list[RankPlace]:
         """Return free places for an engine replica. `used_places` may include nodes of another kind."""
         nodes = self.engine_nodes
-        used_here = {(place.node_number, place.local_rank) for place in used_places if place.agent in nodes.agents}
-        return nodes.choose_places(size, used_here, on_one_node=True)
+        used_engine_places = {
+            (place.node_number, place.local_rank) for place in used_places if place.agent in nodes.agents
+        }
+        return nodes.choose_places(size, used_engine_places, on_one_node=True)
 
     async def _fork_group(
         self,
@@ -194,7 +196,7 @@ class RunNodes:
             log_folder=log_folder,
             start_timeout_seconds=cluster.start_timeout_seconds,
             environment={**environment, **_flight_recorder_variables(cluster, log_folder, part.first_rank)},
-            imports=_imports(),
+            imports=_list_forkable_imports(),
         )
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
@@ -265,7 +267,7 @@ _Started = WorkerGroup | MegarlError
 """A started group, or why it did not start."""
 
 
-async def _or_error(start: Coroutine[Any, Any, _Started]) -> _Started:
+async def _return_start_error(start: Coroutine[Any, Any, _Started]) -> _Started:
     try:
         return await start
     except MegarlError as error:
@@ -316,13 +318,13 @@ def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[
     """Return the nodes of one kind, as the recipe's launcher manages them."""
     environment = _make_environment(cluster, kind.ranks_per_node)
     if cluster.launcher == "slurm":
-        return SrunNodes(kind, environment, _imports(), cluster.srun_options)
+        return SrunNodes(kind, environment, _list_forkable_imports(), cluster.srun_options)
     if cluster.launcher == "ray":
         # Imported here, because Ray is optional.
         from megarl.cluster.launchers.ray import RayNodes
 
-        return RayNodes(kind, environment, _imports(), cluster.ray_address, avoided_nodes=avoided_nodes)
-    return LocalNodes(environment, _imports(), _early.take(), ranks_per_node=kind.ranks_per_node)
+        return RayNodes(kind, environment, _list_forkable_imports(), cluster.ray_address, avoided_nodes=avoided_nodes)
+    return LocalNodes(environment, _list_forkable_imports(), _early.take(), ranks_per_node=kind.ranks_per_node)
 
 
 def server_processes(cluster: ClusterConfig) -> MakeServer:

@@ -51,7 +51,7 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     # because `re.sub` would interpret backslashes in a text.
     option_block = "".join(f"{line}\n" for line in _list_further_options(recipe, options))
     template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{option_block}MEGARL_HOME=", template, count=1)
-    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda match: match[1] + _header(recipe), template)
+    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda match: match[1] + _make_header(recipe), template)
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: _make_assignments(cluster, arguments), template)
 
 
@@ -135,7 +135,7 @@ def _make_size_options(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict
     return sizes | ({"gpus-per-node": per_node} if has_gpus else {})
 
 
-def _header(recipe: Recipe) -> str:
+def _make_header(recipe: Recipe) -> str:
     return (
         f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
         f"# The site's settings are in {home()}/launch/slurm/site.env, or in the file named by MEGARL_SITE.\n"
@@ -183,11 +183,11 @@ def is_host_name(value: object) -> bool:
     return isinstance(value, str) and _HOST_NAME.fullmatch(value) is not None
 
 
-def check_host_name(value: object, place: str) -> str:
-    """Return the value if it names one host. Raises DataError with its `place` otherwise."""
+def check_host_name(value: object, field: str) -> str:
+    """Return the value if it names one host. Raises DataError with its `field` otherwise."""
     if not isinstance(value, str) or not is_host_name(value):
         raise DataError(
-            f"{place} = {value!r:.80}: is not the name of a host (letters, digits and . _ : -); write the name that "
+            f"{field} = {value!r:.80}: is not the name of a host (letters, digits and . _ : -); write the name that "
             "the scheduler uses, or remove the entry"
         )
     return value

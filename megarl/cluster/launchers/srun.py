@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megarl.cluster.agents.agent import connect
-from megarl.cluster.agents.nodes import ConnectedNodes, refuse_too_few
+from megarl.cluster.agents.nodes import ConnectedNodes, too_few_nodes_error
 from megarl.cluster.agents.topology import Introduction, NodeKind
 from megarl.platform.commands import run_command
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
@@ -57,7 +57,7 @@ class SrunNodes(ConnectedNodes):
         answers = await asyncio.gather(*(self._is_answering(name) for name in absent_nodes))
         ready_nodes = [name for name, is_ready in zip(absent_nodes, answers, strict=True) if is_ready][:num_nodes]
         if len(ready_nodes) < num_nodes:
-            raise refuse_too_few(len(living_nodes) + num_nodes, len(living_nodes) + len(ready_nodes))
+            raise too_few_nodes_error(len(living_nodes) + num_nodes, len(living_nodes) + len(ready_nodes))
         for name in ready_nodes:
             self._start_step([name], address, key)
         return len(ready_nodes)
@@ -67,7 +67,7 @@ class SrunNodes(ConnectedNodes):
         log = self._log_folder.absolute() / self.start_log
         command = [
             "srun", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
-            f"--nodelist={','.join(names)}", *self._component,
+            f"--nodelist={','.join(names)}", *self._component_options,
             # When a node or an agent is lost, the other nodes' agents continue. --wait=0: without a time limit.
             "--no-kill", "--kill-on-bad-exit=0", "--wait=0",
             # --overlap: other steps run on these nodes. --cpu-bind=none: the agent's ranks share all cores of the job.
@@ -80,13 +80,13 @@ class SrunNodes(ConnectedNodes):
         self._steps.append(LaunchedProgram(command, environment=environment, secret=f"{key.hex()}\n".encode()))
 
     @property
-    def _component(self) -> list[str]:
+    def _component_options(self) -> list[str]:
         return [] if self.kind.component is None else [f"--het-group={self.kind.component}"]
 
     async def _list_job_nodes(self) -> list[str]:
         """Return the nodes of this job or component. Raises PeerLostError."""
-        component = "" if self.kind.component is None else f"_HET_GROUP_{self.kind.component}"
-        command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]
+        component_suffix = "" if self.kind.component is None else f"_HET_GROUP_{self.kind.component}"
+        command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component_suffix}"]]
         listing = await asyncio.to_thread(run_command, command)
         if listing.returncode:
             raise PeerLostError(f"scontrol cannot list the nodes of this job: {listing.stderr.strip()}")
@@ -94,7 +94,7 @@ class SrunNodes(ConnectedNodes):
 
     async def _is_answering(self, node: str) -> bool:
         """Return whether a node can start a process that imports megarl."""
-        node_options = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component]
+        node_options = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component_options]
         program = [sys.executable, "-P", "-c", "import megarl"]
         trial_step = LaunchedProgram(["srun", "--overlap", *node_options, *self._options, *program], stderr=DEVNULL)
         try:
@@ -109,16 +109,16 @@ class SrunNodes(ConnectedNodes):
 
     async def end_agents(self) -> None:
         # Without a connection agents end by themselves. srun would report each killed one as an error.
-        ends = [asyncio.create_task(step.wait_for_end()) for step in self._steps]
+        end_tasks = [asyncio.create_task(step.wait_for_end()) for step in self._steps]
         try:
-            if ends:
-                await asyncio.wait(ends, timeout=_EXIT_SECONDS)
+            if end_tasks:
+                await asyncio.wait(end_tasks, timeout=_EXIT_SECONDS)
         finally:
             # Also after a cancellation: srun would outlive the driver if an agent hangs.
             for step in self._steps:
                 # On SIGTERM, srun makes Slurm kill all tasks.
                 step.signal(signal.SIGTERM)
-        await asyncio.gather(*ends)
+        await asyncio.gather(*end_tasks)
 
 
 _SIZES_OF_JOB = frozenset(

@@ -82,19 +82,19 @@ class _Host:
         self.activity = Activity()
         self.profile: TorchProfile | None = None
 
-    def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
-        """Construct the worker "package.module:Class". `path` becomes `sys.path`."""
+    def construct(self, search_path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
+        """Construct the worker "package.module:Class". `search_path` becomes `sys.path`."""
         faults.reach("construct")
         # The worker must be importable as in the driver, whatever program started this interpreter.
-        sys.path[:] = path
+        sys.path[:] = search_path
         module, _, name = worker.partition(":")
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
         with disable_collector():
-            imported = importlib.import_module(module)
+            worker_module = importlib.import_module(module)
         # Drop the earlier worker first: if constructing fails, the rank has none.
         self.worker = None
-        self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
+        self.worker = getattr(worker_module, name)(rank=rank, world_size=world_size, **kwargs)
 
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command. Returns the method's name, and a function that executes the call.
@@ -104,11 +104,11 @@ class _Host:
         method, args, kwargs = pickle.loads(command)
         host_methods = {
             "__init__": self.construct,
-            "__listen__": _listen,
+            "__listen__": _listen_for_store,
             "__settle__": rendezvous.set_rendezvous,
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
-            "__arm__": _arm,
+            "__arm__": _arm_faults,
             "__step__": faults.begin_step,
             "__profile__": self.begin_profile,
             "__profile_end__": self.end_profile,
@@ -117,7 +117,7 @@ class _Host:
         return method, partial(handler, *args, **kwargs)
 
     @contextlib.contextmanager
-    def recorded(self, method: str) -> Iterator[None]:
+    def record_call(self, method: str) -> Iterator[None]:
         """Context that records a call's busy time, memory and span, except of calls that fetch records."""
         if method in ("__activity__", "__spans__", "__profile__", "__profile_end__", "__arm__", "__step__"):
             yield
@@ -152,12 +152,12 @@ def _close_worker(worker: Any) -> None:
         worker.close()
 
 
-def _listen(address: str) -> int:
+def _listen_for_store(address: str) -> int:
     """Listen for the torch store on this address's interface, and return the port; 0 for an empty address."""
     return rendezvous.listen(address) if address else 0
 
 
-def _arm(text: str, first_rank: int) -> None:
+def _arm_faults(text: str, first_rank: int) -> None:
     """Set this process's faults (`faults.VARIABLE`). `first_rank` is the group's first rank in the run."""
     faults.arm(text, str(first_rank + int(os.environ["RANK"])))
 
@@ -167,7 +167,7 @@ def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
     return time.monotonic(), record(is_on)
 
 
-def note_signals() -> None:
+def record_stop_signals() -> None:
     """Record stop signals instead of exiting. The next answer reports them, so the driver saves and ends the run.
 
     An operator or scheduler may signal a single rank. If the rank exited, the run would end unsaved.
@@ -186,7 +186,7 @@ def serve(sock: socket.socket) -> None:
     faulthandler.enable()
     # The agent asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    note_signals()
+    record_stop_signals()
     host = _Host()
     with sock:
         # A child holding the socket would keep the connection open after this rank's end.
@@ -194,7 +194,7 @@ def serve(sock: socket.socket) -> None:
         for command in Inbox(sock):
             try:
                 method, call = host.decode(command)
-                with host.recorded(method):
+                with host.record_call(method):
                     result = call()
                 answer = pack((True, result, _stop_signal))
             except Exception as error:
@@ -206,7 +206,7 @@ def serve(sock: socket.socket) -> None:
         _close_worker(host.worker)
 
 
-def leave() -> NoReturn:
+def exit_at_once() -> NoReturn:
     """Exit at once: Python's finalisation of torch, vLLM and Megatron would take seconds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -216,4 +216,4 @@ def leave() -> NoReturn:
 
 def main(connection: socket.socket) -> NoReturn:
     serve(connection)
-    leave()
+    exit_at_once()

@@ -74,14 +74,14 @@ class RankHandle:
         self.is_cut_off = False
         """Whether only the connection to the agent ended. The process dies with its agent."""
 
-    def content(self, answer: memoryview) -> Any:
+    def decode_answer(self, answer: memoryview) -> Any:
         """Decode a rank's answer and return the result. Raises RankError if the method raised."""
         has_result, content, self.stop_signal = pickle.loads(answer)
         if not has_result:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
 
-    def note_end(self, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
+    def record_end(self, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
         """Record the end of the process, once, `epoch_seconds` after 1970."""
         if not self.died.done():
             self.end, self.is_cut_off = end, is_cut_off

@@ -92,7 +92,7 @@ class Judged(TokenisedKind):
 
 def read_pair(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:
     """Return the chosen and the rejected conversation of a record. Raises DataError."""
-    record.require("chosen", "rejected", also=("prompt",))
+    record.require("chosen", "rejected", optional_roles=("prompt",))
     format = record.format
     if record.fields.get("margin"):
         raise record.error(
@@ -163,7 +163,7 @@ def _encode_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | N
 
 def _read_judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
     """Return the conversation of a labelled answer, and its label. Raises DataError."""
-    record.require("response", "label", also=("prompt",))
+    record.require("response", "label", optional_roles=("prompt",))
     label = record.value(record.format.label)
     if not isinstance(label, bool):
         name = record.field(record.format.label)

@@ -13,7 +13,7 @@ from megarl.cluster.checks.node_checks import inspect_nodes, unfit_nodes_error
 from megarl.cluster.checks.node_report import gpus
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import ReshardCalls
-from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.run_ranks import RunRanks, gather_answers
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.ranks.rank_processes import RankProcesses
@@ -65,7 +65,7 @@ async def construct_workers(
         await ranks.trainers.construct(COLOCATED_WORKER, settings)
         return
     replicas = [_construct_engine(group, recipe, parallel) for group in ranks.replicas]
-    await together([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings), *replicas])
+    await gather_answers([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings), *replicas])
     # Separate engines start without weights. The first reshard is verified, whatever weights.verify_every says.
     await reshard_calls.run(verify=True, version=1)
 

@@ -24,7 +24,7 @@ import pytest
 from megarl.cluster.agents.agent import Agent, _Rank
 from megarl.cluster.agents.agent_link import AgentLink, _pack_messages
 from megarl.cluster.agents.handshake import introduce
-from megarl.cluster.agents.topology import Introduction, find_addresses, own_interface
+from megarl.cluster.agents.topology import Introduction, find_addresses, find_interface
 from megarl.cluster.calls import diagnosis, group_end
 from megarl.cluster.calls.deadlines import Deadlines
 from megarl.cluster.calls.rank_errors import RankFailedError
@@ -209,8 +209,8 @@ def test_the_address_of_a_rank_is_the_one_that_other_nodes_reach() -> None:
 
 
 def test_an_interface_is_known_by_its_address() -> None:
-    assert own_interface("127.0.0.1") == "lo"
-    assert own_interface("203.0.113.7") is None
+    assert find_interface("127.0.0.1") == "lo"
+    assert find_interface("203.0.113.7") is None
 
 
 async def test_calls_go_through_the_agents_of_their_nodes(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ async def test_a_rank_that_answers_late_does_not_delay_its_neighbours_answer(tmp
         go = tmp_path / "go"
         waiting = asyncio.create_task(group.ask([0, 1], "wait_for", [str(tmp_path), str(go)]))
         async with asyncio.timeout(60):
-            while [handle.rank for call in group._calls for handle in call.silent()] != [1]:
+            while [handle.rank for call in group._calls for handle in call.silent_handles()] != [1]:
                 await asyncio.sleep(0.01)
         assert not waiting.done()
         go.touch()
@@ -376,7 +376,7 @@ async def test_a_stopped_process_is_named_by_what_does_not_answer(
     monkeypatch.setattr(group_end, "_KILL_SECONDS", 1.0)
     async with started(4, tmp_path, per_node=2) as (group, nodes):
         pids = await group.call("pid")
-        group.deadlines = Deadlines.same(1.0)
+        group.deadlines = Deadlines.for_all_methods(1.0)
         os.kill(pids[3] if stopped == "rank" else nodes.processes[1].pid, signal.SIGSTOP)
         with pytest.raises(RankFailedError) as caught:
             await group.call("product", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from megarl.cluster.agents.handshake import STRANGERS, introduce, meet, notice_silence
+from megarl.cluster.agents.handshake import STRANGERS, accept_peers_with_key, enable_keepalive, introduce
 
 KEY = bytes(32)
 
@@ -14,7 +14,7 @@ async def test_a_process_enters_at_once_though_silent_strangers_hold_more_places
     met: dict[int, socket.socket] = {}
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as server:
         server.setblocking(False)
-        meeting = asyncio.create_task(meet(met, server, KEY, 1, lambda message: message["rank"]))
+        meeting = asyncio.create_task(accept_peers_with_key(met, server, KEY, 1, lambda message: message["rank"]))
         strangers = []
         for _ in range(STRANGERS + 20):
             strangers.append(socket.create_connection(server.getsockname()))
@@ -32,7 +32,7 @@ async def test_a_process_enters_at_once_though_silent_strangers_hold_more_places
 
 def test_a_connection_ends_after_half_a_minute_of_silence() -> None:
     with socket.socket() as connected:
-        notice_silence(connected)
+        enable_keepalive(connected)
         idle, interval, count, unread = (
             connected.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
@@ -51,7 +51,7 @@ async def test_a_meeting_that_is_over_leaves_no_stranger_connected() -> None:
         process.connect(server.getsockname())
         tasks_before = asyncio.all_tasks()
         entering = asyncio.create_task(asyncio.to_thread(introduce, process, KEY, {"rank": 0}))
-        await meet(met, server, KEY, 1, lambda message: message["rank"])
+        await accept_peers_with_key(met, server, KEY, 1, lambda message: message["rank"])
         # Before the event loop's next turn: the caller closes the server at once.
         assert asyncio.all_tasks() <= {*tasks_before, entering}
         await entering

@@ -48,7 +48,7 @@ async def test_calls_to_disjoint_ranks_run_at_the_same_time(tmp_path):
     here, there = str(tmp_path / "here"), str(tmp_path / "there")
 
     async with started(3) as group:
-        group.deadlines = Deadlines.same(PATIENCE_SECONDS)
+        group.deadlines = Deadlines.for_all_methods(PATIENCE_SECONDS)
         both = group.ask([0, 2], "meet", [(here, there)] * 2), group.ask([1], "meet", [(there, here)])
         assert await asyncio.gather(*both) == [[None, None], [None]]
 
@@ -57,7 +57,7 @@ async def test_a_call_of_the_whole_world_waits_for_those_before_it_and_those_aft
     go = tmp_path / "go"
 
     async with started() as group:
-        group.deadlines = Deadlines.same(PATIENCE_SECONDS)
+        group.deadlines = Deadlines.for_all_methods(PATIENCE_SECONDS)
         first = asyncio.create_task(group.ask([0], "wait_for", [str(go)]))
         await asyncio.sleep(0)
         world = asyncio.create_task(group.call("hear", "world"))
@@ -114,7 +114,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_harms_nothing(tmp_path):
     go = tmp_path / "go"
 
     async with started() as group:
-        group.deadlines = Deadlines.same(PATIENCE_SECONDS)
+        group.deadlines = Deadlines.for_all_methods(PATIENCE_SECONDS)
         first = asyncio.create_task(group.ask([0], "wait_for", [str(go)]))
         waiting = [asyncio.create_task(group.ask([1, 0], "hear", [word] * 2)) for word in ("a", "b", "c")]
         await asyncio.sleep(0.05)

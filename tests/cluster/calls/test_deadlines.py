@@ -38,8 +38,8 @@ SHORTEST, LONGEST = Limit(300.0, "cluster.verb_timeout_seconds"), Limit(1800.0, 
 def test_a_verb_has_the_deadline_that_fits_its_calls_so_far(history: list[float], limit: Limit) -> None:
     deadlines = Deadlines(SHORTEST, LONGEST)
     for seconds in history:
-        deadlines.note("update", seconds)
-        deadlines.note("other", 100.0)
+        deadlines.record_duration("update", seconds)
+        deadlines.record_duration("other", 100.0)
     assert deadlines.limit_for("update") == limit
 
 
@@ -47,7 +47,7 @@ def test_a_shortest_limit_above_the_longest_counts() -> None:
     deadlines = Deadlines(SHORTEST._replace(seconds=4000.0), LONGEST)
     assert deadlines.limit_for("update") == (4000.0, SHORTEST.field)
     for _ in range(3):
-        deadlines.note("update", 1000.0)
+        deadlines.record_duration("update", 1000.0)
     assert deadlines.limit_for("update") == (4000.0, SHORTEST.field)
 
 
@@ -64,8 +64,8 @@ def test_a_run_gives_building_and_checkpoints_limits_of_their_own() -> None:
     assert deadlines.limit_for("__init__") == (7.0, "cluster.build_timeout_seconds")
     assert deadlines.limit_for("update") == (5.0, "cluster.collective_timeout_seconds")
     for _ in range(3):
-        deadlines.note("update", 0.1)
-        deadlines.note("export", 0.1)
+        deadlines.record_duration("update", 0.1)
+        deadlines.record_duration("export", 0.1)
     assert deadlines.limit_for("update") == (2.0, "cluster.verb_timeout_seconds")
     assert deadlines.limit_for("export") == (11.0, "cluster.checkpoint_timeout_seconds")
 
@@ -74,7 +74,7 @@ def test_the_fields_of_limits_are_fields() -> None:
     deadlines = run_deadlines(ClusterConfig())
     limits = [deadlines.limit_for(verb) for verb in ("__init__", "export", "update")]
     for _ in range(3):
-        deadlines.note("update", 0.1)
+        deadlines.record_duration("update", 0.1)
     for seconds, field in [*limits, deadlines.limit_for("update")]:
         section, _, name = field.partition(".")
         assert section == "cluster" and getattr(ClusterConfig(), name) == seconds
@@ -169,7 +169,7 @@ async def test_the_end_of_a_rank_during_a_search_is_named_as_that(monkeypatch: p
 @pytest.mark.usefixtures("worker_module", "nothing_left")
 async def test_the_budget_of_a_call_is_added_to_its_deadline_and_is_not_history() -> None:
     async with started() as group:
-        group.deadlines = Deadlines.same(1.0)
+        group.deadlines = Deadlines.for_all_methods(1.0)
         assert await group.ask([1], "sleep", [1.5], budget_seconds=1.5) == [None]
         assert await group.scatter("sleep", [0.0, 1.5], budget_seconds=1.5) == [None, None]
         group.deadlines = Deadlines(Limit(1.0), Limit(60.0))
@@ -189,7 +189,7 @@ async def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) 
         await group.call("join_gloo")
         waiting = asyncio.create_task(group.ask([3], "wait_for", [go]))
         await asyncio.sleep(0)
-        group.deadlines = Deadlines.same(1.0, "cluster.verb_timeout_seconds")
+        group.deadlines = Deadlines.for_all_methods(1.0, "cluster.verb_timeout_seconds")
         with pytest.raises(RankFailedError) as caught:
             await group.ask([0, 1], "sleep_on", [1, 1], 60)  # rank 0 answers, rank 2 has nothing to do
         late = "did not answer `sleep_on` within 1 s; if it needs longer, raise cluster.verb_timeout_seconds"

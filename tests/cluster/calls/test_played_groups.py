@@ -26,7 +26,7 @@ from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.ranks.rank_handle import RankHandle
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.reshard_states import Event
-from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.run_ranks import RunRanks, gather_answers
 from megarl.types import PeerLostError
 
 WORKING = 'Thread 1 (most recent call first):\n  File "/x/probe.py", line 3 in <module>\n'
@@ -41,7 +41,7 @@ class PlayedGroup:
     def __init__(self, rank: int) -> None:
         self.part = PartOfRun(rank, 2, b"")
         self.ranks = SimpleNamespace(handles=[RankHandle(rank, Path())])
-        self.deadlines = Deadlines.same(60.0)
+        self.deadlines = Deadlines.for_all_methods(60.0)
         self.error: Exception | None = None
         self.called = asyncio.Event()
         self.asked = asyncio.Event()
@@ -67,7 +67,7 @@ def played_run() -> tuple[RunRanks, list[PlayedGroup]]:
 def lose(group: PlayedGroup, error: Exception) -> None:
     """Let the group's rank end. Calls to it raise `error`."""
     group.error = error
-    group.ranks.handles[0].note_end("ended", 0.0)
+    group.ranks.handles[0].record_end("ended", 0.0)
 
 
 async def test_work_of_the_driver_may_take_longer_than_the_time_for_causes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ async def test_ranks_are_asked_by_their_number_in_the_run() -> None:
 
 
 async def test_calls_to_groups_are_answered_together() -> None:
-    assert await together([asyncio.sleep(0.02, "slow"), asyncio.sleep(0, "fast")]) == ["slow", "fast"]
+    assert await gather_answers([asyncio.sleep(0.02, "slow"), asyncio.sleep(0, "fast")]) == ["slow", "fast"]
 
 
 async def test_the_cause_is_raised_though_echoes_of_it_come_first() -> None:
@@ -155,7 +155,7 @@ async def test_the_cause_is_raised_though_echoes_of_it_come_first() -> None:
         raise RankFailedError(1, "the cause")
 
     with pytest.raises(RankFailedError, match="the cause"):
-        await together([echo(), fail()])
+        await gather_answers([echo(), fail()])
 
 
 async def test_asyncio_is_silent_about_errors_after_the_first() -> None:
@@ -172,7 +172,7 @@ async def test_asyncio_is_silent_about_errors_after_the_first() -> None:
     loop.set_exception_handler(lambda _, context: noted.append(context.get("exception")))
     try:
         with pytest.raises(RankFailedError, match="lost"):
-            await together([fail(0), fail(1), fail(2)])
+            await gather_answers([fail(0), fail(1), fail(2)])
         may_fail.set()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -326,7 +326,7 @@ async def test_a_call_is_searched_for_stopped_ranks_and_reported_when_it_is_slow
     diagnosis, _ = played_diagnosis(ranks)
     monkeypatch.setattr(diagnosis, "_find_stopped_in_call", search)
     monkeypatch.setattr(diagnosis, "_report_slow", report)
-    deadlines = SimpleNamespace(shortest=Limit(search_seconds), late_after=lambda method: late_seconds)
+    deadlines = SimpleNamespace(shortest=Limit(search_seconds), seconds_until_late=lambda method: late_seconds)
     answer = asyncio.get_running_loop().create_future()
     call = Call("reshard", Limit(60.0), {ranks.handles[0]: answer}, (), time.monotonic())
     watching = asyncio.create_task(
@@ -366,7 +366,7 @@ class PlayedAgent:
     def kill(self, handles: Sequence[RankHandle]) -> None:
         if not self._is_stopped:
             for handle in handles:
-                asyncio.get_running_loop().call_later(0.01, handle.note_end, "was killed", 0.0)
+                asyncio.get_running_loop().call_later(0.01, handle.record_end, "was killed", 0.0)
 
     def cut(self) -> None:
         self.is_cut = True

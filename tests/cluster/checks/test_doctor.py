@@ -19,8 +19,8 @@ from megarl.cluster.checks.doctor import (
     check_number_formats,
     check_versions,
     choose_version_set,
+    describe_numa_places,
     merge_findings,
-    numa_map,
 )
 from megarl.config import Recipe
 from megarl.findings import Finding
@@ -140,7 +140,7 @@ def test_number_formats_of_each_gpu_and_library() -> None:
 def test_the_map_of_ranks_names_gpu_node_cores_and_adapters() -> None:
     bound = Place("0000:0f:00.0", 0, (0, 1, 2, 8), ("mlx5_0", "mlx5_1"))
     unbound = Place("0000:89:00.0", None, fault="/sys does not say")
-    assert numa_map([bound, unbound]) == [
+    assert describe_numa_places([bound, unbound]) == [
         Finding("good", "NUMA", "local rank 0: GPU 0000:0f:00.0, NUMA node 0, cores 0-2,8, adapters mlx5_0, mlx5_1"),
         Finding("absent", "NUMA", "local rank 1: GPU 0000:89:00.0, NUMA node unknown, not bound: /sys does not say"),
     ]

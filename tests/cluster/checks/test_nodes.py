@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.agents.agent_link import RankPlace
-from megarl.cluster.agents.topology import Introduction, in_order, visible_gpus
+from megarl.cluster.agents.topology import Introduction, sort_by_switches, visible_gpu_variables
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.cluster.checks.bandwidth import (
     ACROSS,
@@ -32,7 +32,7 @@ from megarl.cluster.checks.node_checks import (
     find_node_faults,
     inspect_nodes,
     join_reports,
-    split_by_kind,
+    split_ranks_by_kind,
     unfit_nodes_error,
     unreachable_nodes,
 )
@@ -225,7 +225,7 @@ def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:
         "trainer": {"fp8": "blockwise"},
     }
     recipe = Recipe.model_validate(fields | {"cluster": cluster, "rollout": rollout})
-    trainers, engines = split_by_kind(recipe, ["a"] * 8 + ["b"] * 4 + ["c"] * 4)
+    trainers, engines = split_ranks_by_kind(recipe, ["a"] * 8 + ["b"] * 4 + ["c"] * 4)
     assert trainers[0] == {"a": 8} and [*trainers[1]] == ["trainer.fp8 = blockwise"]
     assert engines[0] == {"b": 4, "c": 4} and [*engines[1]] == ["rollout.quantization = fp8"]
     ada = GOOD | {"gpus": ["L40S, 570"] * 4, "usable_gpus": (Gpu("NVIDIA L40S", (8, 9)),) * 4}
@@ -286,7 +286,7 @@ def test_nodes_of_one_switch_follow_each_other() -> None:
     introductions = [
         Introduction(turn, f"n{n}", f"h{n}", ("root", f"s{1 + n % 2}"), (0, 1)) for turn, n in enumerate((1, 2, 3, 4))
     ]
-    nodes = in_order(reversed(introductions))
+    nodes = sort_by_switches(reversed(introductions))
     assert [node.node for node in nodes] == ["n2", "n4", "n1", "n3"]
 
     def topology(*nodes: Introduction) -> list[tuple[str, ...]]:
@@ -300,8 +300,8 @@ def test_nodes_of_one_switch_follow_each_other() -> None:
 
 def test_a_rank_sees_all_gpus_that_the_launcher_gave_its_node() -> None:
     node = Introduction(0, "n1", "h1")
-    assert visible_gpus(node) == {}
-    assert visible_gpus(node._replace(gpus=(3, 1))) == {"CUDA_VISIBLE_DEVICES": "3,1"}
+    assert visible_gpu_variables(node) == {}
+    assert visible_gpu_variables(node._replace(gpus=(3, 1))) == {"CUDA_VISIBLE_DEVICES": "3,1"}
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "abcd", "abcde", "aaaa", "a"])

@@ -259,7 +259,7 @@ async def test_a_fork_server_that_is_killed_is_named_rather_than_its_ranks():
 async def test_a_silent_rank_is_named_with_its_stack(tmp_path):
     async with started(log_folder=tmp_path) as group:
         seconds = await patience(group)
-        group.deadlines = Deadlines.same(seconds)
+        group.deadlines = Deadlines.for_all_methods(seconds)
         with pytest.raises(RankFailedError) as caught:
             await group.call("sleep_on", 1, 60)
         assert caught.value.cause == f"rank 1 of 2 did not answer `sleep_on` within {seconds:g} s"
@@ -270,7 +270,7 @@ async def test_a_silent_rank_is_named_with_its_stack(tmp_path):
 async def test_a_rank_that_hangs_while_it_is_built_is_told_from_those_that_wait_for_it(tmp_path):
     async with started(3, log_folder=tmp_path) as group:
         await group.call("join_gloo")
-        group.deadlines = Deadlines.same(0.5)
+        group.deadlines = Deadlines.for_all_methods(0.5)
         with pytest.raises(RankFailedError) as caught:
             await group.construct("probe:Stuck", {"stuck": 1})
         cause = "rank 1 of 3 did not answer `__init__` within 0.5 s; ranks 0, 2 waited in a collective"
@@ -309,7 +309,7 @@ async def test_temporary_files_of_ranks_are_private_and_go_with_the_group():
 
 async def test_a_stopped_rank_is_killed(tmp_path):
     async with started(log_folder=tmp_path) as group:
-        group.deadlines = Deadlines.same(await patience(group))
+        group.deadlines = Deadlines.for_all_methods(await patience(group))
         os.kill((await group.call("pid"))[1], signal.SIGSTOP)
         with pytest.raises(RankFailedError, match="rank 1 of 2 did not answer `product`"):
             await group.call("product", 1)

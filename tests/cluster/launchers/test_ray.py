@@ -168,7 +168,7 @@ def nodes_without_cluster(monkeypatch: pytest.MonkeyPatch, living: Callable[[], 
     from megarl.cluster.launchers.ray import RayNodes
 
     nodes = RayNodes(NodeKind(0, 1, 1), {}, (), "nowhere:1")
-    monkeypatch.setattr(nodes, "_nodes", living)
+    monkeypatch.setattr(nodes, "_list_usable_nodes", living)
     return nodes
 
 
@@ -200,7 +200,7 @@ async def test_the_end_of_an_actor_is_told_with_its_last_line(
     nodes = nodes_without_cluster(monkeypatch, list)
     loop = asyncio.get_running_loop()
     served = loop.create_future()
-    nodes._served.append(served)
+    nodes._serve_futures.append(served)
     loop.call_soon(*((served.set_result, None) if error is None else (served.set_exception, error)))
     assert await nodes.await_end() == text
 
@@ -211,11 +211,11 @@ async def test_an_actor_that_ends_before_it_is_watched_is_told(monkeypatch: pyte
     nodes = nodes_without_cluster(monkeypatch, list)
     lost, started = (asyncio.get_running_loop().create_future() for _ in range(2))
     lost.set_exception(OSError("an earlier loss"))
-    nodes._served.append(lost)
+    nodes._serve_futures.append(lost)
     if is_ended:
         started.set_exception(OSError("no module named megarl"))
-    monkeypatch.setattr(nodes, "_reserve", AsyncMock())
-    monkeypatch.setattr(nodes, "_start_actor", lambda *_: nodes._served.append(started))
+    monkeypatch.setattr(nodes, "_reserve_nodes", AsyncMock())
+    monkeypatch.setattr(nodes, "_start_actor", lambda *_: nodes._serve_futures.append(started))
     assert await nodes._start_actors(1, ("nowhere", 1), b"", 1.0)
     ending = asyncio.create_task(nodes.await_end())
     if not is_ended:
