@@ -59,7 +59,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import (
     CHECKSUMS,
     INDEX,
-    companions,
+    companion_files,
     read_object,
     safetensors_header,
     stored_names,
@@ -513,7 +513,7 @@ def _copy_companions(
     for name, text in other_texts.items():
         if text is not None:
             manifest.append(folder + name, text.encode())
-    for name, path in companions(source).items():
+    for name, path in companion_files(source).items():
         if name in other_texts:
             continue
         if name == "config.json":

@@ -38,7 +38,7 @@ from megarl.files.model_folder import (
     INDEX,
     SINGLE,
     HeaderEntry,
-    companions,
+    companion_files,
     max_values_of,
     safetensors_header,
 )
@@ -235,7 +235,7 @@ def export(
 
     def write_others(partial: Path) -> None:
         """Write all files without trained tensors: configuration, tokenizer, unchanged tensors, checksums and index."""
-        for name, path in companions(source).items():
+        for name, path in companion_files(source).items():
             # The card describes the base model. The driver writes the trained model's card.
             if name == CARD:
                 continue

@@ -18,7 +18,7 @@ from megarl.families.parts import GroupedQuery, Latent, LayerKind, Parts, Router
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.registry import FAMILIES
 from megarl.families.tensors.names import parse_name
-from megarl.files.model_folder import missing_folder, read_object, stored_names
+from megarl.files.model_folder import missing_folder_message, read_object, stored_names
 from megarl.rounding import round_up
 from megarl.types import DataError
 
@@ -166,7 +166,7 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     """
     path = Path(model_folder) / "config.json"
     if not path.parent.is_dir():
-        raise DataError(missing_folder(path.parent))
+        raise DataError(missing_folder_message(path.parent))
     shape = _read_shape(read_object(path), path, override)
     return replace(shape, **_read_packed_fields(path.parent, shape.with_draft_layers(True)))
 
@@ -199,7 +199,7 @@ def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None =
     if Path(model_folder).is_dir():
         return read_model_shape(model_folder, override)
     if (name := published_name(model_folder)) is None:
-        raise DataError(missing_folder(Path(model_folder), "config.json"))
+        raise DataError(missing_folder_message(Path(model_folder), "config.json"))
     return _read_shape(dict(PUBLISHED[name]), Path(name) / "config.json", override)
 
 

@@ -50,9 +50,9 @@ def replace_text(path: Path, text: str) -> None:
 
 def replace_bytes(path: Path, content: bytes, *, is_private: bool = False) -> None:
     """Replace a file's bytes like `replace_text`. `is_private`: only this user may read them."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial_file = path.with_name(f".{path.name}.partial")
     try:
-        with partial.open("wb") as file:
+        with partial_file.open("wb") as file:
             if is_private:
                 # Before the first byte is written, which another user could read.
                 os.fchmod(file.fileno(), 0o600)
@@ -60,9 +60,9 @@ def replace_bytes(path: Path, content: bytes, *, is_private: bool = False) -> No
             file.flush()
             # Before the rename: a power failure must not leave the new name with empty contents.
             os.fsync(file.fileno())
-        partial.replace(path)
+        partial_file.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
         raise
     # Only an fsync of the folder makes the rename durable.
     sync(path.parent)
@@ -72,21 +72,21 @@ _REPLACED = ".replaced"
 """Suffix of a folder's hidden name while a newer folder takes its place."""
 
 
-def replace_folder(partial: Path, folder: Path) -> None:
+def replace_folder(complete_folder: Path, folder: Path) -> None:
     """Rename a complete folder to its final name, replacing an older folder. The new name survives a power failure.
 
     `end_replacement` completes or undoes this after a kill.
     """
     # A rename cannot replace a folder with files, so move the older one away first. Its deletion is slow: do it last.
-    older_folder = _replaced_path(folder)
+    older_folder = _hidden_path_of(folder)
     # After a kill between two renames, `older_folder` is the only complete folder until the new one has its name.
     if folder.exists():
         shutil.rmtree(older_folder, ignore_errors=True)
         folder.rename(older_folder)
     try:
-        partial.rename(folder)
+        complete_folder.rename(folder)
     except OSError:
-        # A full disk may have no room for the entry. Then the older folder stays.
+        # A full disk may have no room for the new name. Then the older folder gets its name back.
         if older_folder.exists():
             older_folder.rename(folder)
         raise
@@ -97,7 +97,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 def end_replacement(folder: Path) -> None:
     """Complete a killed `replace_folder`: delete the older folder if the newer has its name, else restore it."""
-    older_folder = _replaced_path(folder)
+    older_folder = _hidden_path_of(folder)
     if folder.exists():
         shutil.rmtree(older_folder, ignore_errors=True)
     elif older_folder.exists():
@@ -109,7 +109,7 @@ def end_replacements(parent: Path) -> None:
         end_replacement(older_folder.with_name(older_folder.name.removeprefix(".").removesuffix(_REPLACED)))
 
 
-def _replaced_path(folder: Path) -> Path:
+def _hidden_path_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}{_REPLACED}")
 
 

@@ -116,7 +116,7 @@ class FolderLock:
         self.taken_from: str | None = None
         self._content = json.dumps(asdict(Owner.this_process(run))).encode()
         self._file = self._claim_folder(self._content, on_wait)
-        self._restoring = threading.Lock()
+        self._restore_lock = threading.Lock()
         self._is_released = threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, name="folder lock", daemon=True)
         self._thread.start()
@@ -127,7 +127,7 @@ class FolderLock:
         This happens after a stop of more than 60 s (a paused virtual machine, or a lost file server), or if somebody
         removed `owners/`. Raises OSError if the folder is gone.
         """
-        if self._is_owner() or self._restore():
+        if self._is_owner() or self._restore_owner_file():
             return
         newest_file = _newest_owner_file(self._home)
         raise RunFolderLockedError(
@@ -142,18 +142,18 @@ class FolderLock:
             return _newest_owner_file(self._home) == self._file and _read_owner_file(self._file)[0] == self._content
         return False
 
-    def _restore(self) -> bool:
+    def _restore_owner_file(self) -> bool:
         """Write this process's file again after `owners/` was emptied. Returns False if the folder has another owner.
 
         A taker that creates the first number meanwhile loses. Raises OSError, also if the locked folder is gone.
         """
-        with self._restoring, suppress(FileExistsError):
+        with self._restore_lock, suppress(FileExistsError):
             if self._is_owner():
                 return True
             self._home.mkdir(exist_ok=True)
             if _newest_owner_file(self._home) is None:
                 restored_file = self._home / f"{int(self._file.name) + 1:08d}"
-                _create(restored_file, self._content)
+                _create_owner_file(restored_file, self._content)
                 self._file = restored_file
                 return self._is_owner()
         return False
@@ -185,7 +185,7 @@ class FolderLock:
             number = 1 if newest_file is None else int(newest_file.name) + 1
             claimed_file = self._home / f"{number:08d}"
             try:
-                _create(claimed_file, content)
+                _create_owner_file(claimed_file, content)
             except FileExistsError:
                 # Another taker was faster. It owns the folder now, or has already ended.
                 continue
@@ -200,10 +200,10 @@ class FolderLock:
 
         Raises RunFolderLockedError if the process lives.
         """
-        first_touched: float | None = None
+        first_touch_time: float | None = None
         watch_started = time.monotonic()
         while True:
-            content, touched = _read_owner_file(file)
+            content, touch_time = _read_owner_file(file)
             if content == _ENDED:
                 return None
             owner = Owner.parse(content)
@@ -218,17 +218,17 @@ class FolderLock:
                 owner is not None
                 and owner.host == socket.gethostname()
                 and owner.boot_id != boot_id()
-                and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
+                and touch_time < now - time.clock_gettime(time.CLOCK_BOOTTIME)
             )
             # The last touch may lie in the future. So the watch ends after DEAD_SECONDS too.
-            if is_of_earlier_boot or now - touched > DEAD_SECONDS or time.monotonic() - watch_started > DEAD_SECONDS:
+            if is_of_earlier_boot or now - touch_time > DEAD_SECONDS or time.monotonic() - watch_started > DEAD_SECONDS:
                 return _describe_owner(owner)
-            if first_touched is None:
-                first_touched = touched
-                max_wait_seconds = DEAD_SECONDS - max(0.0, now - touched)
+            if first_touch_time is None:
+                first_touch_time = touch_time
+                max_wait_seconds = DEAD_SECONDS - max(0.0, now - touch_time)
                 owner_text = _describe_owner(owner)
                 on_wait(f"{self._folder}: waiting up to {max_wait_seconds:.0f} s for a sign of life of {owner_text}")
-            elif touched != first_touched:
+            elif touch_time != first_touch_time:
                 raise self._in_use_error(owner)
             time.sleep(_POLL_SECONDS)
 
@@ -249,7 +249,7 @@ class FolderLock:
         while not self._is_released.wait(HEARTBEAT_SECONDS):
             # Ignore errors: `check` notices a lost folder.
             with suppress(OSError):
-                if self._is_owner() or self._restore():
+                if self._is_owner() or self._restore_owner_file():
                     # Without times the file server uses its own clock.
                     os.utime(self._file)
 
@@ -317,7 +317,7 @@ def owner_is_gone(folder: Path) -> bool:
     return content == _ENDED or (owner is not None and owner.is_here and not owner.is_running)
 
 
-def _create(file: Path, content: bytes) -> None:
+def _create_owner_file(file: Path, content: bytes) -> None:
     """Create a file with this content, on stable storage. Raises FileExistsError if it exists."""
     # O_EXCL is atomic on NFS since version 3, on Lustre and on GPFS. Hard links are missing on some file systems.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

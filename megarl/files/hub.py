@@ -106,7 +106,7 @@ def download_command(name: str, kind: Kind) -> str:
     return f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
 
 
-def check_push(option: str, name: str) -> None:
+def check_push(option: str, hub_name: str) -> None:
     """Raise ConfigError if the name for an upload is malformed or there is no token. Needs no network.
 
     `option` is the command's option in errors.
@@ -116,15 +116,15 @@ def check_push(option: str, name: str) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     try:
-        validate_repo_id(name)
+        validate_repo_id(hub_name)
     except HFValidationError:
         is_valid = False
     else:
-        is_valid = is_hub_name(name)
+        is_valid = is_hub_name(hub_name)
     if not is_valid:
-        raise ConfigError(f"{option} {name}: not a name on the Hub; write OWNER/NAME, such as my-team/qwen3-math")
+        raise ConfigError(f"{option} {hub_name}: not a name on the Hub; write OWNER/NAME, such as my-team/qwen3-math")
     if not get_token():
-        raise ConfigError(f"{option} {name}: there is no token for the Hub; set HF_TOKEN, or run hf auth login")
+        raise ConfigError(f"{option} {hub_name}: there is no token for the Hub; set HF_TOKEN, or run hf auth login")
 
 
 def push(folder: Path, name: str, message: str, *, is_private: bool, without: Patterns = ()) -> Pushed:

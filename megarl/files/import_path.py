@@ -80,18 +80,18 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
         raise ConfigError(f"{field}: {path!r}: cannot import {source}: {cause}") from error
     finally:
         _sources_being_imported.pop()
-    value = getattr(module, attribute, None)
-    if callable(value):
-        return value
-    names = [
+    imported_value = getattr(module, attribute, None)
+    if callable(imported_value):
+        return imported_value
+    member_names = [
         member_name
         for member_name, member in vars(module).items()
         if callable(member) and not member_name.startswith("_")
     ]
-    similar_name = nearest(attribute, names)
+    similar_name = nearest(attribute, member_names)
     hint = f"; did you mean {similar_name!r}?" if similar_name else f"; give the name of a {kind}."
     if hasattr(module, attribute):
-        fault = f"{attribute!r} of module {source} is not a {kind} but {type(value).__name__}"
+        fault = f"{attribute!r} of module {source} is not a {kind} but {type(imported_value).__name__}"
     else:
         fault = f"module {source} has no {kind} {attribute!r}"
     raise ConfigError(f"{field}: {path!r}: {fault}{hint}")

@@ -57,23 +57,23 @@ def check_model_folder(folder: str | Path) -> list[str]:
     """Return the errors of a folder's weights and tokenizer, one per line. `families.shape` checks config.json."""
     folder = Path(folder)
     if not folder.is_dir():
-        return [missing_folder(folder)]
+        return [missing_folder_message(folder)]
     try:
         check_folder_of_files(folder)
     except DataError as error:
         return [str(error)]
     problems: list[str] = []
 
-    def read_or_note(reader: Callable[..., Any], *arguments: Any) -> Any:
+    def read_or_record_error(reader: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return reader(*arguments)
         except DataError as error:
             problems.append(str(error))
 
-    for file, tensors in (read_or_note(weight_files, folder) or {}).items():
-        read_or_note(read_safetensors_header, folder / file, tensors)
+    for file, tensors in (read_or_record_error(weight_files, folder) or {}).items():
+        read_or_record_error(read_safetensors_header, folder / file, tensors)
     for name in TOKENIZER:
-        read_or_note(read_object, folder / name)
+        read_or_record_error(read_object, folder / name)
     return problems
 
 
@@ -92,7 +92,7 @@ HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama",
 """Owner (organisation) of a model on the Hub, by the prefix of the model's name."""
 
 
-def missing_folder(folder: Path, file: str = "") -> str:
+def missing_folder_message(folder: Path, file: str = "") -> str:
     """Return the error for a missing model folder: how to make it, or the command that downloads it.
 
     With `file` the command downloads only this file. It has the model's name on the Hub, if known.
@@ -113,10 +113,10 @@ def missing_folder(folder: Path, file: str = "") -> str:
 def download_commands(folder: Path, file: str = "") -> str:
     """Return shell commands that download a missing model into the Hub's cache, and into this folder.
 
-    `file`: as in `missing_folder`.
+    `file`: as in `missing_folder_message`.
     """
     name = folder.name or "NAME"
-    owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
+    owner = next((HUB_OWNERS[prefix] for prefix in HUB_OWNERS if name.lower().startswith(prefix)), None)
     # A path of two parts may itself be a name on the Hub.
     hub_name = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
     command = download_command(f"{hub_name} {file}".strip(), "model")
@@ -207,7 +207,7 @@ def vocabulary_of(folder: str | Path) -> tuple[object, object]:
     return model.get("vocab"), [(token["content"], token["id"]) for token in added_tokens]
 
 
-def companions(folder: str | Path) -> dict[str, Path]:
+def companion_files(folder: str | Path) -> dict[str, Path]:
     """Return all files of a model folder except weights, their index, checksums and manifests, by relative path.
 
     Hidden folders are skipped.

@@ -45,29 +45,29 @@ class PrivateFolder:
 
     def remove(self) -> None:
         if self._lock.is_open:
-            _delete(self.path)
+            _rename_and_delete(self.path)
             self._lock.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Delete this user's private folders whose process has ended: nobody holds their lock."""
-    for folder in filter(_is_own, parent.glob(f"{_ENDED_PREFIX}*")):
+    for folder in filter(_is_own_folder, parent.glob(f"{_ENDED_PREFIX}*")):
         shutil.rmtree(folder, ignore_errors=True)
-    for folder in filter(_is_own, parent.glob(f"{_PREFIX}*")):
+    for folder in filter(_is_own_folder, parent.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError), MachineLock(folder / _LOCK, creates=False) as lock:
             if lock.acquire():
-                _delete(folder)
+                _rename_and_delete(folder)
 
 
-def _is_own(folder: Path) -> bool:
+def _is_own_folder(folder: Path) -> bool:
     """Return whether a folder is this user's, and no link."""
     with contextlib.suppress(OSError):
         return not folder.is_symlink() and folder.stat().st_uid == os.getuid()
     return False
 
 
-def _delete(folder: Path) -> None:
-    """Delete a folder under another name: its files, the lock among them, do not disappear at one moment."""
+def _rename_and_delete(folder: Path) -> None:
+    """Rename a folder, then delete it. Without its usual name, no process sees it half deleted and without a lock."""
     with contextlib.suppress(OSError):
         ended_folder = folder.rename(folder.with_name(_ENDED_PREFIX + folder.name.removeprefix(_PREFIX)))
         shutil.rmtree(ended_folder, ignore_errors=True)

@@ -72,7 +72,7 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
         raise ValueError(f"byte {error.start} is not valid UTF-8") from None
     try:
         value = json.loads(
-            text, object_pairs_hook=make_object, parse_constant=_refuse_constant, parse_float=_finite_number
+            text, object_pairs_hook=make_object, parse_constant=_refuse_constant, parse_float=_parse_finite_number
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
@@ -159,7 +159,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite_number(text: str) -> float:
+def _parse_finite_number(text: str) -> float:
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"the number {shortened(text)} is too large")

@@ -74,13 +74,13 @@ class ForkServerProcess:
     ) -> None:
         """`function` imports the modules `imports`, then serves. Output of the imports goes to `log`."""
         self.requests, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
+        tmpdir_variable = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
         arguments = (str(server_socket.fileno()), str(os.getpid()), *imports)
         with server_socket:
             self._program = LaunchedProgram(
                 python_call(function, *arguments, path=path, executable=executable),
                 # With one thread, OpenMP and BLAS create no thread pool. A fork would not copy a pool's threads.
-                environment={**import_variables(environment), **temporary, "OMP_NUM_THREADS": "1"},
+                environment={**import_variables(environment), **tmpdir_variable, "OMP_NUM_THREADS": "1"},
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -101,7 +101,7 @@ def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in PROCESS_VARIABLES}
 
 
-def _server_maker() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
+def _find_server_maker() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
     path = os.environ.get(SERVER_MAKER)
     return ForkServerProcess if path is None else import_object(path, SERVER_MAKER)
 
@@ -116,7 +116,7 @@ class ForkServer:
         self._first_log: BinaryIO | None = None
         output = log if self._early_output is None else self._early_output
         assert output is not None
-        self._process = _server_maker()(environment, sys.path, imports, output)
+        self._process = _find_server_maker()(environment, sys.path, imports, output)
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
@@ -169,22 +169,22 @@ class ForkServer:
         """Write the output of imports before the first log to that log, once."""
         if self._early_output is None or self._first_log is None:
             return
-        with self._early_output as written, self._first_log as log:
-            written.seek(0)
-            shutil.copyfileobj(written, log)
+        with self._early_output as early_output, self._first_log as log:
+            early_output.seek(0)
+            shutil.copyfileobj(early_output, log)
         self._early_output = self._first_log = None
 
     def kill(self) -> None:
         self._process.kill()
 
-    def note_release(self) -> None:
+    def record_release(self) -> None:
         """Record the release of one forked process. A closed server ends when all its processes are released."""
         self._num_forked -= 1
-        self._end_unused()
+        self._end_if_unused()
 
     def close(self) -> None:
         self._is_closed = True
-        self._end_unused()
+        self._end_if_unused()
 
     def end(self) -> None:
         """Let the server kill the remaining members of its groups and exit. Kill the server if it takes too long."""
@@ -195,7 +195,7 @@ class ForkServer:
             self._process.exit_code(_STOP_SECONDS)
         self.kill()
 
-    def _end_unused(self) -> None:
+    def _end_if_unused(self) -> None:
         if self._is_closed and self.is_unused:
             self.end()
 
@@ -270,7 +270,7 @@ class ForkedProcess:
         asyncio.get_running_loop().remove_reader(self._status)
         self._status.close()
         self.connection.close()
-        self._server.note_release()
+        self._server.record_release()
 
 
 _servers: dict[object, ForkServer] = {}
@@ -283,7 +283,7 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
     """
     variables = sorted(import_variables(environment).items())
     # The key has the thread, because a server dies with the thread that started it (PR_SET_PDEATHSIG).
-    key = (threading.get_native_id(), _server_maker(), tuple(variables), tuple(sys.path), tuple(imports))
+    key = (threading.get_native_id(), _find_server_maker(), tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)
     if server is not None and server.stopped_process is not None:
         # Its processes continue, but it forks no further one.

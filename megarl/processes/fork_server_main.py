@@ -41,12 +41,12 @@ class _Forked:
     is_reported: bool = False
     is_released: bool = False
 
-    def report(self) -> None:
+    def report_end(self) -> None:
         # WNOWAIT leaves the process a zombie, so that its id stays reserved.
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None and not self.is_reported:
+        end_info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end_info is not None and not self.is_reported:
             self.is_reported = True
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            code = end_info.si_status if end_info.si_code == os.CLD_EXITED else -end_info.si_status
             with suppress(OSError):
                 self.status.send(STATUS.pack(code))
 
@@ -96,8 +96,8 @@ class _Server:
         """
         # SIGCHLD writes to this pair of sockets, so that one wait covers requests and ended processes.
         wake_receiver, wake_sender = socket.socketpair()
-        for end in (wake_receiver, wake_sender):
-            end.setblocking(False)
+        for wake_end in (wake_receiver, wake_sender):
+            wake_end.setblocking(False)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
@@ -107,14 +107,14 @@ class _Server:
         while self.forked or self.requests in selector.get_map():
             for key, _ in selector.select():
                 if key.fileobj is self.requests:
-                    forked = self._fork()
-                    if isinstance(forked, _Request):
+                    result = self._fork()
+                    if isinstance(result, _Request):
                         self._close_inherited(wake_receiver, wake_sender)
-                        return forked
-                    if forked is None:
+                        return result
+                    if result is None:
                         self._stop(selector)
                         break
-                    selector.register(forked.status, selectors.EVENT_READ, forked)
+                    selector.register(result.status, selectors.EVENT_READ, result)
                 elif key.fileobj is wake_receiver:
                     wake_receiver.recv(4096)
                 else:
@@ -162,7 +162,7 @@ class _Server:
     def _reap(self) -> None:
         """Report ended processes to the driver, and reap them once the driver has released them."""
         for forked in list(self.forked.values()):
-            forked.report()
+            forked.report_end()
             if forked.is_reported and forked.is_released:
                 os.waitpid(forked.pid, 0)
                 forked.status.close()
@@ -176,7 +176,7 @@ def _set_num_threads() -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _import(modules: Sequence[str]) -> None:
+def _import_modules(modules: Sequence[str]) -> None:
     """Import the modules. Remove their temporary files and variables, because forked processes must not share them."""
     folder = PrivateFolder()
     tmpdir_before = os.environ.get("TMPDIR")
@@ -201,20 +201,20 @@ def _redirect_output(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
+def serve(descriptor: str, driver_pid: str, *modules: str) -> Callable[[], object]:
     """Import the modules, then serve requests until the driver ends. Return only in forked processes: their function.
 
-    `number` is the file descriptor of the request socket, `driver` the process id of the driver.
+    `descriptor` is the file descriptor of the request socket, `driver_pid` the process id of the driver.
     """
-    begin(int(driver), modules)
-    return fork_on_request(socket.socket(fileno=int(number)))
+    begin(int(driver_pid), modules)
+    return fork_on_request(socket.socket(fileno=int(descriptor)))
 
 
-def begin(parent: int, modules: Sequence[str]) -> None:
-    """Import the modules, then discard all further output. This process dies with `parent`."""
-    die_with(parent)
+def begin(parent_pid: int, modules: Sequence[str]) -> None:
+    """Import the modules, then discard all further output. This process dies with `parent_pid`."""
+    die_with(parent_pid)
     try:
-        _import(modules)
+        _import_modules(modules)
     except Exception:
         # Start again without modules. Each forked process then raises the import error itself, and the error is
         # reported there. No process inherits a half-imported module.

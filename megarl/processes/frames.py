@@ -72,10 +72,10 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
         if patience:
             connection.settimeout(patience())
         try:
-            sent = connection.send(unsent)
+            num_sent = connection.send(unsent)
         except TimeoutError:
             continue
-        unsent = unsent[sent:]
+        unsent = unsent[num_sent:]
 
 
 def receive(connection: socket.socket, max_bytes: int | None, patience: Patience | None = None) -> dict[str, Any]:
@@ -171,13 +171,13 @@ def introduce(connection: socket.socket, start: Start) -> Answer | None:
 
 def answer_request(connection: socket.socket, request: dict[str, Any], answer: Answer) -> None:
     """Call `answer` with a request, and send the result with the request's id."""
-    own_pid = os.getpid()
-    reply = answer(request)
-    if os.getpid() != own_pid:
+    server_pid = os.getpid()
+    answer_fields = answer(request)
+    if os.getpid() != server_pid:
         # This is a child forked by user code. The connection belongs to its parent.
         os._exit(0)
     try:
-        send(connection, {"id": request["id"], **reply})
+        send(connection, {"id": request["id"], **answer_fields})
     except UnsendableError as error:
         send(connection, {"id": request["id"], "error": f"TypeError: its answer is not JSON: {error}"})
 

@@ -29,5 +29,5 @@ def taken_text(host: str, port: int, reason: str) -> str:
     return f"cannot listen on {host}, port {port} ({reason}); give another port, 0 takes any that is free"
 
 
-def in_url(host: str) -> str:
+def host_in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -100,22 +100,22 @@ class ProcessPool:
         """Return a free place, or wait for the next place that `_release_place` assigns."""
         if self._free:
             return self._free.pop()
-        next_place: ThreadFuture[Place] = ThreadFuture()
-        self._waiting.append(next_place)
+        promised_place: ThreadFuture[Place] = ThreadFuture()
+        self._waiting.append(promised_place)
         try:
-            return await asyncio.wrap_future(next_place)
+            return await asyncio.wrap_future(promised_place)
         except asyncio.CancelledError:
             # It cannot be cancelled if `_release_place` has already assigned a place.
-            if not next_place.cancel():
-                self._release_place(next_place.result())
+            if not promised_place.cancel():
+                self._release_place(promised_place.result())
             raise
 
     def _release_place(self, place: Place) -> None:
         """Give the place to the first user who still waits for one, otherwise free it."""
         while self._waiting:
-            next_place = self._waiting.popleft()
-            if next_place.set_running_or_notify_cancel():
-                next_place.set_result(place)
+            promised_place = self._waiting.popleft()
+            if promised_place.set_running_or_notify_cancel():
+                promised_place.set_result(place)
                 return
         # An empty place is taken last, because its user would wait for a new process.
         self._free.insert(0 if place.process is None else len(self._free), place)
@@ -144,6 +144,7 @@ class Place:
         If the process ends meanwhile, a second one is started. Raises ConfigError if the process refuses to start,
         PeerLostError if the second one ends too or the pool is closed.
         """
+        # A failure empties the place, so the second call starts a new process.
         with suppress(PeerLostError):
             return await self._wait_until_introduced()
         return await self._wait_until_introduced()

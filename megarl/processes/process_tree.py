@@ -42,19 +42,19 @@ def ignore_ending_signals() -> None:
     for number in ENDING_SIGNALS:
         signal.signal(number, lambda *_: None)
 
-    def restore() -> None:
+    def restore_in_child() -> None:
         for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        unblock()
+        unblock_signals()
 
-    def unblock() -> None:
+    def unblock_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
-    def block() -> None:
-        """Block stop signals during a fork, so no signal reaches the child before `restore`."""
+    def block_signals() -> None:
+        """Block stop signals during a fork, so no signal reaches the child before `restore_in_child`."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
+    os.register_at_fork(before=block_signals, after_in_parent=unblock_signals, after_in_child=restore_in_child)
 
 
 def die_with(parent: int | None) -> None:

@@ -133,9 +133,9 @@ class ServerProcess:
         except (EOFError, OSError):
             # The process ended. Its last output usually has the cause.
             ended = self.end()
-            output = self._read_log_end() or ended.stderr_tail()
-            printed = f"; it printed:\n{output}" if output else ""
-            raise PeerLostError(f"the process of {settings.name} {ended} while it started{printed}") from None
+            output = self._read_end_of_log() or ended.stderr_tail()
+            output_text = f"; it printed:\n{output}" if output else ""
+            raise PeerLostError(f"the process of {settings.name} {ended} while it started{output_text}") from None
         # The process answered, but its `start` function refused the settings.
         if message.get("ready") is not True:
             self.close()
@@ -158,8 +158,10 @@ class ServerProcess:
         clock = _Clock(self._process.pid, limits)
         connection = self._process.connection
         try:
-            send(connection, {"id": self._num_requests, **message}, clock.remaining)
-            answer = receive_answer(connection, self._num_requests, self._settings.max_answer_bytes, clock.remaining)
+            send(connection, {"id": self._num_requests, **message}, clock.seconds_until_check)
+            answer = receive_answer(
+                connection, self._num_requests, self._settings.max_answer_bytes, clock.seconds_until_check
+            )
             # Between the last check and the answer, the CPU time may have exceeded the limit.
             clock.check_cpu()
         except _OverdueError as error:
@@ -185,7 +187,7 @@ class ServerProcess:
             self._ended = self._ended or self._process.end()
             return self._ended
 
-    def _read_log_end(self) -> str:
+    def _read_end_of_log(self) -> str:
         if self._log_file is None:
             return ""
         try:
@@ -209,7 +211,7 @@ class _Clock:
         self._cpu_before: float | None = None
         self._cpu_used = 0.0
 
-    def remaining(self) -> float:
+    def seconds_until_check(self) -> float:
         """Return the seconds until the next check of the limits. Raises _OverdueError if a limit is exceeded."""
         elapsed_seconds = time.monotonic() - self._started
         if elapsed_seconds >= self._wall_limit:

@@ -137,10 +137,10 @@ class SupervisedProcess:
     def kill(self) -> Ended:
         """Let the supervisor kill all processes and exit. Return how the program ended."""
         if self._ended is None:
-            self._ask_for_end()
+            self._ask_supervisor_to_kill()
             if not self._receive_report(_END_SECONDS):
                 self._supervisor.kill()
-        return self._finish()
+        return self._record_end()
 
     async def wait_for_end(self) -> Ended:
         """Wait until the program and its descendants have ended. Return how the program ended."""
@@ -148,20 +148,20 @@ class SupervisedProcess:
         self._control.setblocking(False)
         while self._ended is None and (part := await loop.sock_recv(self._control, _PART_BYTES)):
             self._report += part
-        return self._finish()
+        return self._record_end()
 
     async def stop(self) -> Ended:
         """Kill all processes without blocking the event loop. Return how the program ended."""
         if self._ended is None:
-            self._ask_for_end()
+            self._ask_supervisor_to_kill()
             try:
                 async with asyncio.timeout(_END_SECONDS):
                     return await self.wait_for_end()
             except TimeoutError:
                 self._supervisor.kill()
-        return self._finish()
+        return self._record_end()
 
-    def _ask_for_end(self) -> None:
+    def _ask_supervisor_to_kill(self) -> None:
         # The end of file on this socket asks the supervisor to kill all.
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
@@ -179,7 +179,7 @@ class SupervisedProcess:
         except TimeoutError:
             return False
 
-    def _finish(self) -> Ended:
+    def _record_end(self) -> Ended:
         if self._ended is None:
             self._ended = self._read_report(self._supervisor.wait())
             self._close_sockets()

@@ -46,10 +46,10 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
     sinks, write_ends = _open_sinks(settings["log_file"])
     refusal_reader, refusal_writer = os.pipe()
     child = fork_child(lambda: become_program(settings["command"], write_ends[0], write_ends[-1], refusal_writer))
-    # Close open copies: they would hide the child's end from the driver, and the pipes' ends from this process.
+    # Close this process's copies. A pipe or socket reports its end only when no process has it open for writing.
     for descriptor in {*write_ends, refusal_writer, settings["connection"]} - {None}:
         os.close(descriptor)
-    exit_code = _watch(child, control, sinks, settings["end_seconds"])
+    exit_code = _watch_child(child, control, sinks, settings["end_seconds"])
     # First kill all writers of the pipes; then the loop ends after the last output.
     kill_descendants()
     for read_end, sink in sinks.items():
@@ -96,7 +96,9 @@ def become_program(command: list[str], stdout: int, stderr: int, refusal_writer:
         os._exit(127)
 
 
-def _watch(child: int, control: socket.socket | None, sinks: Mapping[int, _Sink], end_seconds: float) -> int | None:
+def _watch_child(
+    child: int, control: socket.socket | None, sinks: Mapping[int, _Sink], end_seconds: float
+) -> int | None:
     """Copy output and reap orphans until the child ends, the driver closes `control`, or `end_seconds` after its end.
 
     Returns the child's exit code; None if it still runs.

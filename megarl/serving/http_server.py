@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from megarl.processes.listening import in_url, taken_text
+from megarl.processes.listening import host_in_url, taken_text
 from megarl.types import ConfigError
 
 STRANGERS = 64
@@ -96,7 +96,7 @@ class HttpServer:
             raise ConfigError(f"{self._section}.port = {port}: {taken_text(host, port, reason)}") from error
         if not is_held:
             self.accept()
-        return f"http://{in_url(host)}:{self._listeners[0].getsockname()[1]}"
+        return f"http://{host_in_url(host)}:{self._listeners[0].getsockname()[1]}"
 
     def accept(self) -> None:
         if not self._accept_tasks:

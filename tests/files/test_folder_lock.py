@@ -204,7 +204,7 @@ def test_a_file_that_names_nobody_counts_by_its_age(tmp_path: Path, content: byt
 
 def test_a_taker_with_an_old_view_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = write_owner(tmp_path, pid=2**22 + 1)
-    create = folder_lock._create
+    create = folder_lock._create_owner_file
 
     def create_late(file: Path, content: bytes) -> None:
         # Others were faster: number 2 came and went, number 3 owns the folder and has removed the older files.
@@ -213,7 +213,7 @@ def test_a_taker_with_an_old_view_does_not_win(tmp_path: Path, monkeypatch: pyte
             write_owner(tmp_path, number=3)
         create(file, content)
 
-    monkeypatch.setattr(folder_lock, "_create", create_late)
+    monkeypatch.setattr(folder_lock, "_create_owner_file", create_late)
     with pytest.raises(RunFolderLockedError, match="run theirs"):
         FolderLock(tmp_path, "mine")
     assert owner_files(tmp_path) == ["00000003"]

@@ -10,7 +10,7 @@ import yaml
 
 from megarl.cli.quickstart import MAKERS
 from megarl.data.sources.rows import data_files
-from megarl.files.model_folder import missing_folder
+from megarl.files.model_folder import missing_folder_message
 from megarl.files.shipped import INPUT_COMMANDS, input_command, recipes, tool
 from megarl.types import DataError
 
@@ -49,8 +49,8 @@ def test_commands_are_those_of_makers_and_of_the_recipes_comments() -> None:
 
 
 def test_an_error_about_a_missing_input_has_its_command() -> None:
-    assert "megarl make model --family qwen3_moe" in missing_folder(Path("runs/quickstart_input/experts"))
-    assert missing_folder(Path("runs/quickstart_sft/hf")).endswith(": megarl quickstart")
+    assert "megarl make model --family qwen3_moe" in missing_folder_message(Path("runs/quickstart_input/experts"))
+    assert missing_folder_message(Path("runs/quickstart_sft/hf")).endswith(": megarl quickstart")
     assert input_command("runs/quickstart_other/hf") is None
     with pytest.raises(DataError, match="this command makes it: megarl make code --out runs/tiny_code_input/data"):
         data_files("runs/tiny_code_input/data/train.jsonl")

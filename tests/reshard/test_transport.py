@@ -25,7 +25,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.model_tensors import hf_tensors, list_copied_prefixes, list_rules
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.files.model_folder import CHECKSUMS, SINGLE, companions
+from megarl.files.model_folder import CHECKSUMS, SINGLE, companion_files
 from megarl.reshard import staging
 from megarl.reshard.boxes import Box, Piece, dense_piece
 from megarl.reshard.checks.fingerprint import MASK, checksum
@@ -150,7 +150,7 @@ def test_a_bit_flipped_after_the_export_is_named(tmp_path: Path) -> None:
     source, target = write_folder(tmp_path / "source", model), tmp_path / "hf"
     layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.bfloat16)
     export(target, source, model, layouts, rank, parameters, dtype=torch.bfloat16, bucket_bytes=1 << 20)
-    assert CHECKSUMS not in companions(target)
+    assert CHECKSUMS not in companion_files(target)
     boxes, _ = merge_checksums([Ledger("trainer rank 0", layouts[rank], parameters).take_checksums(1)])
     assert json.loads((target / CHECKSUMS).read_text())["weights"] == version_checksum(sum_by_tensor(boxes))
     load(target, layouts[rank], parameters)
