@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from megarl.files.atomic import replace_folder, replace_text, storage_faults_named, sync
+from megarl.files.atomic import raise_storage_errors, replace_folder, replace_text, sync
 from megarl.files.model_folder import max_values_of
 from megarl.files.strict_json import loads
 from megarl.types import ConfigError, DataError
@@ -151,7 +151,7 @@ def check_sizes(folder: Path) -> dict[str, str]:
     """
     path = folder / MANIFEST
     try:
-        with storage_faults_named(path):
+        with raise_storage_errors(path):
             if not path.exists():
                 return {}
             content = path.read_bytes()
@@ -163,7 +163,7 @@ def check_sizes(folder: Path) -> dict[str, str]:
         # A manifest comes with a downloaded folder. It must not make megarl read other files.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise DataError(f"{path}: {name!r} is not a file of this folder. Copy the folder again.")
-        with storage_faults_named(folder / name):
+        with raise_storage_errors(folder / name):
             actual_size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if actual_size is None:
             raise DataError(f"{folder / name}: not found, although {MANIFEST} lists it. Copy the folder again.")
@@ -179,7 +179,7 @@ def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
 
     Raises DataError naming the first file that differs, StorageError for an unreadable file.
     """
-    with storage_faults_named(folder), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with raise_storage_errors(folder), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         hashes = pool.map(lambda name: file_record(folder / name)["sha256"], expected)
         for (name, sha256), actual in zip(expected.items(), hashes, strict=True):
             if actual != sha256:

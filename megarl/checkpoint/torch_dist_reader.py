@@ -30,7 +30,7 @@ from megarl.checkpoint.torch_dist import BACKEND, COMMON, METADATA, Parameter, S
 from megarl.families.draft_layers import PARAMETERS as DRAFT_LAYERS
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.files.strict_json import loads
 from megarl.processes.process_tree import fault_of
 from megarl.reshard.boxes import Box, Piece
@@ -221,7 +221,7 @@ def read_metadata(path: Path) -> Metadata:
     Its pickle may contain plain records only. Raises DataError and StorageError. A few bytes of pickle can cause
     endless work, so a child process with limits reads the file first.
     """
-    with storage_faults_named(path):
+    with raise_storage_errors(path):
         content = path.read_bytes() if path.exists() else None
     if content is None:
         raise DataError(f"{path}: not found. {_AGAIN}")
@@ -258,7 +258,7 @@ def check_harmless(folder: Path) -> None:
     except Exception as error:  # A damaged pickle can raise anything.
         # A missing file means a damaged checkpoint. Other system errors come from the storage.
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-            with storage_faults_named(path):
+            with raise_storage_errors(path):
                 raise
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
 

@@ -213,7 +213,6 @@ class ReshardCalls:
         return reports
 
     async def _end_group(self, ranks: Sequence[int], group: WorkerGroup, fault: str) -> None:
-        """End a group because of a `fault` of these ranks, and remove it from the run."""
         error = await group.diagnosis.end_faulty(ranks, fault)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 

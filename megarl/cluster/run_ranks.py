@@ -160,13 +160,13 @@ class RunRanks:
         self.is_separate = True
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 
-    async def watching(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+    async def watching(self, driver_work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await driver work that may call no ranks for long, such as scoring, and return its result.
 
         Removes a lost replica at once if others remain. Otherwise a lost rank cancels the work and raises
         PeerLostError.
         """
-        work_task, loss_task = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
+        work_task, loss_task = asyncio.ensure_future(driver_work), asyncio.create_task(self._await_loss())
         try:
             await asyncio.wait({work_task, loss_task}, return_when=asyncio.FIRST_COMPLETED)
             # The work's own call to a lost rank may fail too, with a better message.

@@ -117,7 +117,6 @@ async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequen
 
 
 async def _send_copy(copy: StateCopy, receiver: AgentLink) -> StateCopy:
-    """Send a copy to another agent, and return the copy there."""
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
     fetch_arguments = await copy.agent.request("offer", names=list(copy.files), address=find_addresses(addresses)[0])
     await receiver.request("fetch", **fetch_arguments)

@@ -51,7 +51,7 @@ def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
     if is_answer:
         return None
     if isinstance(value, Mapping) and any(map(_is_chat, value.values())):
-        raise ValueError("is a whole record in JSON; give its messages alone, and its other fields as fields")
+        raise ValueError("is a whole record in JSON; give only its messages here, and its other values in other fields")
     if isinstance(value, list) and any(map(_is_chat, value)):
         raise ValueError("is a list of chats in JSON; give each chat a record of its own")
     return None

@@ -245,9 +245,9 @@ def _move_calls_from_content(message: dict[str, Any], field_path: str) -> None:
 
 
 def _counts_as_absent(name: str, value: Any) -> bool:
-    """Return whether a message's key counts as absent: its value is empty or white space.
+    """Return whether a message's key counts as absent: its value is empty.
 
-    A list or object of empty values is empty too, except `tool_calls`. `prefix` is false in ordinary messages.
+    A list or object of blank values is empty too, except `tool_calls`. `prefix` is false in ordinary messages.
     """
     if name == _PREFIX and value is False:
         return True

@@ -132,7 +132,6 @@ def balance_sets(
 
 
 def _describe_sets(together: int | NDArray[np.int64]) -> str:
-    """Describe, for an error, how sequences are grouped into sets."""
     if isinstance(together, int):
         return f" by {together}" if together > 1 else ""
     return f" in {len(together)} sets" if together.max(initial=1) > 1 else ""

@@ -219,7 +219,6 @@ def _is_schema(parameters: Any) -> bool:
 
 
 def _read_tools(value: Any) -> tuple[ToolSchema, ...]:
-    """Return the tools in a field's value, or nothing for other values."""
     try:
         return standard_tools(value)
     except ValueError:

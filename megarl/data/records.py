@@ -335,7 +335,6 @@ class Record:
                 )
 
     def _append_input(self, field: str, prompt: Any) -> Any:
-        """Return the prompt, with the text of the format's `input` field appended."""
         input_text = self.value(self.format.input)
         if input_text is None or (isinstance(input_text, str) and not input_text.strip()):
             return prompt
@@ -361,8 +360,7 @@ class Record:
 def find_undescribed_tool(messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the first tool that a message calls, and that no earlier message names, or None.
 
-    For records without tools. Templates write the calls, so nothing of such a record is lost. But the model learns to
-    call a tool that it was not shown.
+    For records without tools: the model would learn to call a tool that it was not shown.
     """
     earlier_texts = ""
     for message in messages:

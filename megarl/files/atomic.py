@@ -25,7 +25,7 @@ _DENIED_NUMBERS = (errno.EACCES, errno.EPERM)
 
 
 @contextmanager
-def storage_faults_named(path: Path) -> Iterator[None]:
+def raise_storage_errors(path: Path) -> Iterator[None]:
     """Turn an OSError inside this context into StorageError, or DiskFullError for a full disk.
 
     The error names `path` if the OSError has no file name. Put only file operations inside: a lost connection is an
@@ -167,7 +167,7 @@ def _is_below(folder: Path, name: object) -> bool:
 
 
 @contextmanager
-def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
+def raise_disk_full_errors(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
     """Turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, or None."""
     try:
         yield

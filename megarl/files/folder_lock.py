@@ -74,18 +74,18 @@ class Owner:
         return owner if is_valid and 0 < owner.pid <= _MAX_PID and str(owner).isprintable() else None
 
     @property
-    def is_here(self) -> bool:
+    def is_on_this_machine(self) -> bool:
         """Whether `pid` is a number of this machine, boot and container."""
         return (self.boot_id, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
     def is_running(self) -> bool:
-        """Valid only if `is_here`."""
+        """Valid only if `is_on_this_machine`."""
         return _start_ticks(self.pid) in (self.started, _UNKNOWN_START)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether SIGSTOP or Ctrl-Z has suspended the process. Valid only if `is_here`."""
+        """Whether SIGSTOP or Ctrl-Z has suspended the process. Valid only if `is_on_this_machine`."""
         fields = stat_fields(self.pid)
         return bool(fields) and fields[STATE] == "T" and int(fields[START_TICKS]) == self.started
 
@@ -124,8 +124,8 @@ class FolderLock:
     def check(self) -> None:
         """Raise RunFolderLockedError if another process has taken the folder.
 
-        This happens after a stop of more than 60 s (a paused virtual machine, or a lost file server), or if somebody
-        removed `owners/`. Raises OSError if the folder is gone.
+        This happens after a pause of more than 60 s, for example of a virtual machine, or if somebody removed
+        `owners/`. Raises OSError if the folder is gone.
         """
         if self._is_owner() or self._restore_owner_file():
             return
@@ -207,7 +207,7 @@ class FolderLock:
             if content == _ENDED:
                 return None
             owner = Owner.parse(content)
-            if owner is not None and owner.is_here:
+            if owner is not None and owner.is_on_this_machine:
                 if owner.is_running:
                     raise self._in_use_error(owner)
                 return str(owner)
@@ -269,7 +269,7 @@ class Heartbeats:
     def forget(self) -> None:
         self._last_touch = None
 
-    def silence(self) -> str:
+    def describe_silence(self) -> str:
         """Return a message if the driver is suspended, or sends no heartbeats; else an empty string.
 
         Call this repeatedly: it compares the newest heartbeat with that of earlier calls. A driver is silent if the
@@ -289,12 +289,12 @@ class Heartbeats:
         owner = Owner.parse(content)
         if owner is None:
             return ""
-        if owner.is_here and owner.is_suspended:
+        if owner.is_on_this_machine and owner.is_suspended:
             return f"the driver ({owner}) is suspended by SIGSTOP or Ctrl-Z. Resume it with: kill -CONT {owner.pid}"
         silent_seconds = time.monotonic() - self._changed_at
         if silent_seconds <= SILENT_SECONDS:
             return ""
-        if owner.is_here:
+        if owner.is_on_this_machine:
             causes = "a debugger holds it, the machine is overloaded, or the file system does not respond"
         else:
             causes = "it is suspended or dead, its machine hangs, or the shared file system does not respond"
@@ -314,7 +314,7 @@ def owner_is_gone(folder: Path) -> bool:
     except OSError:
         return False
     owner = Owner.parse(content)
-    return content == _ENDED or (owner is not None and owner.is_here and not owner.is_running)
+    return content == _ENDED or (owner is not None and owner.is_on_this_machine and not owner.is_running)
 
 
 def _create_owner_file(file: Path, content: bytes) -> None:
@@ -353,7 +353,6 @@ def _server_time(home: Path) -> float:
 
 
 def _seconds_since_touch(path: Path) -> float:
-    """Return the seconds since a file's last touch; infinity: it is gone."""
     try:
         return _server_time(path.parent) - path.stat().st_mtime
     except FileNotFoundError:

@@ -60,7 +60,6 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Return whether a folder is this user's, and no link."""
     with contextlib.suppress(OSError):
         return not folder.is_symlink() and folder.stat().st_uid == os.getuid()
     return False

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.loops.measuring.balance import Balance
 from megarl.loops.models import load_experts
 from megarl.loops.started_run import Run
@@ -103,7 +103,7 @@ class OnPolicyRollout:
         """Write the step's trajectories and token records, if due, and the ledger of its prompts."""
         run = self._run
         sizes = {source.name: len(source.problems) for source in run.data.sources}
-        with storage_faults_named(run.data.draws_file):
+        with raise_storage_errors(run.data.draws_file):
             self.state.draws.write(
                 run.data.draws_file,
                 step.number,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.data.sampler import DataOrder
 from megarl.datasets.reading import Dropped
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.rollout.source import Source
 from megarl.tracking.draws import DrawEvents, rewind
 
@@ -35,7 +35,7 @@ class RunData:
         A notice reports missing events.
         """
         file = self.draws_file
-        with storage_faults_named(file):
+        with raise_storage_errors(file):
             num_missing = rewind(file, num_events)
         if num_missing:
             self.notify(
@@ -58,5 +58,5 @@ class RunData:
         for draw, index in enumerate(batch, first_draw):
             events.add("drawn", "train", draw, index)
             events.add("used", "train", index)
-        with storage_faults_named(file):
+        with raise_storage_errors(file):
             events.write(file, step, {"train": order.num_items}, num_open=0, too_long=self.dropped.total())

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.report.evaluations import ANSWERS, is_evaluation
 from megarl.report.sample_text import make_visible
 from megarl.report.samples import extreme, read_records
@@ -80,7 +80,7 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
         steps = [max(files) if selection.step is None else selection.step]
     matches: list[dict[str, Any]] = []
     for step in steps:
-        with storage_faults_named(files[step]):
+        with raise_storage_errors(files[step]):
             records = [record for record in read_records(files[step], step) if _is_selected(record, selection)]
         if selection.order != "file":
             records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megarl.algorithms.estimates import Measure, mean_score, mean_with_interval, paired_difference
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.files.plain_yaml import flatten_sections
 from megarl.files.record_files import json_lines, mapping_or_empty, object_or_empty
 from megarl.files.strict_json import MEDIUM
@@ -78,7 +78,7 @@ def is_evaluation(path: Path) -> bool:
 def read_evaluation(path: Path) -> RecordedEvaluation:
     """Read an evaluation folder. Raises ConfigError if it has no answers, StorageError if it is unreadable."""
     notes: list[str] = []
-    with storage_faults_named(path):
+    with raise_storage_errors(path):
         sets = _read_answers(path / ANSWERS)
     if not sets:
         raise ConfigError(

@@ -14,7 +14,7 @@ import yaml
 from megarl.algorithms.estimates import Measure
 from megarl.data.sources.rows import hub_data_set
 from megarl.families.published import PUBLISHED, published_name
-from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.files.atomic import raise_storage_errors, replace_text
 from megarl.files.hub import is_hub_name
 from megarl.files.model_folder import CARD, find_folder, read_object
 from megarl.files.plain_yaml import is_too_large
@@ -68,7 +68,7 @@ def write_card(run: Path, model: Path, step: int, name: str | None = None) -> No
     `name` is the model's name on the Hub; default: the run's name. Raises StorageError.
     """
     text = str(model_card(RunRecord.open(run), model, step, name))
-    with storage_faults_named(model / CARD):
+    with raise_storage_errors(model / CARD):
         replace_text(model / CARD, text)
 
 

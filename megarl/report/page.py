@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megarl.files.atomic import replace_bytes, storage_faults_named
+from megarl.files.atomic import raise_storage_errors, replace_bytes
 from megarl.report import curves, samples
 from megarl.report.evaluation_page import evaluation_content
 from megarl.report.evaluations import RecordedEvaluation, is_evaluation, read_evaluation, refuse_mixed_folders
@@ -68,7 +68,7 @@ def write_report(
     else:
         entries = [RunRecord.open(path) for path in distinct_paths]
         content = render(entries)
-    with storage_faults_named(target):
+    with raise_storage_errors(target):
         replace_bytes(target, content)
     return target, len(content), entries
 
@@ -80,7 +80,7 @@ def _refuse_other_files(target: Path) -> None:
     if target.is_dir():
         raise ConfigError(f"--out {target}: this is a folder; give a file, such as {target / 'report.html'}")
     if target.exists():
-        with storage_faults_named(target), target.open("rb") as file:
+        with raise_storage_errors(target), target.open("rb") as file:
             # Do not overwrite a file named by mistake.
             is_page = file.read(len(_PAGE)).lower().startswith(b"<!doctype html")
         if not is_page:

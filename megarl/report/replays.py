@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.files.atomic import raise_storage_errors, replace_text
 from megarl.files.strict_json import MEDIUM, loads
 from megarl.report.labels import now_text
 from megarl.report.sample_text import shortened_text
@@ -44,7 +44,7 @@ def write_replay(
         "metrics": {name: _finite_or_none(pair) for name, pair in (metrics or {}).items()},
         "samples": [{name: _finite_or_none(value) for name, value in sample.items()} for sample in samples],
     }  # fmt: skip
-    with storage_faults_named(folder):
+    with raise_storage_errors(folder):
         folder.mkdir(exist_ok=True)
         replace_text(file, json.dumps(content, indent=1) + "\n")
     return file

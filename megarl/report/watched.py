@@ -193,7 +193,7 @@ class WatchedRun:
             return
         # These are extra information, so show the run without them.
         with suppress(OSError):
-            self.silence = self._heartbeats.silence()
+            self.silence = self._heartbeats.describe_silence()
 
     def _read_status(self) -> None:
         try:

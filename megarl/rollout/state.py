@@ -17,7 +17,7 @@ from megarl.algorithms.kl import adapted_coefficient
 from megarl.config import AlgorithmConfig
 from megarl.data.mixture import Position, Positions
 from megarl.data.streamed import Places
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.files.strict_json import loads
 from megarl.rollout.recording import StartedGroup, load_trajectory
 from megarl.tracking.draws import DrawEvents
@@ -180,7 +180,7 @@ class RLState:
     def load(self, folder: Path, find_problem: FindProblem) -> None:
         """Restore the state from a checkpoint folder. Raises DataError if a file is missing or damaged."""
         try:
-            with storage_faults_named(folder):
+            with raise_storage_errors(folder):
                 self._load(folder, find_problem)
         except DAMAGE as error:
             raise DataError(

@@ -15,7 +15,7 @@ from megarl.config.idle import fields_set_by_user
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.families.shape import read_model_shape
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.files.folder_lock import FolderLock
 from megarl.loops.models import make_rank_models
 from megarl.loops.stopping import leaving_on_signals
@@ -216,7 +216,7 @@ async def run(service: Service, announce: Callable[[str], object]) -> None:
     """
     recipe, display = service.recipe, Display()
     logs_folder, idle_folder = service.folder / "service" / "logs", service.folder / "service" / "idle"
-    with storage_faults_named(logs_folder):
+    with raise_storage_errors(logs_folder):
         logs_folder.mkdir(parents=True, exist_ok=True)
         # Two services in one folder would delete each other's models.
         lock = FolderLock(service.folder / "service", recipe.name)

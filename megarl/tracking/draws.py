@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.files.atomic import append_whole, replace_bytes, storage_faults_named
+from megarl.files.atomic import append_whole, raise_storage_errors, replace_bytes
 from megarl.files.strict_json import loads
 from megarl.types import DataError
 
@@ -259,7 +259,7 @@ def _find_epoch(epochs: dict[tuple[str, int], Epoch], source: str, number: int, 
 
 def _read_lines(file: Path) -> Iterator[_Line]:
     """Yield the lines of a ledger, without an incomplete last line."""
-    with storage_faults_named(file):
+    with raise_storage_errors(file):
         if not file.is_file():
             raise DataError(
                 f"{file}: the run has no ledger of its prompts. It began before this version of megarl, or no step is "

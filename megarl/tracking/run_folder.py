@@ -22,10 +22,10 @@ from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import (
     append_whole,
+    raise_storage_errors,
     replace_bytes,
     replace_text,
     storage_error,
-    storage_faults_named,
 )
 from megarl.files.folder_lock import HOME, FolderLock
 from megarl.files.strict_json import loads
@@ -103,7 +103,7 @@ class RunFolder:
         self._attempt: dict[str, Any] = {}
         self._status = RunStatus(self.path / "status.json")
         # Lock before reading: the earlier run's state must not change any more.
-        with storage_faults_named(self.path):
+        with raise_storage_errors(self.path):
             self._lock = self._lock_folder(recipe.name, on_wait)
         try:
             self.earlier = RunRecord.read(self.path)
@@ -133,7 +133,7 @@ class RunFolder:
         if a file cannot be written; then nothing of an earlier start is lost.
         """
         self._status.count_restart(self._status_to_count, step or 0, most_restarts)
-        with storage_faults_named(self.path):
+        with raise_storage_errors(self.path):
             if self._is_restart:
                 self._move_aside()
             self.samples_folder.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.files.folder_lock import owner_is_gone
 from megarl.files.plain_yaml import flatten_sections, read_mapping
 from megarl.files.record_files import (
@@ -96,7 +96,7 @@ class RunRecord:
     def read(cls, path: Path) -> Self:
         """Read the state of a run folder. It need not exist. Raises StorageError if it is unreadable."""
         home = path / "checkpoints"
-        with storage_faults_named(path):
+        with raise_storage_errors(path):
             content = read_or_none(path / "status.json")
             folders = _list_folders(home)
         return cls(
@@ -151,7 +151,7 @@ class RunRecord:
 
     @cached_property
     def starts(self) -> tuple[StartRecord, ...]:
-        with storage_faults_named(self.path):
+        with raise_storage_errors(self.path):
             return tuple(StartRecord.read(number, folder) for number, folder in attempt_folders(self.path / "logs"))
 
     @property
@@ -170,13 +170,13 @@ class RunRecord:
 
     @cached_property
     def _rows_and_notes(self) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
-        with storage_faults_named(self.path):
+        with raise_storage_errors(self.path):
             return _read_rows(self.path / "metrics.jsonl")
 
     @property
     def moved_aside(self) -> tuple[str, ...]:
         """Return the names of the folders in `earlier/`, the runs moved aside by --restart."""
-        with storage_faults_named(self.path):
+        with raise_storage_errors(self.path):
             return names_in(self.path / "earlier")
 
     @property
@@ -206,7 +206,7 @@ class RunRecord:
 
     def recipe(self) -> dict[str, Any]:
         """Return the recipe of the newest start (config.yaml) as JSON values. Empty: it cannot be read."""
-        with storage_faults_named(self.path):
+        with raise_storage_errors(self.path):
             content = read_or_none(self.path / "config.yaml")
         return read_mapping(content or b"")
 
@@ -252,7 +252,7 @@ class RunRecord:
 
     def parent(self) -> dict[str, Any]:
         """Return the original run and step of a fork (parent.json). Empty: the run is not a fork."""
-        with storage_faults_named(self.path):
+        with raise_storage_errors(self.path):
             return parsed_object(read_or_none(self.path / PARENT), MEDIUM)
 
     def require_checkpoint(self) -> None:
@@ -275,7 +275,7 @@ class RunRecord:
 
 def refuse_other_schema(checkpoint: Path) -> None:
     """Raise DataError for a checkpoint of another schema version. Other checks report unreadable checkpoints."""
-    with storage_faults_named(checkpoint):
+    with raise_storage_errors(checkpoint):
         content = read_or_none(checkpoint / DRIVER)
     if not (driver := parsed_object(content, MEDIUM)):
         return
@@ -326,7 +326,7 @@ def refuse_other_folders(path: Path) -> None:
         raise ConfigError(f"{path}: there is no such folder; give the folder of a run, such as runs/NAME")
     if not path.is_dir():
         raise ConfigError(f"{path}: this is a file; give the folder of a run, such as runs/NAME")
-    with storage_faults_named(path):
+    with raise_storage_errors(path):
         run_names = [name for name in names_in(path) if any((path / name / mark).is_file() for mark in _MARKING_FILES)]
     hint = f"; it holds the runs {', '.join(run_names[:8])}" if run_names else ""
     raise ConfigError(
@@ -365,7 +365,7 @@ def _read_rows(path: Path) -> tuple[list[tuple[int, dict[str, float]]], list[str
 
 def _read_writer_version(run: Path) -> str | None:
     """Return the version of megarl at a run's newest start. None: unknown."""
-    with storage_faults_named(run):
+    with raise_storage_errors(run):
         newest_starts = [folder for _, folder in attempt_folders(run / "logs")][-1:]
         content = read_or_none(newest_starts[0] / "attempt.json") if newest_starts else None
     versions = parsed_object(content, MEDIUM).get("versions")

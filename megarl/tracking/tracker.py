@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl import faults
-from megarl.files.atomic import append_whole, disk_full_named, sync
+from megarl.files.atomic import append_whole, raise_disk_full_errors, sync
 from megarl.platform.spans import span
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Closing, Display
@@ -155,7 +155,7 @@ class Tracker:
 
     def _start(self, name: str) -> None:
         try:
-            with disk_full_named(self._folder.path):
+            with raise_disk_full_errors(self._folder.path):
                 self._trackers[name] = start(name, self._folder.path, self._folder.resumed_step)
         except OSError as error:
             self._report_dropped(name, error)
@@ -168,7 +168,7 @@ class Tracker:
         # Copy the list, because the loop removes failing trackers.
         for name, tracker in list(self._trackers.items()):
             try:
-                with disk_full_named(self._folder.path):
+                with raise_disk_full_errors(self._folder.path):
                     action(tracker)
             except DiskFullError:
                 raise

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
 from megarl.data.token_batch import TokenBatch
-from megarl.files.atomic import disk_full_named
+from megarl.files.atomic import raise_disk_full_errors
 from megarl.groups import signed
 from megarl.models.experts.dispatch import ExpertCounts, takes_known_counts
 from megarl.models.experts.replay import expert_layers, replay_routes, stop_replay
@@ -79,7 +79,7 @@ class StoredExperts:
                 for handle_number, experts in self._arrays.items()
                 if handle_number % _MAX_RANKS == sampling_rank
             }
-            with disk_full_named(folder, sum(experts.nbytes for experts in experts_by_name.values())):
+            with raise_disk_full_errors(folder, sum(experts.nbytes for experts in experts_by_name.values())):
                 _file(folder, sampling_rank).write_bytes(save(experts_by_name))
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:

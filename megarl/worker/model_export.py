@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.checkpoint import peft, safetensors
 from megarl.checkpoint.drafter_files import drafter_layouts, export_drafter
-from megarl.files.atomic import disk_full_named
+from megarl.files.atomic import raise_disk_full_errors
 from megarl.files.model_folder import find_folder, sibling_folder
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts
@@ -31,7 +31,7 @@ def export_model(
         layouts = builder.layouts(model.shape)
         weights = model.weights
         num_bytes = sum(weight.nbytes for weight in weights.values())
-        with disk_full_named(folder, num_bytes), model.merging():
+        with raise_disk_full_errors(folder, num_bytes), model.merging():
             safetensors.export(
                 folder,
                 source,
@@ -56,7 +56,7 @@ def _export_drafter(builder: ModelBuilder, model: TrainingEngine, folder: Path, 
     recipe, drafter = builder.recipe, model.find_part(DrafterPart)
     if drafter is None or recipe.drafter is None:
         return
-    with disk_full_named(folder, num_bytes):
+    with raise_disk_full_errors(folder, num_bytes):
         export_drafter(
             sibling_folder(folder, "drafter"),
             find_folder(recipe.drafter),
@@ -88,7 +88,7 @@ def _export_adapters(
         dropout=lora.dropout,
         is_rank_stabilised=lora.rank_stabilised,
     )
-    with disk_full_named(adapter_folder, num_bytes):
+    with raise_disk_full_errors(adapter_folder, num_bytes):
         peft.export(
             adapter_folder,
             config,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.checkpoint.manifest import ManifestWriter, check_hashes, check_sizes, file_record
-from megarl.files.atomic import check_space, disk_full_named
+from megarl.files.atomic import check_space, raise_disk_full_errors
 from megarl.types import DiskFullError
 
 
@@ -21,7 +21,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_tensor_is_named(small_disk: Cal
     torch.save(torch.arange(1000), manifest.stream("fits"))
     with (
         pytest.raises(DiskFullError, match=rf"^{disk}: no room on its disk: 12 bytes needed, \d+ free") as caught,
-        disk_full_named(disk, 12),
+        raise_disk_full_errors(disk, 12),
     ):
         torch.save(torch.arange(100_000), manifest.stream("does_not"))
     assert caught.value.exit_code == 74
@@ -30,7 +30,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_tensor_is_named(small_disk: Cal
 
 
 def test_only_a_full_disk_is_called_one(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), disk_full_named(tmp_path, 1):
+    with pytest.raises(PermissionError), raise_disk_full_errors(tmp_path, 1):
         raise PermissionError(errno.EACCES, "no")
     check_space(tmp_path, 1)
     with pytest.raises(DiskFullError, match="no room"):

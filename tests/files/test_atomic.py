@@ -12,12 +12,12 @@ import pytest
 
 from megarl.files.atomic import (
     disk_full,
-    disk_full_named,
     end_replacements,
+    raise_disk_full_errors,
+    raise_storage_errors,
     replace_folder,
     replace_text,
     storage_error,
-    storage_faults_named,
 )
 from megarl.types import DiskFullError, StorageError
 
@@ -28,7 +28,7 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(
     path = tmp_path / "status.json"
     replace_text(path, "before\n")
     refusal = pytest.raises(StorageError, match=rf"^{path}: cannot be read or written")
-    with no_file_may_grow(), refusal, storage_faults_named(path):
+    with no_file_may_grow(), refusal, raise_storage_errors(path):
         replace_text(path, "after\n")
     assert path.read_text() == "before\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
@@ -75,7 +75,7 @@ def test_a_killed_replacement_is_undone_or_completed(tmp_path: Path, has_newer: 
 def test_a_full_disk_ends_with_74_and_the_path() -> None:
     full = Path("/dev/full")
     refusal = pytest.raises(DiskFullError, match=rf"^{full}: no room on its disk")
-    with refusal as caught, storage_faults_named(full), full.open("w") as file:
+    with refusal as caught, raise_storage_errors(full), full.open("w") as file:
         file.write("x")
         file.flush()
     assert caught.value.exit_code == 74
@@ -85,7 +85,7 @@ def test_another_fault_of_the_storage_ends_with_74_and_the_path(tmp_path: Path) 
     folder = tmp_path / "folder"
     folder.mkdir()
     refusal = pytest.raises(StorageError, match=rf"^{folder}: cannot be read or written \(Is a directory\)")
-    with refusal as caught, storage_faults_named(tmp_path):
+    with refusal as caught, raise_storage_errors(tmp_path):
         folder.read_bytes()
     assert caught.value.exit_code == 74
 
@@ -94,7 +94,7 @@ def test_a_full_disk_elsewhere_is_not_taken_for_the_run_folder(tmp_path: Path) -
     error = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/part")
     named = storage_error(tmp_path, error)
     assert isinstance(named, DiskFullError) and str(named).startswith("/elsewhere/part: no room on its disk")
-    with pytest.raises(DiskFullError, match=r"^/elsewhere/part: "), disk_full_named(tmp_path):
+    with pytest.raises(DiskFullError, match=r"^/elsewhere/part: "), raise_disk_full_errors(tmp_path):
         raise error
     inside = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "part"))
     assert str(storage_error(tmp_path, inside)).startswith(f"{tmp_path}: no room on its disk")

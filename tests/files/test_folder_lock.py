@@ -311,16 +311,16 @@ def test_a_suspended_owner_is_named_until_it_is_resumed(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None and process.stdout.readline() == "owned\n"
         heartbeats = Heartbeats(tmp_path)
-        assert heartbeats.silence() == ""
+        assert heartbeats.describe_silence() == ""
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        message = heartbeats.silence()
+        message = heartbeats.describe_silence()
         assert "is suspended" in message and f"kill -CONT {process.pid}" in message
         os.kill(process.pid, signal.SIGCONT)
-        while heartbeats.silence():
+        while heartbeats.describe_silence():
             time.sleep(0.01)
         assert process.communicate("\n\n")[0] == "released\n"
-        assert heartbeats.silence() == ""
+        assert heartbeats.describe_silence() == ""
     finally:
         process.kill()
         process.wait()
@@ -333,21 +333,24 @@ def test_an_owner_without_heartbeats_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(folder_lock, "time", SimpleNamespace(monotonic=lambda: now))
     heartbeats = Heartbeats(tmp_path)
     # The watching process knows nothing of the time before its first look.
-    assert heartbeats.silence() == ""
+    assert heartbeats.describe_silence() == ""
     now = 15.0
-    assert heartbeats.silence() == ""
+    assert heartbeats.describe_silence() == ""
     now = 16.0
-    assert "no heartbeat for 16 s" in heartbeats.silence() and ("machine hangs" in heartbeats.silence()) != is_here
+    assert (
+        "no heartbeat for 16 s" in heartbeats.describe_silence()
+        and ("machine hangs" in heartbeats.describe_silence()) != is_here
+    )
     heartbeats.forget()
-    assert heartbeats.silence() == ""
+    assert heartbeats.describe_silence() == ""
     now = 32.0
-    assert "no heartbeat for 16 s" in heartbeats.silence()
+    assert "no heartbeat for 16 s" in heartbeats.describe_silence()
     os.utime(file)
-    assert heartbeats.silence() == ""
+    assert heartbeats.describe_silence() == ""
     file.write_bytes(b"ended")
     now = 100.0
-    assert heartbeats.silence() == ""
+    assert heartbeats.describe_silence() == ""
 
 
 def test_a_folder_without_an_owner_is_not_silent(tmp_path: Path) -> None:
-    assert Heartbeats(tmp_path).silence() == ""
+    assert Heartbeats(tmp_path).describe_silence() == ""

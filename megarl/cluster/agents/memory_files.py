@@ -35,8 +35,8 @@ class _MemoryFile:
     checksum: int
 
     @property
-    def plain(self) -> dict[str, Any]:
-        """JSON values with which a process of this node opens the file."""
+    def json_values(self) -> dict[str, Any]:
+        """JSON values that a process of this node needs to open the file."""
         return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}", "size": self.size, "checksum": self.checksum}
 
     def is_intact(self) -> bool:
@@ -73,7 +73,7 @@ class MemoryFiles:
             are_intact = await asyncio.gather(*(asyncio.to_thread(file.is_intact) for _, file in files))
             damaged_names = [name for (name, _), is_intact in zip(files, are_intact, strict=True) if not is_intact]
             await self.drop(damaged_names)
-        return {"files": {name: file.plain for name, file in self._files.items()}, "damaged": damaged_names}
+        return {"files": {name: file.json_values for name, file in self._files.items()}, "damaged": damaged_names}
 
     async def drop(self, names: Collection[str]) -> None:
         """Close the files with these names. Ranks that opened a file can still use it. Ignores unknown names."""

@@ -244,6 +244,6 @@ class ConnectedNodes(Nodes):
 
 def too_few_nodes_error(num_nodes: int, num_possible: int) -> ConfigError:
     return ConfigError(
-        f"cluster.nodes: {num_nodes} nodes are wanted, and {num_possible} start agents; ask for fewer ranks, or start "
-        "a larger job"
+        f"cluster.nodes: {num_nodes} nodes are needed, but only {num_possible} start agents; ask for fewer ranks, or "
+        "start a larger job"
     )

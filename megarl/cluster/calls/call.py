@@ -30,7 +30,7 @@ class Call:
             for node_future in self.node_futures
         )
 
-    def on_answers(self, callback: Callable[[Any], object]) -> None:
+    def add_answer_callback(self, callback: Callable[[Any], object]) -> None:
         """Call `callback` with each rank's answer as it arrives, except failed and cancelled ones."""
 
         def pass_result(answer: asyncio.Future[Any]) -> None:

@@ -70,8 +70,7 @@ class Diagnosis:
     async def end_if_stopped(self, fault: str, patience_seconds: float) -> None:
         """End the group if a living rank is stopped (by SIGSTOP, for example). The error says `fault`.
 
-        An agent without an answer within `patience_seconds` counts as stopped, with all its ranks. At least
-        `STACKS_SECONDS` and at most a minute are allowed, whatever `patience_seconds` is.
+        An agent without an answer within `patience_seconds` counts as stopped, with all its ranks.
         """
         if self._end.has_begun:
             return
@@ -239,9 +238,8 @@ class Diagnosis:
     async def _find_stopped(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
         """Return the living ranks that cannot run, each with the obstacle in words.
 
-        The text is empty if the rank's own process is stopped (SIGSTOP, for example). Other obstacles are a stopped
-        fork server, and an agent without an answer within `patience_seconds`; all ranks of the agent then count. At
-        least `STACKS_SECONDS` and at most a minute are allowed.
+        The text is empty if the rank's own process is stopped. Other obstacles are a stopped fork server, and an agent
+        without an answer within `patience_seconds` (limited to `STACKS_SECONDS` up to a minute).
         """
         limited_seconds = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
         answers = await self._ranks.request("stopped", handles, limited_seconds)
@@ -303,7 +301,7 @@ class HangReport:
         self._folder, self._groups, self._most_native = folder, groups, most_native
 
     async def write(
-        self, group: Diagnosis, fault: str, silent: Sequence[RankHandle], stack_texts: Mapping[int, str]
+        self, group: Diagnosis, fault: str, silent_handles: Sequence[RankHandle], stack_texts: Mapping[int, str]
     ) -> Path | None:
         """Write a report about a group's silent ranks, and return its path; None if it cannot be written.
 
@@ -317,7 +315,7 @@ class HangReport:
         texts = await asyncio.gather(*map(describe_group, (group, *other_groups)), return_exceptions=True)
         # A group that fails is left out.
         lines_by_rank = {rank: lines for text in texts if isinstance(text, dict) for rank, lines in text.items()}
-        silent_ranks = sorted(handle.rank for handle in silent)
+        silent_ranks = sorted(handle.rank for handle in silent_handles)
         lines = [
             f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {name_ranks(silent_ranks)} {fault}",
             f"first silent rank: {silent_ranks[0]}",
@@ -328,7 +326,7 @@ class HangReport:
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
             # Only of the ending group, because a debugger pauses a rank.
-            for rank, text in (await group.read_native_stacks(silent, self._most_native)).items():
+            for rank, text in (await group.read_native_stacks(silent_handles, self._most_native)).items():
                 append_whole(path, f"\n== rank {rank}: native ==\n{text}\n".encode(errors="replace"))
             return path
         return None

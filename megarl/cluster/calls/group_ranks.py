@@ -114,22 +114,27 @@ class GroupRanks:
         Each agent answers for its own ranks. A rank's answer is None if its agent is lost, or silent for
         `patience_seconds`. Ranks that an agent leaves out of its answer are missing in the result.
         """
-        ranks_by_agent = self._group_by_agent(handles)
+        handles_by_agent = self._group_by_agent(handles)
         answers = await asyncio.gather(
             *(
                 agent.request(
-                    do, patience_seconds=patience_seconds, processes=[handle.process for handle in ranks], **fields
+                    do,
+                    patience_seconds=patience_seconds,
+                    processes=[handle.process for handle in agent_handles],
+                    **fields,
                 )
-                for agent, ranks in ranks_by_agent.items()
+                for agent, agent_handles in handles_by_agent.items()
             ),
             return_exceptions=True,
         )
         results: dict[RankHandle, Any] = {}
-        for ranks, answer in zip(ranks_by_agent.values(), answers, strict=True):
+        for agent_handles, answer in zip(handles_by_agent.values(), answers, strict=True):
             if isinstance(answer, dict):
-                results |= {handle: answer[str(handle.process)] for handle in ranks if str(handle.process) in answer}
+                results |= {
+                    handle: answer[str(handle.process)] for handle in agent_handles if str(handle.process) in answer
+                }
             else:
-                results |= dict.fromkeys(ranks)
+                results |= dict.fromkeys(agent_handles)
         return results
 
     def _group_by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:

@@ -206,7 +206,7 @@ class WorkerGroup:
             limit = limit._replace(seconds=limit.seconds + extra_seconds)
             call = Call(method, limit, answers, answer_futures, time.monotonic())
             if on_answer is not None:
-                call.on_answers(on_answer)
+                call.add_answer_callback(on_answer)
             if not self._calls:
                 self._in_calls_since = time.monotonic()
             self._calls.add(call)

@@ -306,11 +306,11 @@ def _flight_recorder_variables(cluster: ClusterConfig, log_folder: Path, first_r
 
 
 def _splits_layers(trainer: ParallelConfig) -> bool:
-    """Return whether Megatron splits layers over ranks, and overlaps transfers inside a layer with its products.
+    """Return whether Megatron splits layers over ranks, and overlaps transfers inside a layer with matrix products.
 
     Megatron-Core 0.16 launches such a transfer first, and relies on kernels starting in this order.
     """
-    # For other trainers, and for engines alone, one queue of kernels would only make independent streams wait.
+    # Without split layers, a fixed order of kernels would only make independent streams wait.
     return max(trainer.tp, trainer.cp, trainer.etp) > 1
 
 

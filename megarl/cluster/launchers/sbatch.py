@@ -129,7 +129,6 @@ def _list_excluded_nodes(recipe: Recipe) -> list[str]:
 
 
 def _make_size_options(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
-    """Return the options of sbatch for the numbers of nodes, tasks and GPUs."""
     per_node = nodes.ranks_per_node
     sizes: dict[str, object] = {"nodes": nodes.nodes, "ntasks-per-node": per_node}
     return sizes | ({"gpus-per-node": per_node} if has_gpus else {})

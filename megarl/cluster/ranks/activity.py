@@ -39,7 +39,7 @@ class Activity:
     """
 
     @contextmanager
-    def during(self, method: str) -> Iterator[None]:
+    def record_call(self, method: str) -> Iterator[None]:
         """Context of a call. Records its duration and peak memory if it succeeds."""
         # No try/finally: after a fault the device must not be queried, so a failed call is not recorded.
         began = time.monotonic()

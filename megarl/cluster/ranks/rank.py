@@ -124,7 +124,7 @@ class _Host:
             return
         phase = phase_of_method(method)
         ranges = contextlib.nullcontext() if phase is None else annotation(f"phase {phase}")
-        with self.activity.during(method), ranges, span(method):
+        with self.activity.record_call(method), ranges, span(method):
             yield
 
     def begin_profile(self, kinds: Collection[Kind]) -> None:

@@ -168,15 +168,13 @@ def encode_with_assistant_mask(
     messages with `weight` 0. `tools` are JSON schemas of the tools that the assistant may call.
 
     Prompt and turn are encoded separately, as in sampling, so no token spans their border. The prompt is the text of
-    the earlier messages with a generation prompt. White space after the end of a turn (a newline in ChatML) belongs to
-    the next prompt.
+    the earlier messages with a generation prompt.
 
-    Some templates render a message differently once more messages follow, for example without its reasoning. Then no
-    single sequence has the right prompt for every turn, and a new sequence begins. Sequences without a turn to train
-    are left out.
+    Some templates render a message differently once more messages follow, for example without its reasoning. Then a new
+    sequence begins. Sequences without a turn to train are left out.
 
-    Raises ValueError if no turn is to be trained, if the template leaves out a text of a trained turn or its end, or if
-    a rendered turn does not begin with its prompt.
+    Raises ValueError if no turn is to be trained. Raises it too if the template leaves out a text or the end of a turn,
+    or if a rendered turn does not begin with its prompt.
     """
     refuse_untrained(messages, first_trained=first_trained)
     check_opens_turns(tokenizer)

@@ -50,7 +50,7 @@ class Pairs(TokenisedKind):
         if not self.is_scored:
             return pair
         if not all(sequence.loss_mask[-1] for sequence in pair):
-            raise record.error("an answer ends with weight 0, but its score is that of its end; remove the weight")
+            raise record.error("an answer ends with weight 0, but the score is computed at its end; remove the weight")
         return tuple(map(with_score_mask, pair))
 
     def parts(self, record: Record) -> list[Any]:

@@ -83,7 +83,6 @@ def _open_decompressed(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _raise_damage_as_data_error(path: Path, num_lines: int = 0) -> Iterator[None]:
-    """Raise DataError in place of the errors of the libraries that decompress a file."""
     try:
         yield
     except (OSError, EOFError, ValueError, zlib.error) as error:

@@ -241,9 +241,9 @@ def _refuse_several_configurations(
 ) -> None:
     """Raise DataError if the files of one split are in several folders.
 
-    A data set on the Hub can have several configurations (its languages, for example), each with its own folder and the
-    same splits. `files` has each file's path inside the folder `path_or_name`. In a local folder, only files named
-    after a split, or in a folder named after one, are checked: other files may be in several subfolders.
+    A data set on the Hub can have several configurations, such as languages, each with a folder and the same splits.
+    `files` has each file's path inside the folder `path_or_name`. Of a local folder, only files with a split's name in
+    their path are checked.
     """
     # Without the folders of splits, configuration/train and configuration/test are one folder. The first two names of
     # a path are those of the file and its folder.
@@ -450,7 +450,6 @@ def _shorten_floats(value: Any, arrow_type: Any) -> Any:
 
 
 def _item_types(arrow_type: Any, value: Any) -> dict[Any, Any]:
-    """Return the types of an Arrow object's items by name: of a struct, or of a map."""
     if str(arrow_type).startswith("map"):
         return dict.fromkeys(value, arrow_type.item_type)
     return {name: arrow_type.field(name).type for name in value}
@@ -475,7 +474,6 @@ def _import_arrow_module(name: str, path: Path) -> Any:
 
 @contextmanager
 def _raise_arrow_errors_as_data_errors(path: Path) -> Iterator[None]:
-    """Raise DataError in place of pyarrow's errors about a file."""
     try:
         yield
     except DataError:

@@ -51,7 +51,7 @@ _TURNS: Sequence[Mapping[str, Any]] = (
 def check_opens_turns(tokenizer: Tokenizer) -> None:
     """Raise ValueError if the chat template ignores `add_generation_prompt`, and begins answers with a header.
 
-    Such a policy would have to write the header of its own turn. Templates without headers need no generation prompt.
+    The policy would have to write this header itself. Templates without headers need no generation prompt.
     """
     if header := _find_unopened_header(tokenizer, str(tokenizer.chat_template)):
         raise ValueError(
@@ -207,7 +207,6 @@ def _find_end_of_answer(tokenizer: Tokenizer) -> str | None:
 
 
 def _find_end_of_calls(tokenizer: Tokenizer) -> str | None:
-    """Return the special token after a turn of tool calls, or None."""
     messages = (QUESTION, _call_message(_TURN))
     # Calls have closing tokens of their own before the end of the turn.
     if names := _find_special_after_turn(tokenizer, messages):

@@ -48,10 +48,9 @@ def parse(
 ) -> ParsedTurn:
     """Return the parts of a turn in the format `name`, a key of `PARSERS`. `text` is decoded with special tokens.
 
-    A call's arguments are checked against its tool's JSON schema. An invalid call has an error and no arguments: an
-    unknown tool, missing or mistyped arguments, broken text, text cut off. An unreadable name is empty. Ids consist of
-    the turn number `turn` and the call's place in the turn. They have nine letters and digits: Mistral's chat templates
-    accept no others.
+    A call's arguments are checked against its tool's JSON schema. An invalid call has an error and no arguments. An
+    unreadable name is empty. Ids consist of the turn number `turn` and the call's place in the turn. They have nine
+    letters and digits: Mistral's chat templates accept no others.
 
     `in_reasoning`: whether the prompt ended inside a reasoning block. None: yes, if the text closes a block without
     opening it.

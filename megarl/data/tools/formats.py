@@ -123,7 +123,6 @@ def _parse_unquoted_argument(text: str, argument_name: str, tool_name: str, tool
 
 
 def _call_from_pairs(tool: str, pairs: Iterable[tuple[str, str]], tools: Sequence[ToolSchema]) -> WrittenCall:
-    """Return the call of a tool whose arguments are pairs of a name and an unquoted value."""
     try:
         arguments = make_object([(name, _parse_unquoted_argument(value, name, tool, tools)) for name, value in pairs])
     except RepeatedKeyError as error:

@@ -106,7 +106,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _standardize_tool(tool: Any) -> Any:
-    """Return a tool with its fields under `function`; other values unchanged."""
     if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
         return tool
     if foreign_key := next((key for key in _SCHEMA_KEYS_ELSEWHERE if key in tool), None):

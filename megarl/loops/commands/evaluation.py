@@ -27,7 +27,7 @@ from megarl.config.sections.data_sets import DataSetConfig, path_of
 from megarl.data.chat import tokenizer_of
 from megarl.datasets.reading import Dropped
 from megarl.datasets.reward_trials import check_rewards
-from megarl.files.atomic import append_whole, replace_text, storage_faults_named
+from megarl.files.atomic import append_whole, raise_storage_errors, replace_text
 from megarl.files.model_folder import find_folder
 from megarl.loops.sources import SourceData, make_sources, read_heldout, start_rewards
 from megarl.loops.stopping import leaving_on_signals
@@ -189,7 +189,7 @@ def _make_output_folder(out: Path | None, default: Path) -> Path:
     """
     folder_number, folder = 1, out or default
     while True:
-        with storage_faults_named(folder):
+        with raise_storage_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             # Another evaluation may create the same name at the same time. Then mkdir fails, and the next number is
             # tried.
@@ -209,7 +209,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
     folder. Raises StoppedError on a signal, or MegarlError if too many attempts could not be scored.
     """
     folder, recipe = evaluation.folder, evaluation.recipe
-    with storage_faults_named(folder):
+    with raise_storage_errors(folder):
         (folder / "logs").mkdir()
         replace_text(folder / "config.yaml", to_yaml(recipe))
     evaluated_sets: list[EvaluatedSet] = []
@@ -228,7 +228,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
                     tool_use.add_counts(trajectory.metrics)
     if never_called_tools := tool_use.never_called:
         _Screen().notice(uncalled_text(never_called_tools, "in this evaluation", f"megarl samples {folder}"))
-    with storage_faults_named(folder):
+    with raise_storage_errors(folder):
         replace_text(
             folder / "metrics.json", json.dumps(_make_metrics_file(evaluation, evaluated_sets), indent=2) + "\n"
         )

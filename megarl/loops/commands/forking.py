@@ -17,7 +17,7 @@ from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
 from megarl.config.reading.override_text import override_text
 from megarl.config.recipe import load_of_run, to_yaml
-from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.files.atomic import raise_storage_errors, replace_text
 from megarl.tracking.draws import LEDGER
 from megarl.tracking.run_folder import run_path
 from megarl.tracking.run_record import PARENT, RunRecord
@@ -43,7 +43,7 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     # Write the whole fork to a temporary folder, then rename it.
     parent = {"run": str(parent_folder), "name": parent_folder.name, "step": step, "megarl": version("megarl")}
     partial = target.with_name(f".{target.name}.partial")
-    with storage_faults_named(target):
+    with raise_storage_errors(target):
         shutil.rmtree(partial, ignore_errors=True)
         try:
             fork_checkpoint = partial / "checkpoints" / checkpoint.name

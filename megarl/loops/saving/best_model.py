@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.files.atomic import end_replacement, replace_folder, replace_text, storage_faults_named
+from megarl.files.atomic import end_replacement, raise_storage_errors, replace_folder, replace_text
 from megarl.files.model_folder import read_object, sibling_folder
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -78,7 +78,7 @@ class BestModel:
         self._value = math.nan
         if self._metric is None:
             return
-        with storage_faults_named(folder.path):
+        with raise_storage_errors(folder.path):
             # Complete renames interrupted by a kill before anything is read.
             for model_folder in (self._best, *_companions(self._best)):
                 end_replacement(model_folder)

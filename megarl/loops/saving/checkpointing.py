@@ -21,7 +21,7 @@ from megarl.checkpoint.manifest import check_sizes, complete_manifest
 from megarl.cluster.calls.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
-from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
+from megarl.files.atomic import raise_disk_full_errors, raise_storage_errors, replace_text, sync
 from megarl.files.record_files import read_or_none
 from megarl.loops.saving.best_model import BestModel
 from megarl.loops.saving.data_position import DataPosition
@@ -142,7 +142,7 @@ class Checkpoints:
         self._step_in_progress = step
         self._spikes_at_save = self._spike_state()
         if save_driver:
-            with self._remove_save_when_full(), disk_full_named(partial, 0):
+            with self._remove_save_when_full(), raise_disk_full_errors(partial, 0):
                 save_driver(partial)
         with self._tracker.phase("checkpoint"):
             await self._call_ranks("save_checkpoint", partial, asynchronous, is_resharded)
@@ -226,7 +226,7 @@ class Survey:
 
         Raises StorageError.
         """
-        with storage_faults_named(checkpoints_folder):
+        with raise_storage_errors(checkpoints_folder):
             for name in self.damaged:
                 _rename_damaged(checkpoints_folder / name)
             remove_incomplete_saves(checkpoints_folder)
@@ -256,7 +256,7 @@ def survey(run_record: RunRecord) -> Survey:
     damaged_checkpoints: dict[str, str] = {}
     for folder in run_record.checkpoints:
         try:
-            with storage_faults_named(folder):
+            with raise_storage_errors(folder):
                 check_intact(folder)
         except DataError as error:
             damaged_checkpoints[folder.name] = str(error)

@@ -19,7 +19,7 @@ from megarl.data.sources.rows import data_files
 from megarl.datasets.counts import RecordDigests
 from megarl.datasets.fields import data_paths
 from megarl.families.eagle3 import read_vocabulary_maps
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.files.model_folder import TOKENIZER, find_folder, read_object, vocabulary_of
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -63,7 +63,7 @@ class Inputs:
                 data[field] = canonical_sha256({"source": path})
                 continue
             files = data_files(path)
-            with storage_faults_named(files[0]):
+            with raise_storage_errors(files[0]):
                 hashes = [file_record(file)["sha256"] for file in files]
             data[field] = hashes[0] if len(files) == 1 else canonical_sha256({"files": hashes})
         template = template_text(recipe.model)

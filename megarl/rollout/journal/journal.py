@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from megarl.files.atomic import replace_bytes, storage_faults_named
+from megarl.files.atomic import raise_storage_errors, replace_bytes
 from megarl.rollout.journal.lines import damaged, encode_line, prompt_digest
 from megarl.rollout.journal.state import JournalState
 from megarl.rollout.journal.token_account import TokenAccount
@@ -89,7 +89,7 @@ class AttemptJournal:
         tries = (record for agent_try in self._state.tries.values() for record in agent_try.records())
         records = [self._state.totals(), *tries, {"kind": "start", "version": weight_version}]
         # Write a new file, because a kill may have cut the end of the old one.
-        with storage_faults_named(file):
+        with raise_storage_errors(file):
             # Readable by the user only: the file has the texts of attempts and the keys of their sessions.
             replace_bytes(file, b"".join(map(encode_line, records)), is_private=True)
             self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
@@ -278,7 +278,7 @@ class AttemptJournal:
         if self._failure is not None:
             raise self._failure
         try:
-            with storage_faults_named(self._file):
+            with raise_storage_errors(self._file):
                 # `os.write` may write only a part of its bytes.
                 unwritten = memoryview(content)
                 while unwritten:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.files.atomic import storage_faults_named
+from megarl.files.atomic import raise_storage_errors
 from megarl.files.strict_json import LARGE, loads
 from megarl.types import Completion, DataError, RetainedSets
 
@@ -39,7 +39,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Raises DataError for a damaged line, StorageError if the file cannot be read.
     """
-    with storage_faults_named(file), file.open("rb") as lines:
+    with raise_storage_errors(file), file.open("rb") as lines:
         line_number = 0
         while line := lines.readline(_MAX_LINE):
             line_number += 1

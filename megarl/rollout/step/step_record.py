@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
-from megarl.files.atomic import replace_folder, storage_faults_named, sync
+from megarl.files.atomic import raise_storage_errors, replace_folder, sync
 from megarl.files.strict_json import loads
 from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.rollout.recording import load_trajectory
@@ -116,7 +116,7 @@ class StepRecord:
         }
         folder = record_folder(records, self.step)
         partial = folder.with_name(f".{folder.name}.partial")
-        with storage_faults_named(folder):
+        with raise_storage_errors(folder):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for name, content in contents.items():
@@ -234,7 +234,7 @@ def _raise_damage_as_data_error(folder: Path) -> Iterator[None]:
             f"{folder}: there is no record of this step; records are written by runs with train.record=tokens or all"
         )
     try:
-        with storage_faults_named(folder):
+        with raise_storage_errors(folder):
             yield
     except DAMAGE as error:
         raise DataError(f"{folder}: is no complete record of a step ({error!r}); replay another step") from None

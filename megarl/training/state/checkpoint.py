@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 
 from megarl import faults
 from megarl.checkpoint.manifest import ManifestWriter
-from megarl.files.atomic import check_space, disk_full_named
+from megarl.files.atomic import check_space, raise_disk_full_errors
 from megarl.models.lora import shard_adapters
 from megarl.platform import device
 from megarl.training.host.host_optimizer import allocate_moments, is_hybrid, set_step
@@ -116,7 +116,7 @@ class Save:
             return None
         self._thread.join()
         faults.reach("save_finish")
-        with disk_full_named(self._folder, self.num_bytes):
+        with raise_disk_full_errors(self._folder, self.num_bytes):
             if self._error:
                 raise self._error
             for finalize in self._request.finalize_fns:
@@ -192,7 +192,7 @@ def plan_save(folder: Path, models: Mapping[str, Model], layout: str, **driver: 
     has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     writer_setting: dict[str, Any] = {"async_strategy": "mcore"} if has_choice else {}
     try:
-        with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 already writes the state common to all ranks.
+        with raise_disk_full_errors(folder, _OVERHEAD_BYTES):  # Rank 0 already writes the state common to all ranks.
             request = dist_checkpointing.save(
                 state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT), **writer_setting
             )

@@ -686,7 +686,7 @@ async def test_further_agents_start_on_nodes_that_answer(monkeypatch: pytest.Mon
     monkeypatch.setattr(nodes, "_start_step", lambda names, address, key: started.append(names))
     assert await nodes.launch_further(2, ("host", 1), b"") == 2
     assert started == [["n2"], ["n4"]]
-    with pytest.raises(ConfigError, match=r"cluster\.nodes: 5 nodes are wanted, and 4 start agents"):
+    with pytest.raises(ConfigError, match=r"cluster\.nodes: 5 nodes are needed, but only 4 start agents"):
         await nodes.launch_further(4, ("host", 1), b"")
     assert len(started) == 2
 

@@ -225,15 +225,15 @@ def test_calls_are_noted_with_the_memory_that_they_took() -> None:
     import torch  # noqa: F401  (a process without it has no memory of interest)
 
     activity = Activity()
-    with activity.during("all before"):
+    with activity.record_call("all before"):
         pass
     activity.take()
-    with activity.during("small"):
+    with activity.record_call("small"):
         pass
-    with activity.during("large"), mmap.mmap(-1, 128 << 20) as pages:
+    with activity.record_call("large"), mmap.mmap(-1, 128 << 20) as pages:
         # Not from malloc: it may reuse memory that earlier tests left in the process.
         pages[:: mmap.PAGESIZE] = b"1" * (len(pages) // mmap.PAGESIZE)
-    with activity.during("small"):
+    with activity.record_call("small"):
         pass
     taken = activity.take()
     assert taken.peak_bytes["large"] - taken.peak_bytes["small"] > 100 << 20
