@@ -83,7 +83,7 @@ class RunRanks:
 
     @property
     def local_ranks(self) -> list[int]:
-        return [number for group in self.groups for number in group.local_ranks]
+        return [local_rank for group in self.groups for local_rank in group.local_ranks]
 
     def set_deadlines(self, make: Callable[[], Deadlines]) -> None:
         for group in self.groups:

@@ -334,17 +334,21 @@ def remove_marks(text: str) -> str:
     return text.replace(MARKS[0], "").replace(MARKS[1], "")
 
 
-def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
+def _add_marks(value: Any, special_pattern: re.Pattern[str] | None) -> Any:
     """Put marks around the special tokens in a message. Raises ValueError if the message has marks already."""
     if isinstance(value, Mapping):
-        return {_add_marks(name, special): _add_marks(item, special) for name, item in value.items()}
+        return {_add_marks(name, special_pattern): _add_marks(item, special_pattern) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_add_marks(item, special) for item in value]
+        return [_add_marks(item, special_pattern) for item in value]
     if not isinstance(value, str):
         return value
     if any(mark in value for mark in MARKS):
         raise ValueError("a message contains U+FDD0 or U+FDD1, which are not Unicode characters; remove them")
-    return value if special is None else special.sub(lambda match: MARKS[0] + match.group() + MARKS[1], value)
+    return (
+        value
+        if special_pattern is None
+        else special_pattern.sub(lambda match: MARKS[0] + match.group() + MARKS[1], value)
+    )
 
 
 @lru_cache(maxsize=8)
@@ -361,10 +365,10 @@ def _make_literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
     """Rebuild the tokenizer, so that it recognises special tokens only between `MARKS`."""
     from tokenizers import Tokenizer as Backend
 
-    special = special_token_pattern(tokenizer)
+    special_pattern = special_token_pattern(tokenizer)
     original_backend = getattr(tokenizer, "backend_tokenizer", None)
     # Tokenizers written in Python have no backend to rebuild.
-    if special is None or original_backend is None:
+    if special_pattern is None or original_backend is None:
         raise ValueError("a message contains a special token, which this tokenizer cannot write as text; remove it")
     definition = json.loads(original_backend.to_str())
     ids_by_content: dict[str, int] = {}
@@ -379,7 +383,7 @@ def _make_literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
     new_ids = {content: backend.token_to_id(content) for content in ids_by_content}
     original_ids = {new_id: ids_by_content[content] for content, new_id in new_ids.items() if new_id is not None}
     special_ids = frozenset(token["id"] for token in definition["added_tokens"] if token["special"])
-    return _LiteralEncoder(backend, special, original_ids, special_ids)
+    return _LiteralEncoder(backend, special_pattern, original_ids, special_ids)
 
 
 def _refuse_many_values(folder: Path) -> None:

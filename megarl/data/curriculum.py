@@ -41,7 +41,7 @@ class Curriculum:
         if config.band is None:
             return cls(config, ())
         if config.by is None:
-            return cls(config, [str(number) for number in numbers_of(problems)])
+            return cls(config, [str(problem_number) for problem_number in numbers_of(problems)])
         return cls(config, [str(value) for value in values_of(problems, config.by)])
 
     def draws_problem(self, data_position: int, rates: Rates, seed: Sequence[int]) -> bool:

@@ -77,8 +77,8 @@ class Dialogue:
     def text_as_written(self, token_ids: NDArray[np.int64]) -> str:
         """Return the text of a sampled turn [tokens] with special tokens, except its end token."""
         decoded = self.text_with_special_tokens(token_ids)
-        special = special_token_pattern(self.tokenizer)
-        matches = [] if special is None else [*special.finditer(decoded)]
+        special_pattern = special_token_pattern(self.tokenizer)
+        matches = [] if special_pattern is None else [*special_pattern.finditer(decoded)]
         ends_with_special = bool(matches) and matches[-1].end() == len(decoded)
         return decoded[: matches[-1].start()] if ends_with_special else decoded
 
@@ -110,8 +110,8 @@ class Dialogue:
         last_token = token_ids[-1]
         if last_token == new_tokens[0]:
             return 1
-        special = special_token_pattern(self.tokenizer)
-        if special is None or not special.fullmatch(self.text_with_special_tokens(token_ids[-1:])):
+        special_pattern = special_token_pattern(self.tokenizer)
+        if special_pattern is None or not special_pattern.fullmatch(self.text_with_special_tokens(token_ids[-1:])):
             return 0
         end_token_index = int((new_tokens == last_token).argmax())
         is_space = not self.text_with_special_tokens(new_tokens[:end_token_index]).strip()
@@ -145,9 +145,9 @@ class Dialogue:
         `prompt_token_ids` are [prompt tokens], `token_ids` [new tokens]. `text` is the completion without special
         tokens.
         """
-        special = special_token_pattern(self.tokenizer)
+        special_pattern = special_token_pattern(self.tokenizer)
         # A reasoning mark that is a special token is missing in `text`, so decode again. That takes milliseconds.
-        if special is not None and any(map(special.fullmatch, ALL_MARKS)):
+        if special_pattern is not None and any(map(special_pattern.fullmatch, ALL_MARKS)):
             text = self.text_with_special_tokens(token_ids)
         return ends_in_thoughts(text, begins_in_thoughts=self._prompt_opens_thoughts(prompt_token_ids))
 
@@ -178,10 +178,10 @@ class Dialogue:
         """Return the template's text after a turn without calls, from its end token on."""
         turn = (QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
-        _, separator, following = text.partition(_TURN)
-        if not separator or _TURN in following:
+        _, separator, text_after_turn = text.partition(_TURN)
+        if not separator or _TURN in text_after_turn:
             raise ValueError("the chat template does not write an assistant's turn exactly once and unchanged")
-        return following
+        return text_after_turn
 
     def _render_after_calls(self, tool_results: Messages, messages: Messages, tools: Tools) -> str | None:
         """Return the template's text after a turn with tool calls. `messages` begin with the calls' results.
@@ -217,13 +217,13 @@ class Dialogue:
         ends with this turn. The call ends before the end token of a turn without calls, else before the first special
         token. Without special tokens, it ends where `text_without_messages` ends.
         """
-        special = special_token_pattern(self.tokenizer)
-        if special is None:
+        special_pattern = special_token_pattern(self.tokenizer)
+        if special_pattern is None:
             return len(text_without_messages)
-        end_of_turn = special.search(self._render_after_turn((QUESTION,), ()))
+        end_of_turn = special_pattern.search(self._render_after_turn((QUESTION,), ()))
         if end_of_turn and end_of_turn.group() in text_without_messages:
             return text_after_placeholder.index(end_of_turn.group())
-        first_special = special.search(text_without_messages)
+        first_special = special_pattern.search(text_without_messages)
         return first_special.start() if first_special else len(text_without_messages)
 
 

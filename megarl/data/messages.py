@@ -66,7 +66,8 @@ def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, 
     the same keys.
     """
     standard = [
-        _standardize_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)
+        _standardize_message(message, f"{field}[{message_index}]", message_index == 0)
+        for message_index, message in enumerate(messages)
     ]
     _refuse_unknown_call_ids(standard, field)
     _refuse_split_turns(messages, standard, field)
@@ -81,11 +82,11 @@ def _refuse_split_turns(messages: Sequence[Any], standard: Sequence[Mapping[str,
     role_names = [message.get("role") or message.get("from") for message in messages]
     if _CALLS not in role_names:
         return
-    for number, pair in enumerate(pairwise(role_names), start=1):
-        if _CALLS in pair and standard[number - 1]["role"] == standard[number]["role"] == "assistant":
+    for message_index, pair in enumerate(pairwise(role_names), start=1):
+        if _CALLS in pair and standard[message_index - 1]["role"] == standard[message_index]["role"] == "assistant":
             raise ValueError(
-                f"{field}[{number}]: a message of role {pair[1]} follows a message of role {pair[0]}; merge them into "
-                "one message of role assistant with all calls in tool_calls, or put the calls' result (role "
+                f"{field}[{message_index}]: a message of role {pair[1]} follows a message of role {pair[0]}; merge "
+                "them into one message of role assistant with all calls in tool_calls, or put the calls' result (role "
                 "observation) between them"
             )
 
@@ -97,7 +98,7 @@ def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) 
     """
     # Keyed by `repr`, because an id may be an unhashable value. A dict keeps the order of the calls.
     call_ids: dict[str, Any] = {}
-    for number, message in enumerate(messages):
+    for message_index, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
             if not call.get("id"):
                 return
@@ -105,8 +106,9 @@ def _refuse_unknown_call_ids(messages: Sequence[Mapping[str, Any]], field: str) 
         answered_id = message.get("tool_call_id")
         if answered_id is not None and call_ids and repr(answered_id) not in call_ids:
             raise ValueError(
-                f"{field}[{number}] has tool_call_id {shown(answered_id)}, which is the id of no call before it ("
-                f"{', '.join(map(shown, list(call_ids.values())[-5:]))}); give the id of its call, or leave out all ids"
+                f"{field}[{message_index}] has tool_call_id {shown(answered_id)}, which is the id of no call before it "
+                f"({', '.join(map(shown, list(call_ids.values())[-5:]))}); give the id of its call, or leave out all "
+                "ids"
             )
 
 
@@ -138,9 +140,9 @@ def without_weights(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str,
     )
 
 
-def have_same_texts(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> bool:
+def have_same_texts(messages: Sequence[Mapping[str, Any]], other_messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether messages are equal, apart from white space around their contents."""
-    return list(map(_strip_content, first)) == list(map(_strip_content, second))
+    return list(map(_strip_content, messages)) == list(map(_strip_content, other_messages))
 
 
 def _strip_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -271,17 +273,17 @@ def _refuse_unread_keys(
 def _join_text_parts(parts: Sequence[Any], field_path: str) -> str:
     """Return the text of content parts. Raises ValueError for a part that is not text."""
     texts: list[str] = []
-    for number, part in enumerate(parts):
+    for part_index, part in enumerate(parts):
         if not isinstance(part, Mapping):
             raise ValueError(f"{field_path} has content {shown(parts)}; give a string")
-        kind = part.get("type") or "text"
+        part_type = part.get("type") or "text"
         text = part.get("text")
-        if kind not in _TEXT_PARTS or not isinstance(text, str):
+        if part_type not in _TEXT_PARTS or not isinstance(text, str):
             raise ValueError(
-                f"{field_path} has a content part of type {shown(kind)}: {shown(part)}; megarl trains on text alone, "
-                "so remove the part or the record"
+                f"{field_path} has a content part of type {shown(part_type)}: {shown(part)}; megarl trains on text "
+                "alone, so remove the part or the record"
             )
-        _refuse_unread_keys(part, frozenset({"type", "text"}), f"{field_path}.content[{number}]", "a text part")
+        _refuse_unread_keys(part, frozenset({"type", "text"}), f"{field_path}.content[{part_index}]", "a text part")
         texts.append(text)
     return "".join(texts)
 
@@ -303,11 +305,11 @@ def _check_texts(message: Mapping[str, Any], field_path: str) -> None:
 
 
 def _refuse_unread_call_keys(message: Mapping[str, Any], field_path: str) -> None:
-    for number, call in enumerate(message.get("tool_calls", ())):
-        call_path = f"{field_path}.tool_calls[{number}]"
+    for call_index, call in enumerate(message.get("tool_calls", ())):
+        call_path = f"{field_path}.tool_calls[{call_index}]"
         _refuse_unread_keys(call, _CALL_KEYS, call_path, "a tool call")
-        if (kind := call.get("type") or "function") != "function":
-            raise ValueError(f"{call_path} has type {shown(kind)}; only calls of type function are read")
+        if (call_type := call.get("type") or "function") != "function":
+            raise ValueError(f"{call_path} has type {shown(call_type)}; only calls of type function are read")
         _refuse_unread_keys(call["function"], _FUNCTION_KEYS, f"{call_path}.function", "a call's function")
 
 

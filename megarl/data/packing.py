@@ -83,7 +83,9 @@ def pack(
         )
     description = f"{len(lengths)} sequences{_describe_sets(together)}"
     balanced = balance_sets(tokens, set_costs, max_tokens, num_ranks, rows_multiple, description)
-    return expand_sets(balanced.rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    return expand_sets(
+        balanced.rows, [range(set_start, set_start + size) for set_start, size in zip(starts, sizes, strict=True)]
+    )
 
 
 def expand_sets(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[int]]]:
@@ -223,7 +225,7 @@ def _balance_rows(
     bins = [[] for _ in bins]
     for item, bin in enumerate(bin_by_item[: len(tokens) - len(bins)].tolist()):
         bins[bin].append(item)
-    rows = [bins[start : start + num_ranks] for start in range(0, len(bins), num_ranks)]
+    rows = [bins[first_bin : first_bin + num_ranks] for first_bin in range(0, len(bins), num_ranks)]
     return BalancedRows(rows, float(loads.max(axis=1).sum()))
 
 

@@ -67,21 +67,21 @@ class Streamed(Sequence[Made], Generic[Made]):
         return len(self._starts)
 
     @overload
-    def __getitem__(self, place: int) -> Made: ...
+    def __getitem__(self, index: int) -> Made: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Made]: ...
-    def __getitem__(self, place: int | slice) -> Made | list[Made]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        self._file.seek(self._starts[place])
+    def __getitem__(self, index: slice) -> list[Made]: ...
+    def __getitem__(self, index: int | slice) -> Made | list[Made]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        self._file.seek(self._starts[index])
         (path, line, unit), fields = json.loads(self._file.readline())
         assert self._format is not None
-        return self._make(self._numbers[place], Record(self._paths[path], line, fields, self._format, unit))
+        return self._make(self._numbers[index], Record(self._paths[path], line, fields, self._format, unit))
 
     def values(self, field: str) -> Iterator[Any]:
         """Yield a field's value of each record, without computing results. Raises KeyError for a missing field."""
-        for start in self._starts:
-            self._file.seek(start)
+        for file_offset in self._starts:
+            self._file.seek(file_offset)
             _, fields = json.loads(self._file.readline())
             yield fields[field]
 

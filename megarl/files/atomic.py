@@ -215,9 +215,9 @@ def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None)
 
 def _find_full_place(folder: Path | None) -> str | None:
     """Return the first full place that a run writes to (its folder, temporary files, its output), or None."""
-    for place in (folder, Path(tempfile.gettempdir())):
-        if place is not None and _free_bytes(place) < _FULL_BYTES:
-            return str(place)
+    for candidate in (folder, Path(tempfile.gettempdir())):
+        if candidate is not None and _free_bytes(candidate) < _FULL_BYTES:
+            return str(candidate)
     for descriptor in (1, 2):
         with suppress(OSError):
             output = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -247,7 +247,9 @@ def _find_os_error(error: BaseException, error_numbers: tuple[int, ...]) -> OSEr
 
     For a full disk, an error of another class counts too if it quotes the system's message.
     """
-    number_of_message = {os.strerror(number): number for number in error_numbers if number in _FULL_NUMBERS}
+    number_of_message = {
+        os.strerror(error_number): error_number for error_number in error_numbers if error_number in _FULL_NUMBERS
+    }
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):

@@ -182,15 +182,15 @@ class FolderLock:
             except FileNotFoundError:
                 # A later owner removed the file.
                 continue
-            number = 1 if newest_file is None else int(newest_file.name) + 1
-            claimed_file = self._home / f"{number:08d}"
+            owner_number = 1 if newest_file is None else int(newest_file.name) + 1
+            claimed_file = self._home / f"{owner_number:08d}"
             try:
                 _create_owner_file(claimed_file, content)
             except FileExistsError:
                 # Another taker was faster. It owns the folder now, or has already ended.
                 continue
             if _newest_owner_file(self._home) == claimed_file:
-                self._remove_older_files(number)
+                self._remove_older_files(owner_number)
                 return claimed_file
             # A still later owner has removed the number seen before, so that it was free again.
             claimed_file.unlink(missing_ok=True)
@@ -238,10 +238,10 @@ class FolderLock:
             "another name=NAME."
         )
 
-    def _remove_older_files(self, number: int) -> None:
+    def _remove_older_files(self, newest_number: int) -> None:
         """Remove the files of earlier owners, and clock files of killed takers."""
         for path in list(self._home.iterdir()):
-            is_older = _OWNER_FILE_NAME.fullmatch(path.name) is not None and int(path.name) < number
+            is_older = _OWNER_FILE_NAME.fullmatch(path.name) is not None and int(path.name) < newest_number
             if is_older or (path.name.startswith(".clock-") and _seconds_since_touch(path) > DEAD_SECONDS):
                 path.unlink(missing_ok=True)
 

@@ -40,5 +40,7 @@ class MachineLock:
     def __enter__(self) -> MachineLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close()

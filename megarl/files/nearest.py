@@ -27,19 +27,19 @@ def _normalise(word: str) -> str:
     return word.lower().replace("-", "_")
 
 
-def _edit_distance(first: str, second: str) -> int:
+def _edit_distance(word: str, other_word: str) -> int:
     """Return the edit distance of two words: Levenshtein with swaps (Damerau), each letter edited at most once."""
     previous_row: list[int] = []
-    row_edits = list(range(len(second) + 1))
-    for num_letters, letter in enumerate(first, 1):
+    row_edits = list(range(len(other_word) + 1))
+    for num_letters, letter in enumerate(word, 1):
         row_before_previous, previous_row, row_edits = previous_row, row_edits, [num_letters]
-        for position, other_letter in enumerate(second, 1):
+        for position, other_letter in enumerate(other_word, 1):
             edits_by_replacing = previous_row[position - 1] + (letter != other_letter)
             num_edits = min(edits_by_replacing, previous_row[position] + 1, row_edits[-1] + 1)
             if (
                 num_letters > 1
                 and position > 1
-                and first[num_letters - 2 : num_letters] == other_letter + second[position - 2]
+                and word[num_letters - 2 : num_letters] == other_letter + other_word[position - 2]
             ):
                 num_edits = min(num_edits, row_before_previous[position - 2] + 1)
             row_edits.append(num_edits)

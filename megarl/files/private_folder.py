@@ -40,7 +40,9 @@ class PrivateFolder:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.remove()
 
     def remove(self) -> None:

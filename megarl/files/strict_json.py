@@ -109,13 +109,13 @@ def refuse_many_values(content: bytes, max_values: int) -> None:
 
 def _has_more_outside_strings(content: bytes, max_values: int) -> bool:
     """Return whether a JSON text has more values than allowed, with separators inside strings not counted."""
-    num_values, end = 1, 0
+    num_values, string_end = 1, 0
     for match in _STRING.finditer(content):
-        num_values += _count_separators(content[end : match.start()])
-        end = match.end()
+        num_values += _count_separators(content[string_end : match.start()])
+        string_end = match.end()
         if num_values > max_values:
             return True
-    return num_values + _count_separators(content[end:]) > max_values
+    return num_values + _count_separators(content[string_end:]) > max_values
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -242,10 +242,10 @@ class ForkedProcess:
         """Process id of the fork server if it is stopped and has not yet forked this process."""
         return self._server.stopped_process if self.pid is None else None
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to the process. Does nothing before its fork or after its end."""
         if self.pid is not None and self.exit_code is None:
-            send_signal(self.pid, number)
+            send_signal(self.pid, signal_number)
 
     def kill(self) -> None:
         """Kill the process, its descendants and the remaining members of its process group."""

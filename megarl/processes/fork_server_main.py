@@ -66,8 +66,8 @@ class _Request:
 
     def begin(self) -> Callable[[socket.socket], object]:
         """Reset this process to the state of a new interpreter. Return the function to call next."""
-        for number in (*ENDING_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in (*ENDING_SIGNALS, signal.SIGCHLD):
+            signal.signal(signal_number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _redirect_output(self.log)
         request = json.loads(self.content)
@@ -98,8 +98,8 @@ class _Server:
         wake_receiver, wake_sender = socket.socketpair()
         for wake_end in (wake_receiver, wake_sender):
             wake_end.setblocking(False)
-        for number in (*ENDING_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+        for signal_number in (*ENDING_SIGNALS, signal.SIGCHLD):
+            signal.signal(signal_number, lambda *_: None)
         signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
         selector = selectors.PollSelector()
         selector.register(self.requests, selectors.EVENT_READ)

@@ -108,15 +108,15 @@ def decode_message(payload: bytes | bytearray) -> dict[str, Any]:
 
 
 def receive_answer(
-    connection: socket.socket, number: int, max_bytes: int | None, patience: Patience | None = None
+    connection: socket.socket, request_number: int, max_bytes: int | None, patience: Patience | None = None
 ) -> dict[str, Any]:
-    """Receive the answer to request `number`, the newest one. Late answers to earlier requests are dropped.
+    """Receive the answer to request `request_number`, the newest one. Late answers to earlier requests are dropped.
 
     Raises the errors of `receive`, and FrameError for an answer to a request never made.
     """
     while True:
         answer = receive(connection, max_bytes, patience)
-        if answered_request(answer, number) == number:
+        if answered_request(answer, request_number) == request_number:
             return answer
 
 
@@ -125,10 +125,10 @@ def answered_request(answer: dict[str, Any], newest: int) -> int:
 
     Raises FrameError for an answer to a request never made.
     """
-    number = answer.get("id")
-    if not isinstance(number, int) or number > newest:
-        raise FrameError(f"a reply to request {number!r:.60}, which was never made")
-    return number
+    request_number = answer.get("id")
+    if not isinstance(request_number, int) or request_number > newest:
+        raise FrameError(f"a reply to request {request_number!r:.60}, which was never made")
+    return request_number
 
 
 def time_limit(seconds: float) -> Patience:

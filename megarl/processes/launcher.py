@@ -116,8 +116,8 @@ class LaunchedProgram:
             os.close(pidfd)
         return self._process.wait()
 
-    def signal(self, number: Signals) -> None:
-        self._process.send_signal(number)
+    def signal(self, signal_number: Signals) -> None:
+        self._process.send_signal(signal_number)
 
     def kill(self) -> int:
         """Kill the program, but not its children. Reap it and return its exit code."""

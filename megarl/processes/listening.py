@@ -12,8 +12,8 @@ def listen_fault(host: str, port: int) -> str | None:
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in addresses:
-            with socket.socket(family, kind, protocol) as probe:
+        for family, socket_type, protocol, _, address in addresses:
+            with socket.socket(family, socket_type, protocol) as probe:
                 # As asyncio's servers do: a port with recently closed connections must not count as taken.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)

@@ -42,8 +42,8 @@ class ProcessPool:
         # Two threads per process: one asks it, another can kill it meanwhile.
         self._threads = ThreadPoolExecutor(max(1, 2 * num_processes), thread_name_prefix=log_name)
         logs = [
-            str(log_folder.absolute() / f"{log_name}_{number:04d}.log") if log_folder else None
-            for number in range(first_log, first_log + num_processes)
+            str(log_folder.absolute() / f"{log_name}_{log_number:04d}.log") if log_folder else None
+            for log_number in range(first_log, first_log + num_processes)
         ]
         self.places = [Place(self, lambda log=log: make_server(settings, log)) for log in logs]
         # Last in, first out: places with a running process are reused first.

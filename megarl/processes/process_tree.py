@@ -39,12 +39,12 @@ _LIBC = ctypes.CDLL(None)
 def ignore_ending_signals() -> None:
     """Ignore stop signals sent to the whole job. Child processes of this process get the default handlers back."""
     # A Python handler, not SIG_IGN: exec resets handlers to the default, but keeps ignored signals ignored.
-    for number in ENDING_SIGNALS:
-        signal.signal(number, lambda *_: None)
+    for signal_number in ENDING_SIGNALS:
+        signal.signal(signal_number, lambda *_: None)
 
     def restore_in_child() -> None:
-        for number in ENDING_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in ENDING_SIGNALS:
+            signal.signal(signal_number, signal.SIG_DFL)
         unblock_signals()
 
     def unblock_signals() -> None:
@@ -102,8 +102,8 @@ def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -
         os._exit(code)
 
 
-def send_signal(pid: int, number: signal.Signals) -> None:
-    os.kill(pid, number)
+def send_signal(pid: int, signal_number: signal.Signals) -> None:
+    os.kill(pid, signal_number)
 
 
 def kill_by_descriptor(pidfd: int) -> None:

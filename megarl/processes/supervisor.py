@@ -85,8 +85,8 @@ def _open_sinks(log_file: str | None) -> tuple[dict[int, _Sink], list[int]]:
 def become_program(command: list[str], stdout: int, stderr: int, refusal_writer: int) -> None:
     """Replace this process by a program with the same standard input. A failure is written to `refusal_writer`."""
     # Python ignores these signals, and a program would inherit this: a writer would outlive the reader of its pipe.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
+    for signal_number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signal_number, signal.SIG_DFL)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     try:
@@ -106,8 +106,8 @@ def _watch_child(
     # SIGCHLD writes to this pipe, so that one poll() waits for output, for the driver and for the child's end.
     wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
-    for number in (*ENDING_SIGNALS, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)
+    for signal_number in (*ENDING_SIGNALS, signal.SIGCHLD):
+        signal.signal(signal_number, lambda *_: None)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     poll = select.poll()
     control_descriptors = set() if control is None else {control.fileno()}

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megarl.cluster.agents.agent import connect
-from megarl.cluster.agents.nodes import ConnectedNodes, refuse_too_few
+from megarl.cluster.agents.nodes import ConnectedNodes, too_few_nodes_error
 from megarl.cluster.agents.topology import Introduction, NodeKind
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -138,7 +138,7 @@ class IdleNodes(ConnectedNodes):
         return self.kind.nodes
 
     async def launch_further(self, num_nodes: int, address: tuple[str, int], key: bytes) -> int:
-        raise refuse_too_few(self.num_living + num_nodes, self.num_living)
+        raise too_few_nodes_error(self.num_living + num_nodes, self.num_living)
 
     async def await_end(self) -> str:
         assert self._forker is not None

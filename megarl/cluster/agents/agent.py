@@ -182,7 +182,9 @@ class Agent:
         return task
 
     def _living_ranks(self, processes: Collection[int]) -> dict[int, _Rank]:
-        return {number: self._ranks[number] for number in processes if number in self._ranks}
+        return {
+            process_number: self._ranks[process_number] for process_number in processes if process_number in self._ranks
+        }
 
     async def _fork(self, ranks: Sequence[Mapping[str, Any]], environment: Environment, imports: Sequence[str]) -> None:
         """Fork rank processes, each with `process`, `name`, `log` and `environment` (its own variables).
@@ -289,16 +291,18 @@ class Agent:
 
     async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
         """Return the processes that the kernel has stopped (SIGSTOP, for example), each with its obstacle."""
-        obstacles = {number: rank.obstacle for number, rank in self._living_ranks(processes).items()}
-        return {number: obstacle for number, obstacle in obstacles.items() if obstacle is not None}
+        obstacles = {process_number: rank.obstacle for process_number, rank in self._living_ranks(processes).items()}
+        return {process_number: obstacle for process_number, obstacle in obstacles.items() if obstacle is not None}
 
     async def _read_thread_states(self, processes: Collection[int]) -> dict[int, str]:
-        pids = {number: rank.forked.pid for number, rank in self._living_ranks(processes).items()}
-        return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
+        pids = {process_number: rank.forked.pid for process_number, rank in self._living_ranks(processes).items()}
+        return {
+            process_number: native_stacks.thread_states(pid) for process_number, pid in pids.items() if pid is not None
+        }
 
     async def _read_native_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
         """Return native stacks by process. A debugger has `seconds` for each."""
-        pids = {number: rank.forked.pid for number, rank in self._living_ranks(processes).items()}
+        pids = {process_number: rank.forked.pid for process_number, rank in self._living_ranks(processes).items()}
         readings = [asyncio.to_thread(_native_stacks, pid, seconds) for pid in pids.values()]
         return dict(zip(pids, await asyncio.gather(*readings), strict=True))
 
@@ -317,9 +321,9 @@ def _log_size(log: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-def _read_log_from(log: Path, start: int) -> str:
+def _read_log_from(log: Path, offset: int) -> str:
     with suppress(OSError), log.open("rb") as file:
-        file.seek(start)
+        file.seek(offset)
         return file.read().decode(errors="replace")
     return ""
 

@@ -261,8 +261,8 @@ class AgentLink(asyncio.Protocol):
         elif event["event"] == "signal":
             self.on_signal(event["name"])
         elif (handle := self._handles.get(event["process"])) is not None:
-            end = _describe_end(event["code"], ended_with_server=event["ended_with_server"])
-            self._record_end(handle, end, event["at"] or time.time())
+            end_text = _describe_end(event["code"], ended_with_server=event["ended_with_server"])
+            self._record_end(handle, end_text, event["at"] or time.time())
 
     def _take_result(self, event: dict[str, Any]) -> None:
         """Complete a request with the agent's result, or fail it with an error of the class that the agent names."""
@@ -277,11 +277,11 @@ class AgentLink(asyncio.Protocol):
             error = OSError(event["errno"], event["error"], event["file"])
             answer.set_exception(error if event["errno"] is not None else OSError(event["error"]))
 
-    def _record_end(self, handle: RankHandle, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
-        """Record the end of a rank, and fail its running call. `is_cut_off`: its node is lost, and `end` names it."""
+    def _record_end(self, handle: RankHandle, end_text: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
+        """Record the end of a rank, and fail its running call. `is_cut_off`: its node is lost; `end_text` names it."""
         del self._handles[handle.process]
         node_text = "" if self.addresses is None else f"on node {self.node} "
-        handle.record_end(end if is_cut_off else node_text + end, epoch_seconds, is_cut_off=is_cut_off)
+        handle.record_end(end_text if is_cut_off else node_text + end_text, epoch_seconds, is_cut_off=is_cut_off)
         if (call := self._calls.pop(handle, None)) is not None:
             call.fail(handle, handle.loss_error())
 

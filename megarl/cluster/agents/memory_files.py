@@ -44,8 +44,8 @@ class _MemoryFile:
         checksum = 0
         if self.size:
             with mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-                for start in range(0, self.size, _PART_BYTES):
-                    checksum = zlib.crc32(view[start : start + _PART_BYTES], checksum)
+                for offset in range(0, self.size, _PART_BYTES):
+                    checksum = zlib.crc32(view[offset : offset + _PART_BYTES], checksum)
         return checksum == self.checksum
 
 

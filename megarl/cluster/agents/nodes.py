@@ -72,21 +72,28 @@ class Nodes(ABC):
 
     def fill_gaps(self) -> None:
         """Give the numbers of lost nodes to spare nodes: the living nodes numbered from `kind.nodes` on."""
-        for number in range(min(self.kind.nodes, len(self.agents))):
+        for node_number in range(min(self.kind.nodes, len(self.agents))):
             spare_numbers = [
                 spare_number
                 for spare_number in range(self.kind.nodes, len(self.agents))
                 if not self.agents[spare_number].is_lost
             ]
-            if self.agents[number].is_lost and spare_numbers:
-                self.agents[number], self.agents[spare_numbers[0]] = self.agents[spare_numbers[0]], self.agents[number]
+            if self.agents[node_number].is_lost and spare_numbers:
+                self.agents[node_number], self.agents[spare_numbers[0]] = (
+                    self.agents[spare_numbers[0]],
+                    self.agents[node_number],
+                )
 
     def free_places(self, used_places: Collection[tuple[int, int]]) -> Iterator[RankPlace]:
         """Yield the places of living nodes, node by node, except `used_places` (node number, local rank)."""
-        for number, agent in enumerate(self.agents):
+        for node_number, agent in enumerate(self.agents):
             if not agent.is_lost:
                 local_ranks = count() if self.is_unlimited else range(self.kind.ranks_per_node)
-                yield from (RankPlace(agent, number, n) for n in local_ranks if (number, n) not in used_places)
+                yield from (
+                    RankPlace(agent, node_number, local_rank)
+                    for local_rank in local_ranks
+                    if (node_number, local_rank) not in used_places
+                )
 
     is_unlimited = False
     """Whether a node has any number of places. True on this machine, because ranks may share a CPU."""
@@ -193,7 +200,7 @@ class ConnectedNodes(Nodes):
         }
         link = await self._open_link(connected, introduction)
         link.send(pack_json(welcome))
-        lost_number = next((number for number, agent in enumerate(self.agents) if agent.is_lost), None)
+        lost_number = next((node_number for node_number, agent in enumerate(self.agents) if agent.is_lost), None)
         if lost_number is None:
             self.agents.append(link)
         else:

@@ -332,7 +332,7 @@ class HangReport:
         return None
 
     def _unused_path(self) -> Path:
-        number = 1
-        while (path := self._folder / f"hang_{number}.txt").exists():
-            number += 1
+        report_number = 1
+        while (path := self._folder / f"hang_{report_number}.txt").exists():
+            report_number += 1
         return path

@@ -58,13 +58,13 @@ class GroupEnd:
 
         await self.run_once(end)
 
-    async def run_once(self, end: Callable[[], Coroutine[None, None, Exception]]) -> Exception:
-        """Run `end` unless the group is already ending. Return the error of all later calls.
+    async def run_once(self, end_group: Callable[[], Coroutine[None, None, Exception]]) -> Exception:
+        """Run `end_group` unless the group is already ending. Return the error of all later calls.
 
-        `end` finds the cause, calls `kill`, and returns the error.
+        `end_group` finds the cause, calls `kill`, and returns the error.
         """
         if self._ending is None:
-            self._ending = asyncio.create_task(end())
+            self._ending = asyncio.create_task(end_group())
         # Several calls may wait for the end. The shield lets it complete even if some of them are cancelled.
         return await asyncio.shield(self._ending)
 

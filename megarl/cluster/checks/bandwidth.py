@@ -34,7 +34,7 @@ class Bandwidth:
 
     def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
         world.initialize(timeout_seconds)
-        self._rank, self._rounds = rank, make_exchange_rounds([place[0] for place in topology])
+        self._rank, self._rounds = rank, make_exchange_rounds([node_and_switches[0] for node_and_switches in topology])
         size = _BYTES[device.current().type]
         self._sent_buffer, self._received_buffer = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
 
@@ -49,12 +49,12 @@ class Bandwidth:
         seconds = min(self._measure_seconds(partial(dist.all_reduce, self._sent_buffer)) for _ in range(_TRIALS))
         # Bus bandwidth, as in nccl-tests: in a ring, each rank sends 2 (n - 1) / n times the buffer.
         bandwidths["all-reduce"] = 2 * (world_size - 1) / world_size * buffer_bytes / seconds
-        for kind, partners in self._rounds:
+        for link_kind, partners in self._rounds:
             exchange = partial(self._exchange, partners.get(self._rank))
             seconds = min(self._measure_seconds(exchange) for _ in range(_TRIALS))
             if self._rank in partners:
                 # Factor 2: a pair sends in both directions at the same time.
-                bandwidths[kind] = max(bandwidths.get(kind, 0.0), 2 * buffer_bytes / seconds)
+                bandwidths[link_kind] = max(bandwidths.get(link_kind, 0.0), 2 * buffer_bytes / seconds)
         self._sent_buffer = self._received_buffer = torch.zeros(1)
         # An engine started later sizes its KV cache by the free memory.
         torch.cuda.empty_cache()
@@ -111,7 +111,7 @@ def make_exchange_rounds(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]
 
 def _make_ring_rounds(size: int) -> list[list[tuple[int, int]]]:
     """Return the neighbours in a ring of `size` members as rounds of disjoint pairs."""
-    line_rounds = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
+    line_rounds = [[(i, i + 1) for i in range(first_member, size - 1, 2)] for first_member in (0, 1)]
     # A ring of two has only one pair, so the pair closing the ring would repeat it.
     return [pairs for pairs in (*line_rounds, [(0, size - 1)] if size > 2 else []) if pairs]
 
@@ -134,10 +134,10 @@ def find_slow_links(
 def describe_bandwidths(bandwidths: Sequence[Mapping[str, float]]) -> str:
     """Return one line with median and lowest bandwidth by kind of link."""
     lines = []
-    for kind in (WITHIN, ACROSS, "all-reduce"):
-        if speeds_of_kind := [speeds[kind] for speeds in bandwidths if kind in speeds]:
+    for link_kind in (WITHIN, ACROSS, "all-reduce"):
+        if speeds_of_kind := [speeds[link_kind] for speeds in bandwidths if link_kind in speeds]:
             lines.append(
-                f"{kind} {statistics.median(speeds_of_kind) / 1e9:.1f} GB/s "
+                f"{link_kind} {statistics.median(speeds_of_kind) / 1e9:.1f} GB/s "
                 f"(slowest rank {min(speeds_of_kind) / 1e9:.1f})"
             )
     return f"links: {', '.join(lines)}"

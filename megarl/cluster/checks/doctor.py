@@ -131,7 +131,7 @@ async def examine_nodes(
             place_findings = await ranks.call("place")
         finally:
             await ranks.close()
-    nodes = [place[0] for place in ranks.topology]
+    nodes = [node_and_switches[0] for node_and_switches in ranks.topology]
     findings_by_node = {node: answer for node, answer in zip(nodes, answers, strict=True) if answer}
     for node, findings in zip(nodes, place_findings, strict=True):
         findings_by_node[node] += findings

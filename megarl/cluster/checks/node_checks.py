@@ -92,18 +92,21 @@ def join_reports(nodes: Sequence[str], reports_of_ranks: Sequence[dict[str, Any]
     return reports
 
 
-def _join_two_reports(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _join_two_reports(report: dict[str, Any], other_report: dict[str, Any]) -> dict[str, Any]:
     """Return one report of two groups on a node: the usable GPUs of both, and the faults of either."""
     return {
-        **second,
-        "usable_gpus": (*first["usable_gpus"], *second["usable_gpus"]),
-        "unread": [*dict.fromkeys((*first["unread"], *second["unread"]))],
-        "is_writable": first["is_writable"] and second["is_writable"],
-        "broken": first["broken"] | second["broken"],
-        "free_bytes": min(first["free_bytes"], second["free_bytes"]),
+        **other_report,
+        "usable_gpus": (*report["usable_gpus"], *other_report["usable_gpus"]),
+        "unread": [*dict.fromkeys((*report["unread"], *other_report["unread"]))],
+        "is_writable": report["is_writable"] and other_report["is_writable"],
+        "broken": report["broken"] | other_report["broken"],
+        "free_bytes": min(report["free_bytes"], other_report["free_bytes"]),
         # The need is that of all groups together. The limit of one small container must not refuse the node.
-        "memory": max(first["memory"], second["memory"]),
-        **{name: first[name] or second[name] for name in ("shared_memory", "full_shared_memory", "device", "compiler")},
+        "memory": max(report["memory"], other_report["memory"]),
+        **{
+            name: report[name] or other_report[name]
+            for name in ("shared_memory", "full_shared_memory", "device", "compiler")
+        },
     }
 
 

@@ -45,7 +45,7 @@ class _Process:
         """Run an agent until it ends. `actor_index` is the actor's index, `path` the driver's module search path."""
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         switch_names = str(context.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
-        gpus = tuple(int(number) for number in ray.get_gpu_ids())
+        gpus = tuple(int(gpu_id) for gpu_id in ray.get_gpu_ids())
         # Several Ray nodes may run on one host. The ID distinguishes them.
         node = _node_name(host, context.get_node_id())
         node_fields = [actor_index, node, host, list(filter(None, switch_names)), gpus]
@@ -202,7 +202,7 @@ class RayNodes(ConnectedNodes):
         self._actors.append(actor)
         serve_future = asyncio.wrap_future(actor.serve.remote(sys.path, address, key, actor_index).future())
         # Retrieve the error: asyncio would log it as never retrieved.
-        serve_future.add_done_callback(lambda end: end.cancelled() or end.exception())
+        serve_future.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._serve_futures.append(serve_future)
 
     async def _release_dead_nodes(self) -> None:

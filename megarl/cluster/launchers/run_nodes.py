@@ -267,22 +267,22 @@ _Started = WorkerGroup | MegarlError
 """A started group, or why it did not start."""
 
 
-async def _return_start_error(start: Coroutine[Any, Any, _Started]) -> _Started:
+async def _return_start_error(group_start: Coroutine[Any, Any, _Started]) -> _Started:
     try:
-        return await start
+        return await group_start
     except MegarlError as error:
         return error
 
 
 async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> list[_Started]:
     """Start groups concurrently. If one fails, close the others and raise its error."""
-    start_tasks = [asyncio.ensure_future(start) for start in starts]
+    start_tasks = [asyncio.ensure_future(start_task) for start_task in starts]
     try:
         return await asyncio.gather(*start_tasks)
     except BaseException:
         # A group that has started, or is about to, must not outlive the failed start.
-        for start in start_tasks:
-            start.cancel()
+        for start_task in start_tasks:
+            start_task.cancel()
         groups_and_errors = await asyncio.gather(*start_tasks, return_exceptions=True)
         await asyncio.gather(*(group.close() for group in groups_and_errors if isinstance(group, WorkerGroup)))
         raise

@@ -81,10 +81,10 @@ class RankHandle:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
 
-    def record_end(self, end: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
+    def record_end(self, end_text: str, epoch_seconds: float, *, is_cut_off: bool = False) -> None:
         """Record the end of the process, once, `epoch_seconds` after 1970."""
         if not self.died.done():
-            self.end, self.is_cut_off = end, is_cut_off
+            self.end, self.is_cut_off = end_text, is_cut_off
             self.died.set_result(epoch_seconds)
 
     def loss_error(self) -> RankError:

@@ -179,21 +179,23 @@ def encode_with_assistant_mask(
     refuse_untrained(messages, first_trained=first_trained)
     check_opens_turns(tokenizer)
     sequences = [_Sequence()]
-    is_trained = [number >= first_trained and _is_trained(message) for number, message in enumerate(messages)]
+    is_trained = [
+        message_index >= first_trained and _is_trained(message) for message_index, message in enumerate(messages)
+    ]
     messages = without_weights(messages)
-    for number, message in enumerate(messages):
+    for message_index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(tokenizer, messages[:number], generation_prompt=True, tools=tools)
-        up_to_turn = messages[: number + 1]
+        prompt = render(tokenizer, messages[:message_index], generation_prompt=True, tools=tools)
+        up_to_turn = messages[: message_index + 1]
         rendered = render(tokenizer, up_to_turn, generation_prompt=False, tools=tools)
         if not rendered.startswith(prompt):
             raise ValueError(
-                f"the chat template writes messages[{number}] without the prompt that opens the turn in sampling, so "
-                "the trained tokens would never be sampled; use a template that only appends"
+                f"the chat template writes messages[{message_index}] without the prompt that opens the turn in "
+                "sampling, so the trained tokens would never be sampled; use a template that only appends"
             )
-        following = messages[number + 1] if number + 1 < len(messages) else None
-        rendered_to_turn_end = cut_after_turn(tokenizer, rendered, up_to_turn, len(prompt), following, tools)
+        next_message = messages[message_index + 1] if message_index + 1 < len(messages) else None
+        rendered_to_turn_end = cut_after_turn(tokenizer, rendered, up_to_turn, len(prompt), next_message, tools)
         if not has_texts(rendered_to_turn_end[len(prompt) :], message):
             # The generation prompt may contain the message's beginning, so this check renders once more.
             check_answer_written(tokenizer, up_to_turn, tools, rendered_to_turn_end)
@@ -201,7 +203,7 @@ def encode_with_assistant_mask(
             sequences.append(_Sequence())
         sequences[-1].extend(tokenizer, prompt, is_trained=False)
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
-        sequences[-1].extend(tokenizer, rendered_to_turn_end, is_trained=is_trained[number])
+        sequences[-1].extend(tokenizer, rendered_to_turn_end, is_trained=is_trained[message_index])
     trained_sequences = tuple(sequence.to_training_sequence() for sequence in sequences if any(sequence.mask))
     if not trained_sequences:
         raise ValueError("the assistant's messages have no tokens, so nothing is trained; remove the record")
@@ -228,13 +230,15 @@ def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first_trained: in
 def refuse_empty_answers(record: Record, messages: Sequence[Mapping[str, Any]], *, first_trained: int = 0) -> None:
     """Raise DataError for an empty answer from message `first_trained` on: it would teach the policy to end at once."""
     answers = [
-        (number, message) for number, message in enumerate(messages) if number >= first_trained and _is_trained(message)
+        (message_index, message)
+        for message_index, message in enumerate(messages)
+        if message_index >= first_trained and _is_trained(message)
     ]
-    for number, message in answers:
+    for message_index, message in answers:
         if all(is_blank(message.get(key)) for key in ("content", "tool_calls", REASONING)):
             weight_remedy = ', or give "weight": 0 at the message' if len(answers) > 1 else ""
             raise record.error(
-                f"messages[{number}] is an assistant's message without text; give the answer, remove the "
+                f"messages[{message_index}] is an assistant's message without text; give the answer, remove the "
                 f"record{weight_remedy}"
             )
 

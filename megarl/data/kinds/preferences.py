@@ -123,7 +123,7 @@ def _count_shared(chosen: Messages, rejected: Messages) -> int:
     """Return how many messages both conversations begin with. These are context, so they are not trained in either."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     return next(
-        (number for number, (chosen_message, rejected_message) in pairs if chosen_message != rejected_message),
+        (index for index, (chosen_message, rejected_message) in pairs if chosen_message != rejected_message),
         min(len(chosen), len(rejected)),
     )
 

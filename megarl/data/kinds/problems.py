@@ -61,7 +61,7 @@ def make_placeholder_problems(
     prompt = tuple(encode_rendered(tokenizer, render(tokenizer, messages, generation_prompt=True)))
     record = {"split": "validation" if is_heldout else "train"}
     first_index = FIRST_HELDOUT if is_heldout else 0
-    return [Problem(first_index + number, messages, prompt, "", record) for number in range(count)]
+    return [Problem(first_index + offset, messages, prompt, "", record) for offset in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

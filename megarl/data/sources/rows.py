@@ -282,7 +282,7 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
             first_number = 1 if int(count) in numbers and 0 not in numbers else 0
             missing_numbers = sorted({*range(first_number, int(count) + first_number)} - numbers)
             if missing_numbers:
-                first_missing = ", ".join(f"{number:0{len(count)}}" for number in missing_numbers[:5])
+                first_missing = ", ".join(f"{shard_number:0{len(count)}}" for shard_number in missing_numbers[:5])
                 remainder = f" and {len(missing_numbers) - 5} more" if len(missing_numbers) > 5 else ""
                 raise DataError(
                     f"{source}: of the {int(count)} shards {name}-*-of-{count}, these are missing: "
@@ -335,8 +335,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         values = parse(path.read_bytes(), None)
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error}); write a list of objects, or one object per line") from None
-    for number, value in enumerate(values, start=1):
-        yield Row(number, "record", value)
+    for record_number, value in enumerate(values, start=1):
+        yield Row(record_number, "record", value)
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
@@ -388,7 +388,7 @@ def _read_arrow(path: Path) -> Iterator[Row]:
         file.seek(0)
         if is_file:
             with ipc.open_file(file) as reader:
-                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+                batches = (reader.get_batch(batch_index) for batch_index in range(reader.num_record_batches))
                 yield from _read_batches(path, batches)
         else:
             with ipc.open_stream(file) as reader:
@@ -407,7 +407,7 @@ class _BoundedReads(io.BufferedReader):
 
 
 def _read_batches(path: Path, batches: Any) -> Iterator[Row]:
-    number = 0
+    row_number = 0
     columns: tuple[str, ...] | None = None
     for batch in batches:
         # pyarrow (25.0) trusts the offsets in a batch: a damaged file would crash this process.
@@ -418,14 +418,14 @@ def _read_batches(path: Path, batches: Any) -> Iterator[Row]:
                 repeated = next(name for index, name in enumerate(columns) if name in columns[:index])
                 raise DataError(f"{path}: the column {repeated!r} occurs twice; rename or remove one of them")
         narrow_types = {field.name: field.type for field in batch.schema if _NARROW_FLOATS.search(str(field.type))}
-        for start in range(0, batch.num_rows, _ARROW_ROWS):
+        for first_row in range(0, batch.num_rows, _ARROW_ROWS):
             # Maps become dicts. By default pyarrow makes lists of pairs, in which no field is found by its name.
-            for fields in batch.slice(start, _ARROW_ROWS).to_pylist(maps_as_pydicts="strict"):
-                number += 1
+            for fields in batch.slice(first_row, _ARROW_ROWS).to_pylist(maps_as_pydicts="strict"):
+                row_number += 1
                 shortened = {
                     name: _shorten_floats(fields[name], arrow_type) for name, arrow_type in narrow_types.items()
                 }
-                yield Row(number, "row", _to_python({**fields, **shortened}), columns)
+                yield Row(row_number, "row", _to_python({**fields, **shortened}), columns)
 
 
 def _shorten_floats(value: Any, arrow_type: Any) -> Any:

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+def _message(role: str, content: str, **other_keys: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **other_keys}
 
 
 def _call_message(*numbers: int, thought: str = "") -> dict[str, Any]:
     calls = [
         # Nine letters and digits: Mistral's chat templates refuse any other id.
-        {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
-        for number in numbers
+        {"id": f"call{call_number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": call_number}}}
+        for call_number in numbers
     ]
     return _message("assistant", "", tool_calls=calls) | ({"reasoning_content": thought} if thought else {})
 
 
-def _reply(number: int) -> dict[str, Any]:
-    return _message("tool", f"reply {number}", tool_call_id=f"call{number:05}", name="f")
+def _reply(call_number: int) -> dict[str, Any]:
+    return _message("tool", f"reply {call_number}", tool_call_id=f"call{call_number:05}", name="f")
 
 
 _QUESTION, _NEXT = _message("user", "first"), _message("user", "second")
@@ -57,8 +57,11 @@ def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
     "rewrites the answer": the rendered answer does not begin with its prompt. "rewrites history": a later prompt does
     not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template raises an error.
     """
-    faults = {kind: _describe_template_fault(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
-    return {kind: fault for kind, fault in faults.items() if fault}
+    faults = {
+        conversation_kind: _describe_template_fault(tokenizer, messages)
+        for conversation_kind, messages in CONVERSATIONS.items()
+    }
+    return {conversation_kind: fault for conversation_kind, fault in faults.items() if fault}
 
 
 def _describe_template_fault(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -90,12 +93,12 @@ def history_notice(faults: Mapping[str, str], history: str) -> str:
     """Return the notice at a run's start: the effect of `rollout.history` with a template that changes earlier
     turns.
     """
-    rewritten_kinds = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
-    refused_kinds = [kind for kind, fault in faults.items() if fault == REFUSES]
+    rewritten_kinds = {conversation_kind: fault for conversation_kind, fault in faults.items() if fault != REFUSES}
+    refused_kinds = [conversation_kind for conversation_kind, fault in faults.items() if fault == REFUSES]
     refusal = f" It refuses: {'; '.join(refused_kinds)}." if refused_kinds else ""
     if not rewritten_kinds:
         return f"rollout.history = {history}: the chat template only appends, as sampled tokens require.{refusal}"
-    changes = "; ".join(f"{kind}: {fault}" for kind, fault in rewritten_kinds.items())
+    changes = "; ".join(f"{conversation_kind}: {fault}" for conversation_kind, fault in rewritten_kinds.items())
     consequence = (
         "each rewritten history is a training sequence of its own"
         if history == "render"

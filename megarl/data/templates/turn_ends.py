@@ -28,13 +28,13 @@ _TURN = "\ufdd2"
 noncharacter."""
 
 
-def _call_message(*arguments: str, **more: Any) -> Mapping[str, Any]:
+def _call_message(*arguments: str, **other_keys: Any) -> Mapping[str, Any]:
     calls = [
         # Nine letters and digits: Mistral's chat templates refuse any other id.
-        {"id": f"call{place:05}", "type": "function", "function": {"name": "f", "arguments": {"x": argument}}}
-        for place, argument in enumerate(arguments)
+        {"id": f"call{call_index:05}", "type": "function", "function": {"name": "f", "arguments": {"x": argument}}}
+        for call_index, argument in enumerate(arguments)
     ]
-    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+    return {"role": "assistant", "content": "", "tool_calls": calls, **other_keys}
 
 
 _ANSWERING = {"role": "assistant", "content": _TURN}
@@ -103,10 +103,10 @@ def cut_after_turn(
     if end_pattern is not None and (end_match := end_pattern.search(text, answer_start)):
         return text[: end_match.end()]
     # Second choice: any special token of the answer at the end of the text.
-    special = special_token_pattern(tokenizer)
+    special_pattern = special_token_pattern(tokenizer)
     stripped_text = text.rstrip()
-    if special is not None and any(
-        match.end() == len(stripped_text) for match in special.finditer(stripped_text, answer_start)
+    if special_pattern is not None and any(
+        match.end() == len(stripped_text) for match in special_pattern.finditer(stripped_text, answer_start)
     ):
         return stripped_text
     # Third choice: the first special token of the next message. Without a next message, a sample message shows it.
@@ -114,8 +114,8 @@ def cut_after_turn(
         call_ids = [call.get("id", "") for call in messages[-1].get("tool_calls", ())]
         next_message = {**_REPLY, "tool_call_id": call_ids[0]} if call_ids else QUESTION
     longer_text = render(tokenizer, (*messages, next_message), generation_prompt=True, tools=tools)
-    if special is not None and longer_text.startswith(stripped_text):
-        next_special = special.search(longer_text, len(stripped_text))
+    if special_pattern is not None and longer_text.startswith(stripped_text):
+        next_special = special_pattern.search(longer_text, len(stripped_text))
         if next_special and end_pattern is not None and end_pattern.fullmatch(next_special.group()):
             return longer_text[: next_special.end()]
     raise ValueError(
@@ -154,12 +154,12 @@ def added_turn_ends(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]
     return tuple(token for token in turn_ends(tokenizer) if token not in engine_ends)
 
 
-def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokenizer) -> str:
+def turn_ends_notice(added_tokens: Sequence[int], folder: str | Path, tokenizer: Tokenizer) -> str:
     """Return the notice at a run's start about `added_turn_ends`: these tokens also end completions."""
     names = _token_names(_read_engine_end_tokens(Path(folder), tokenizer), tokenizer)
     return (
-        f"the chat template ends turns with {_token_names(added, tokenizer)}, the model with {names or 'no token'}: "
-        f"completions end at both, and {_GENERATION_CONFIG} of exports lists both"
+        f"the chat template ends turns with {_token_names(added_tokens, tokenizer)}, the model with "
+        f"{names or 'no token'}: completions end at both, and {_GENERATION_CONFIG} of exports lists both"
     )
 
 
@@ -172,10 +172,10 @@ def export_files(model: ModelConfig) -> dict[str, str]:
     files: dict[str, str] = {}
     if model.chat_template is not None or model.chat_template_kwargs:
         files["chat_template.jinja"] = str(tokenizer.chat_template)
-    if added := added_turn_ends(model.folder, tokenizer):
+    if added_tokens := added_turn_ends(model.folder, tokenizer):
         path = Path(model.folder) / _GENERATION_CONFIG
         config = read_object(path) if path.is_file() else {}
-        config["eos_token_id"] = [*_read_engine_end_tokens(Path(model.folder), tokenizer), *added]
+        config["eos_token_id"] = [*_read_engine_end_tokens(Path(model.folder), tokenizer), *added_tokens]
         files[_GENERATION_CONFIG] = json.dumps(config, indent=2) + "\n"
     return files
 
@@ -218,15 +218,15 @@ def _find_end_of_calls(tokenizer: Tokenizer) -> str | None:
 
 def _find_special_after_turn(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the special tokens that the template writes after the placeholder. Empty: it refuses the messages."""
-    special = special_token_pattern(tokenizer)
-    if special is None:
+    special_pattern = special_token_pattern(tokenizer)
+    if special_pattern is None:
         return []
     try:
         text = render(tokenizer, messages, generation_prompt=messages[-1]["role"] != "assistant")
     except ValueError:
         return []
     _, is_written, text_after_turn = text.rpartition(_TURN)
-    return special.findall(text_after_turn) if is_written else []
+    return special_pattern.findall(text_after_turn) if is_written else []
 
 
 def _is_inside_turns(tokenizer: Tokenizer, name: str) -> bool:

@@ -25,12 +25,12 @@ def check_prompt_written(
     """
     check_tools_written(tools, rendered)
     texts = _WrittenText(rendered)
-    for number, message in enumerate(messages):
+    for message_index, message in enumerate(messages):
         if message["role"] != "assistant":
-            _check_message_texts(number, message, texts)
+            _check_message_texts(message_index, message, texts)
         elif not _is_written_alone(tokenizer, message, tools):
-            turn = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
-            check_answer_written(tokenizer, messages[: number + 1], tools, turn)
+            turn = render(tokenizer, messages[: message_index + 1], generation_prompt=False, tools=tools)
+            check_answer_written(tokenizer, messages[: message_index + 1], tools, turn)
 
 
 def _is_written_alone(tokenizer: Tokenizer, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -53,35 +53,39 @@ def check_answer_written(
     `rendered` is the text of all messages. The answer's part of it begins after the earlier messages, with the
     generation prompt: this may already open the reasoning.
     """
-    number = len(messages) - 1
-    text_before_answer = render(tokenizer, messages[:number], generation_prompt=False, tools=tools) if number else ""
-    _check_message_texts(number, messages[number], _WrittenText(rendered.removeprefix(text_before_answer)))
+    message_index = len(messages) - 1
+    text_before_answer = (
+        render(tokenizer, messages[:message_index], generation_prompt=False, tools=tools) if message_index else ""
+    )
+    _check_message_texts(
+        message_index, messages[message_index], _WrittenText(rendered.removeprefix(text_before_answer))
+    )
 
 
 def check_messages_written(messages: Sequence[Mapping[str, Any]], rendered: str) -> None:
     """Raise ValueError for a text of a message missing in the rendered text, except those of the assistant."""
     texts = _WrittenText(rendered)
-    for number, message in enumerate(messages):
+    for message_index, message in enumerate(messages):
         if message["role"] != "assistant":
-            _check_message_texts(number, message, texts)
+            _check_message_texts(message_index, message, texts)
 
 
-def _check_message_texts(number: int, message: Mapping[str, Any], rendered: _WrittenText) -> None:
+def _check_message_texts(message_index: int, message: Mapping[str, Any], rendered: _WrittenText) -> None:
     for key, text in _required_texts(message):
         if not rendered.contains(text):
-            raise ValueError(_missing_text_message(f"the {key} of messages[{number}]", text))
+            raise ValueError(_missing_text_message(f"the {key} of messages[{message_index}]", text))
 
 
 def has_texts(rendered: str, message: Mapping[str, Any]) -> bool:
-    written = _WrittenText(rendered)
-    return all(written.contains(text) for _, text in _required_texts(message))
+    written_text = _WrittenText(rendered)
+    return all(written_text.contains(text) for _, text in _required_texts(message))
 
 
 def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> None:
     """Raise ValueError for a tool's name missing in the rendered text."""
-    written = _WrittenText(rendered)
+    written_text = _WrittenText(rendered)
     for tool in tools:
-        if not written.contains(name := tool["function"]["name"]):
+        if not written_text.contains(name := tool["function"]["name"]):
             raise ValueError(_missing_text_message("the tool", name))
 
 

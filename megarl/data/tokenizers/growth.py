@@ -68,13 +68,13 @@ def _longest_replacement(charsmap: Any) -> float:
 
 def _count_template_tokens(rule: Mapping[str, Any], template_name: str) -> float:
     """Return the number of tokens in a post-processing template. The text itself counts as one."""
-    special = rule.get("special_tokens")
+    special_tokens = rule.get("special_tokens")
     num_tokens = 0.0
     for piece in _list_or_empty(rule.get(template_name)):
         reference = piece.get("SpecialToken") if isinstance(piece, Mapping) else None
         token = (
-            special.get(reference.get("id"))
-            if isinstance(reference, Mapping) and isinstance(special, Mapping)
+            special_tokens.get(reference.get("id"))
+            if isinstance(reference, Mapping) and isinstance(special_tokens, Mapping)
             else None
         )
         num_tokens += len(_list_or_empty(token.get("ids"))) if isinstance(token, Mapping) else 1

@@ -79,7 +79,7 @@ def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any],
 def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
     """Return the probe texts of a tokenizer.json: sentences, and its patterns' characters and words, repeated."""
     units = {**dict.fromkeys(_CHARACTERS), **dict.fromkeys(_list_pattern_units(definition))}
-    runs = ((unit * (_RUN_LENGTH // len(unit)) + end) for unit in units for end in _RUN_ENDS)
+    runs = ((unit * (_RUN_LENGTH // len(unit)) + run_end) for unit in units for run_end in _RUN_ENDS)
     return [*_SENTENCES, *_CHARACTERS, "".join(runs)]
 
 
@@ -105,9 +105,9 @@ def _walk_patterns(rule: Any) -> Iterator[str]:
 
 def _decode_escape(escape: re.Match[str]) -> str:
     """Return the character of a regular expression's escape. Empty: the escape is a class of characters."""
-    number = escape[1] or escape[2] or escape[3]
-    if number:
-        code = int(number, 16)
+    hex_digits = escape[1] or escape[2] or escape[3]
+    if hex_digits:
+        code = int(hex_digits, 16)
         return chr(code) if code <= sys.maxunicode and code not in _SURROGATES else ""
     return escape[4] or " "
 

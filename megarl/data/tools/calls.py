@@ -72,7 +72,7 @@ def _base36_digits(number: int, count: int) -> str:
 
     Ids of nine characters differ in 46,656 turns of 1,296 calls each.
     """
-    return "".join(_DIGITS[number // 36**place % 36] for place in reversed(range(count)))
+    return "".join(_DIGITS[number // 36**power % 36] for power in reversed(range(count)))
 
 
 def parser_of_template(template: str) -> str | None:
@@ -108,8 +108,8 @@ def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool |
     """Split off the first reasoning block. Returns the text after it, and the reasoning or None."""
     is_opened = text.lstrip().startswith(opening)
     if in_reasoning is None:
-        before = text.partition(closing)[0]
-        in_reasoning = closing in text and opening not in before
+        text_before_closing = text.partition(closing)[0]
+        in_reasoning = closing in text and opening not in text_before_closing
     if not is_opened and not in_reasoning:
         return text, None
     reasoning_and_rest = text.lstrip().removeprefix(opening) if is_opened else text

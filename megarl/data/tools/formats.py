@@ -90,10 +90,10 @@ def _find_call_name(text: str) -> str:
 
 def _call_from_json_text(name: str, text: str) -> WrittenCall:
     try:
-        arguments, end = _parse_json_at(text, 0)
+        arguments, json_end = _parse_json_at(text, 0)
     except ValueError as error:
         return WrittenCall(name, error=f"the arguments cannot be read: {error}")
-    if text[end:].strip():
+    if text[json_end:].strip():
         return WrittenCall(name, error="the arguments cannot be read: text follows the JSON")
     return WrittenCall(name, arguments)
 
@@ -104,20 +104,20 @@ def _parse_unquoted_argument(text: str, argument_name: str, tool_name: str, tool
     Raises RepeatedKeyError.
     """
     schema = argument_schemas(tool_name, tools).get(argument_name, {})
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = {kind} if isinstance(kind, str) else set(kind or ())
-    if kinds == {"string"}:
+    type_name = schema.get("type") if isinstance(schema, Mapping) else None
+    type_names = {type_name} if isinstance(type_name, str) else set(type_name or ())
+    if type_names == {"string"}:
         return text
     try:
         value, end = _parse_json_at(text, 0)
     except RepeatedKeyError:
-        if "string" in kinds:
+        if "string" in type_names:
             return text
         raise
     except ValueError:
         # Templates of Qwen3-Coder print constants as Python does.
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
-    if text[end:].strip() or ("string" in kinds and not isinstance(value, str) and value is not None):
+    if text[end:].strip() or ("string" in type_names and not isinstance(value, str) and value is not None):
         return text
     return value
 
@@ -227,8 +227,8 @@ def _parse_llama3_json(text: str, tools: Sequence[ToolSchema]) -> _ParsedText:
             # Broken JSON that begins like a call is a broken call. Other braces are text.
             if re.match(r'\{\s*"name"\s*:', text[start:]):
                 outside_texts.append(text[position:start])
-                following = re.search(r';\s*(?=\{\s*"name"\s*:)', text[start:])
-                position = start + following.end() if following else len(text)
+                next_call = re.search(r';\s*(?=\{\s*"name"\s*:)', text[start:])
+                position = start + next_call.end() if next_call else len(text)
                 calls.append(
                     WrittenCall(_find_call_name(text[start:position]), error=f"the call cannot be read: {error}")
                 )
@@ -356,8 +356,8 @@ def _parse_mistral_list(text: str) -> list[WrittenCall]:
             calls.append(_call_from_object(value, "arguments", "parameters"))
         except ValueError as error:
             # Continue at the next object that begins like a call.
-            following = re.search(r'\}\s*,\s*(?=\{\s*"(?:name|arguments|id)"\s*:)', text[position:])
-            end = position + following.end() if following else len(text)
+            next_call = re.search(r'\}\s*,\s*(?=\{\s*"(?:name|arguments|id)"\s*:)', text[position:])
+            end = position + next_call.end() if next_call else len(text)
             calls.append(WrittenCall(_find_call_name(text[position:end]), error=f"the call cannot be read: {error}"))
             position = end
 

@@ -40,7 +40,7 @@ def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"has tool_calls {shown(calls)}; only messages of the role assistant may call tools")
     if not isinstance(calls, list):
         raise ValueError(f"has tool_calls {shown(calls)}; give a list of calls: {_CALLS_FORM}")
-    return {**message, "tool_calls": [_standardize_call(call, place) for place, call in enumerate(calls)]}
+    return {**message, "tool_calls": [_standardize_call(call, call_index) for call_index, call in enumerate(calls)]}
 
 
 def _standardize_call(call: Any, call_index: int) -> Mapping[str, Any]:
