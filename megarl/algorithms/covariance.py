@@ -26,8 +26,8 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def highest_covariance_mask(token_covariances: Tensor, mask: Tensor, draws: Tensor, *, share: float) -> Tensor:
     """Return bool [tokens]: the fraction `share` of masked tokens with the highest covariance (KL-Cov penalises them).
 
-    `token_covariances` is the result of `covariances`. Among equal values, the tokens with the smallest `draws` are
-    chosen. All arguments are [tokens].
+    `token_covariances` is the result of `covariances`. Among equal values, the tokens with the smallest `draws`, random
+    numbers, are chosen. All arguments are [tokens].
     """
     if not mask.any():
         return mask
@@ -43,8 +43,8 @@ def drawn_covariance_mask(
 ) -> Tensor:
     """Return bool [tokens]: random tokens with a covariance between `low` and `high` (Clip-Cov drops their loss).
 
-    Their number is the fraction `share` of all masked tokens, or less. The tokens with the smallest `draws` [tokens]
-    are chosen.
+    Their number is the fraction `share` of all masked tokens, or less. The tokens with the smallest `draws`, random
+    numbers [tokens], are chosen.
     """
     is_candidate = mask & (token_covariances > low) & (token_covariances < high)
     count = min(_count_chosen(mask, share), int(is_candidate.sum()))

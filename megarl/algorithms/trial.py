@@ -179,11 +179,11 @@ def _call_with_toy_tensors(
     except Exception as error:  # The recipe's author wrote the function: it may raise anything.
         # The first frame is this function's. The second frame, if any, is the user's function.
         frames = traceback.extract_tb(error.__traceback__)[1:2]
-        place = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
+        origin = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
         names = [*signature(function).parameters][: len(arguments)]
         shapes = ", ".join(f"{name} {_describe_value(tensor)}" for name, tensor in zip(names, arguments, strict=False))
         raise ResultError(
-            f"the function raised {type(error).__name__}: {error}{place} when it was called with toy tensors: {shapes}"
+            f"the function raised {type(error).__name__}: {error}{origin} when it was called with toy tensors: {shapes}"
         ) from error
 
 

@@ -154,7 +154,7 @@ def recognised_formats(recipe: Recipe) -> dict[str, str]:
                 for role in ("prompt", "input", *roles)
             }
             fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
-            files = len(data_files(source.recipe.data.train))
-            num_files = f", {files} files" if files > 1 else ""
-            formats[source.place("data.train")] = f"{record.format.name} ({fields}){num_files}"
+            num_files = len(data_files(source.recipe.data.train))
+            files_text = f", {num_files} files" if num_files > 1 else ""
+            formats[source.place("data.train")] = f"{record.format.name} ({fields}){files_text}"
     return formats

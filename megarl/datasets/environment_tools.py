@@ -15,6 +15,7 @@ def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
     rollout = recipe.rollout
     settings = with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
     make = environment_maker(rollout.environment, settings)
+    # Called for its check only: the value must fit the environment.
     num_processes(rollout.environment, rollout.environment_processes)
     return make
 

@@ -54,10 +54,10 @@ def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> 
     settings = data_set if has_own else recipe.data
     assert isinstance(settings, DataSetConfig | DataConfig)
     fields = {str(role): name for role, name in settings.fields.items()}
-    return FieldNames(settings.format, fields, settings.answer_field, _remedy(recipe, data_set, field, has_own))
+    return FieldNames(settings.format, fields, settings.answer_field, _fields_remedy(recipe, data_set, field, has_own))
 
 
-def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool) -> str:
+def _fields_remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool) -> str:
     """Return the command-line override that sets the record field names of a data set."""
     field = field or next(
         (field for field, candidate in data_sets(recipe).items() if candidate == data_set), "data.train"

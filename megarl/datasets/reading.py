@@ -101,10 +101,10 @@ def read_problems(
         return [replace(problem, source=name) for problem in generated_problems] if name else generated_problems
     curriculum = recipe.data.curriculum
     # The curriculum groups training problems by this field, so each record must have it. Validation has none.
-    by = curriculum.by if curriculum.band is not None and not is_heldout else None
+    group_field = curriculum.by if curriculum.band is not None and not is_heldout else None
     required_fields = {} if is_heldout else context_fields(recipe)
-    if by is not None:
-        required_fields |= {by: "data.curriculum.by"}
+    if group_field is not None:
+        required_fields |= {group_field: "data.curriculum.by"}
     kind = Problems(
         tokenizer=tokenizer,
         system_prompt=system_prompt(recipe),

@@ -188,7 +188,6 @@ def drafter_faults(folder: str, policy: ModelShape) -> Iterator[str]:
 
 
 def _find_size_faults(config: Mapping[str, Any], policy: ModelShape) -> Iterator[str]:
-    """Yield the sizes in a drafter's config.json that do not fit the policy."""
     expected_values = {
         "vocab_size": policy.vocab_size,
         "num_hidden_layers": 1,

@@ -299,9 +299,9 @@ def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
             f"{next(iter(override))} is a field of {section} in this model's config.json and cannot be overridden; "
             "edit config.json instead."
         )
-    idle = [name for name in ("num_experts_per_tok", "norm_topk_prob") if name in override]
-    if idle and not shape.num_experts:
-        raise DataError(f"{idle[0]} has no effect, because the model has no experts; remove it.")
+    fields_without_effect = [name for name in ("num_experts_per_tok", "norm_topk_prob") if name in override]
+    if fields_without_effect and not shape.num_experts:
+        raise DataError(f"{fields_without_effect[0]} has no effect, because the model has no experts; remove it.")
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:

@@ -67,14 +67,14 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
     `own_rank` is this rank's number in its torch world. Raises PeerGoneError if the driver cancels the group, or if
     ranks do not arrive in time; it lists the missing ranks.
     """
-    _drop_finished()
+    _drop_finished_groups()
     timeout = timedelta(seconds=timeout_seconds)
-    rank, num_ranks = meeting.first + own_rank, meeting.num_ranks
+    rank, num_ranks = meeting.first_rank + own_rank, meeting.num_ranks
 
     def connect() -> tuple[Store, dist.ProcessGroupGloo]:
         """Wait in the store until all ranks have arrived, then connect to them over gloo."""
         store = rendezvous.store_of(meeting, timeout_seconds)
-        _await_all(store, rank, num_ranks, meeting)
+        _await_all_ranks(store, rank, num_ranks, meeting)
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
 
     store, gloo = _run_unless_cancelled(meeting.name, connect)
@@ -120,7 +120,7 @@ def _run_unless_cancelled(name: str, work: Callable[[], Result]) -> Result:
     return results[0]
 
 
-def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> None:
+def _await_all_ranks(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> None:
     """Wait until all ranks of a group have registered in the store.
 
     Raises PeerGoneError for missing ranks or a cancelled group.
@@ -210,7 +210,7 @@ def leave_group(group: ProcessGroup | None) -> None:
             # Keep the group until its exchanges have ended: destroying it earlier blocks.
             _unfinished.append((group, membership.exchanges))
     _abort(group)
-    _drop_finished()
+    _drop_finished_groups()
 
 
 def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
@@ -219,8 +219,8 @@ def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
         group.abort()
 
 
-def _drop_finished() -> None:
-    """Let go of left groups whose exchanges have all ended: destroying them no longer blocks."""
+def _drop_finished_groups() -> None:
+    """Destroy the left groups with no exchange in progress: destroying them no longer blocks."""
     _unfinished[:] = [
         (group, exchanges)
         for group, exchanges in _unfinished

@@ -42,8 +42,8 @@ class Meeting:
     rendezvous: Rendezvous
     name: str
     """Name of the group, unique in the run."""
-    first: int
-    """Rank r of this torch world has number `first` + r in the group."""
+    first_rank: int
+    """Rank r of this torch world has number `first_rank` + r in the group."""
     num_ranks: int
     """Ranks of the group, over all torch worlds."""
     seconds: float

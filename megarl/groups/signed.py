@@ -80,10 +80,10 @@ _channels: dict[str, SignedChannel] = {}
 
 def channel_between(purpose: str, members: Sequence[int]) -> SignedChannel:
     """Return this process's channel for a purpose among ranks of its torch world. All these ranks must take part."""
-    return _channel(f"{purpose} in world {rendezvous.world_name()}", members)
+    return _find_channel(f"{purpose} in world {rendezvous.world_name()}", members)
 
 
-def _channel(purpose: str, members: Sequence[int]) -> SignedChannel:
+def _find_channel(purpose: str, members: Sequence[int]) -> SignedChannel:
     name = f"{purpose} {tuple(members)}"
     if name not in _channels:
         _channels[name] = SignedChannel(name)
@@ -104,7 +104,7 @@ def gather(
     if len(members) == 1:
         return [value]
     # The world names of a cross-world group's ranks differ. The group's own name, never reused, separates messages.
-    channel = _channel(f"{purpose} {name}", members) if name else channel_between(purpose, members)
+    channel = _find_channel(f"{purpose} {name}", members) if name else channel_between(purpose, members)
     # 1. Sign this rank's value.
     is_receiver = to is None or own_rank == to
     message = channel.seal(value, own_rank)
@@ -140,21 +140,21 @@ def broadcast(
     # The first broadcast has a fixed size, so that a short message needs no broadcast of its length.
     if dist.get_rank() == source:
         message = bytearray(channel.seal(value, source))
-        size = len(message)
-        message.extend(bytes(max(0, block_bytes - size)))
+        message_size = len(message)
+        message.extend(bytes(max(0, block_bytes - message_size)))
         message_bytes = torch.frombuffer(message, dtype=torch.uint8)
         dist.broadcast(message_bytes[:block_bytes], source, group=group)
-        if size > block_bytes:
+        if message_size > block_bytes:
             dist.broadcast(message_bytes[block_bytes:], source, group=group)
         return value
-    received = torch.empty(block_bytes, dtype=torch.uint8)
-    dist.broadcast(received, source, group=group)
-    size = channel.size(received.numpy().data)
-    if size > block_bytes:
-        second_part = torch.empty(size - block_bytes, dtype=torch.uint8)
+    received_bytes = torch.empty(block_bytes, dtype=torch.uint8)
+    dist.broadcast(received_bytes, source, group=group)
+    message_size = channel.size(received_bytes.numpy().data)
+    if message_size > block_bytes:
+        second_part = torch.empty(message_size - block_bytes, dtype=torch.uint8)
         dist.broadcast(second_part, source, group=group)
-        received = torch.cat([received, second_part])
-    return channel.open(received.numpy().data, source)
+        received_bytes = torch.cat([received_bytes, second_part])
+    return channel.open(received_bytes.numpy().data, source)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

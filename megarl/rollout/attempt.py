@@ -253,7 +253,7 @@ def _make_unscored_trajectory(
 def _make_sample(task: Task, conversation: AttemptConversation) -> Sample:
     """Return the last completion of an attempt as reward functions see it."""
     calls, turns = conversation.calls, conversation.turns
-    return Sample.of(
+    return Sample.from_completion(
         task.problem,
         calls[-1].completion if calls else _UNANSWERED,
         turns[-1].completion if turns else "",

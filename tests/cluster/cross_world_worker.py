@@ -52,13 +52,13 @@ class CrossWorldWorker:
 
     def signal_when_all_have_come(self, number):
         """From now on, this signal ends or stops the rank in a new group, before the others can connect to it."""
-        await_all = cross_world._await_all
+        await_all = cross_world._await_all_ranks
 
         def come(*args):
             await_all(*args)
             os.kill(os.getpid(), number)
 
-        cross_world._await_all = come
+        cross_world._await_all_ranks = come
 
     def signal_in_reshard(self, moment, number):
         """From now on, this signal ends or stops the rank in a reshard. `for ever`: it hangs there."""

@@ -81,16 +81,16 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     Packed tensors are gate_up_proj [experts, 2 * channels, hidden_size], all gates before all ups, and down_proj
     [experts, hidden_size, channels].
     """
-    places = [(llama.LAYER, model.packs_experts)]
+    layers_and_packing = [(llama.LAYER, model.packs_experts)]
     if model.num_draft_layers:
-        places.append((MTP.layer, model.packs_draft_experts))
+        layers_and_packing.append((MTP.layer, model.packs_draft_experts))
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
-    places_in_packed: list[Alias] = []
-    for layer in (layer for layer, packs in places if packs):
+    layer_aliases: list[Alias] = []
+    for layer in (layer for layer, packs in layers_and_packing if packs):
         packed_prefix = layer + "mlp.experts."
         expert_prefix, packed_gate_up = packed_prefix + "{expert}.", packed_prefix + "gate_up_proj"
         gate_up_shape = (experts, 2 * channels, hidden)
-        places_in_packed += (
+        layer_aliases += (
             Alias(expert_prefix + "gate_proj.weight", packed_gate_up, gate_up_shape, (Axis(1), Axis(2))),
             Alias(expert_prefix + "up_proj.weight", packed_gate_up, gate_up_shape, (Axis(1, channels), Axis(2))),
             Alias(
@@ -100,7 +100,7 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
                 (Axis(1), Axis(2)),
             ),
         )
-    return tuple(places_in_packed)
+    return tuple(layer_aliases)
 
 
 def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
@@ -123,7 +123,6 @@ def vllm_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 def _make_family(architecture: str, *, has_experts: bool, classifier: str = "") -> Family:
-    """Return the family of one architecture, dense or with experts."""
     read, family_aliases = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
     defaults = {**qwen3_next.FIELDS, "num_key_value_heads": 2 if has_experts else 4}
     return Family(

@@ -105,8 +105,8 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     qkvz_name, rates_name = LINEAR + "in_proj_qkvz.weight", LINEAR + "in_proj_ba.weight"
 
     def segments_of_heads(tensor: str, step: int, start: int, length: int) -> tuple[Segment, ...]:
-        firsts = (head * step + start for head in range(linear.num_key_heads))
-        return tuple(Segment(tensor, first, first + length) for first in firsts)
+        first_rows = (head * step + start for head in range(linear.num_key_heads))
+        return tuple(Segment(tensor, first_row, first_row + length) for first_row in first_rows)
 
     # The checkpoint has q, k, v, z of one key head after another, Megatron all heads of q, then of k, and so on.
     blocks = (

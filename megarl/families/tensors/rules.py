@@ -173,9 +173,11 @@ def _query_segments(tensor: str, heads: range, width: int, has_gates: bool) -> t
     """Return the rows of these heads: all queries, then their gates, which alternate by head in files."""
     if not has_gates:
         return (Segment(tensor, heads.start * width, heads.stop * width),)
-    kinds = ((0, width), (width, 2 * width))
+    row_ranges = ((0, width), (width, 2 * width))
     return tuple(
-        Segment(tensor, 2 * head * width + start, 2 * head * width + stop) for start, stop in kinds for head in heads
+        Segment(tensor, 2 * head * width + start, 2 * head * width + stop)
+        for start, stop in row_ranges
+        for head in heads
     )
 
 
@@ -190,7 +192,7 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
     expert_layers = model.layers_where(lambda kind: kind.has_experts)
     dense_layers = model.layers_where(lambda kind: not kind.has_experts)
 
-    def expert(rule: Rule, layer: str) -> Rule:
+    def make_expert_rule(rule: Rule, layer: str) -> Rule:
         variant = Variant(f"{mlp}experts.{layer}.weight{{expert}}")
         return replace(rule, is_expert=True, transformer_engine=variant, layers=expert_layers)
 
@@ -207,8 +209,8 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
             replicate(mlp + "router.weight", f"{checkpoint_mlp}{router}.weight", (model.num_experts, hidden)),
             layers=expert_layers,
         ),
-        expert(gate_up(fc1, gate, up, (channels, hidden)), "linear_fc1"),
-        expert(row(fc2, down, (hidden, channels)), "linear_fc2"),
+        make_expert_rule(gate_up(fc1, gate, up, (channels, hidden)), "linear_fc1"),
+        make_expert_rule(row(fc2, down, (hidden, channels)), "linear_fc2"),
     )
 
 

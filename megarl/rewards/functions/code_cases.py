@@ -88,28 +88,31 @@ def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = 
     )
 
 
-def _parse_cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
-    if isinstance(value, str):
-        value = _parse_json(value)
-    if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
-        cases = _read_columns(value)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+def _parse_cases(tests: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
+    if isinstance(tests, str):
+        tests = _parse_json(tests)
+    if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
+        cases = _read_columns(tests)
+    elif isinstance(tests, Sequence) and not isinstance(tests, str):
         name = _function_name(record.get("metadata"))
-        cases = tuple(_read_row(row, name) for row in value)
+        cases = tuple(_read_row(row, name) for row in tests)
     else:
-        raise ValueError(f"the record's tests have an unknown format: {value!r:.80}; {_FORMS}")
+        raise ValueError(f"the record's tests have an unknown format: {tests!r:.80}; {_FORMS}")
     if not cases:
         raise ValueError(f"the record's list of tests is empty; {_FORMS}")
     return cases
 
 
-def _read_columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
-    _refuse_unread_keys(value, "inputs", "outputs", "fn_name")
-    inputs, outputs = value["inputs"], value["outputs"]
+def _read_columns(tests: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Return the tests of an object with the lists `inputs` and `outputs`."""
+    _refuse_unread_keys(tests, "inputs", "outputs", "fn_name")
+    inputs, outputs = tests["inputs"], tests["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("the fields inputs and outputs of the record's tests must be lists of equal length")
-    function = value.get("fn_name")
-    return tuple(_make_case(value_in, expected, function) for value_in, expected in zip(inputs, outputs, strict=True))
+    function = tests.get("fn_name")
+    return tuple(
+        _make_case(test_input, expected, function) for test_input, expected in zip(inputs, outputs, strict=True)
+    )
 
 
 def _read_row(row: Any, function_name: str | None) -> Case:

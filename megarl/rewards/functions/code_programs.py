@@ -108,8 +108,8 @@ class Trial:
         prelude = _PRELUDE + (_NUMPY if needs_numpy else "")
         if case.function is None:
             # The source is compiled separately, so that its own `from __future__` and line numbers work.
-            start = f"exec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
-            self.program = f"{_LONG_INTEGERS}{prelude}\n{start}"
+            run_source = f"exec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
+            self.program = f"{_LONG_INTEGERS}{prelude}\n{run_source}"
             self.stdin = case.stdin
             return
         # A secret marks the result's line, so that printed text is not taken for it. A solution that finds the secret
@@ -174,7 +174,6 @@ def _is_same_line(line: str, expected_line: str) -> bool:
 
 
 def _is_same_word(word: str, expected_word: str) -> bool:
-    """Return whether two printed words are equal, or close if both are decimal numbers."""
     if word == expected_word:
         return True
     # An expected integer must match exactly. Very long words are not parsed, to keep the comparison fast.
@@ -185,6 +184,7 @@ def _is_same_word(word: str, expected_word: str) -> bool:
 
 
 def _is_close(result: float | str, expected: float | str) -> bool:
+    """Return whether two numbers are equal within the tolerance. Infinite ones must be equal."""
     try:
         expected_number = float(expected)
         tolerance = _ABSOLUTE + _RELATIVE * abs(expected_number)

@@ -96,6 +96,7 @@ def _join_boxes(text: str, box: Marked) -> Marked:
 
 
 def _last_command_box(text: str) -> Marked | None:
+    """Return the last box by itself. None: there is no box, or the last one is empty or not closed."""
     # Search backwards: scanning a long text from its start for each box would be quadratic.
     for command in _match_commands_from_the_end(text):
         opening = _OPENING_BRACE.match(text, command.end())
@@ -134,8 +135,8 @@ def _outermost_box(text: str, box: Marked) -> Marked:
 def _match_commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
     """Yield all box commands, the last first."""
     # One search for each command. A search for both commands would scan the text anew from each box.
-    places = heapq.merge(_find_from_the_end(text, "\\boxed"), _find_from_the_end(text, "\\fbox"), reverse=True)
-    for start in places:
+    starts = heapq.merge(_find_from_the_end(text, "\\boxed"), _find_from_the_end(text, "\\fbox"), reverse=True)
+    for start in starts:
         command = _BOX.match(text, start)
         if command is not None:
             yield command
@@ -233,10 +234,10 @@ def has_valid_tags(completion_text: str) -> bool:
     """Return whether <think>, </think>, <answer>, </answer> occur once each, in this order, with </answer> at the
     end.
     """
-    places = [completion_text.find(tag) for tag in _TAGS]
+    positions = [completion_text.find(tag) for tag in _TAGS]
     return (
         all(completion_text.count(tag) == 1 for tag in _TAGS)
-        and places == sorted(places)
+        and positions == sorted(positions)
         and completion_text.endswith(_TAGS[-1])
     )
 

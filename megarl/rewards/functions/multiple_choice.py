@@ -40,12 +40,12 @@ def multiple_choice(
     ...: the share of answers with this letter. Raises ValueError if the gold answer is not a choice or is ambiguous.
     """
     choices = choices_of(record, field, num_choices)
-    right = gold_choice(answer, choices, gold)
+    gold_letter = gold_choice(answer, choices, gold)
     letter = _read_choice(answering_text(completion_text, in_thoughts=in_thoughts), choices)
     # At most 10 letters become metrics, to keep their number small.
     reported_letters = LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
     metrics = {f"chosen_{name}": float(name == letter) for name in reported_letters}
-    is_correct = letter == right
+    is_correct = letter == gold_letter
     return Reward(correct_score if is_correct else 0.0, letter is not None, is_correct, metrics=metrics)
 
 
@@ -76,9 +76,9 @@ def _read_choice(text: str, choices: Choices) -> str | None:
     a last line with only an answer.
     """
     text = with_ascii_signs(without_thoughts(text))
-    marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
-    if marks:
-        return choices.letter(max(marks).text)
+    marked_answers = [match for match in (last_box(text), last_tags(text)) if match is not None]
+    if marked_answers:
+        return choices.letter(max(marked_answers).text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last_line = lines[-1] if lines else ""
     called_right = letter_called_right(last_line)

@@ -41,7 +41,7 @@ def reasoning_gym(
     """
     task = task_of(record)
     text = answering_text(completion_text, in_thoughts=in_thoughts)
-    reward = _score(task, text, answer, record, correct_score, place, {})
+    reward = _score_completion(task, text, answer, record, correct_score, place, {})
     return Reward(
         reward.score,
         reward.format_valid,
@@ -72,7 +72,7 @@ def scorer_of(task: str) -> Callable[..., Reward]:
         config: Mapping[str, Any] | None = None,
     ) -> Reward:
         text = answering_text(completion_text, in_thoughts=in_thoughts)
-        return _score(task, text, answer, record, correct_score, place, config or {})
+        return _score_completion(task, text, answer, record, correct_score, place, config or {})
 
     return score
 
@@ -115,8 +115,8 @@ def _check_installed() -> None:
 def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return reasoning-gym's metadata in a record, or None. Raises ValueError if they are not an object."""
     extra = record.get("extra_info")
-    places = [record, extra] if isinstance(extra, Mapping) else [record]
-    value = next((place["metadata"] for place in places if place.get("metadata") is not None), None)
+    objects = [record, extra] if isinstance(extra, Mapping) else [record]
+    value = next((candidate["metadata"] for candidate in objects if candidate.get("metadata") is not None), None)
     # Some data sets spread the metadata over extra_info itself.
     if value is None and isinstance(extra, Mapping) and "source_dataset" in extra:
         value = extra
@@ -162,7 +162,7 @@ def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags",
     return None if answer_text is None else answer_text.strip()
 
 
-def _score(
+def _score_completion(
     task: str,
     completion_text: str,
     answer: Any,
@@ -171,7 +171,7 @@ def _score(
     place: Place,
     config: Mapping[str, Any],
 ) -> Reward:
-    # Also for completions without an answer: the trial before a run starts has none.
+    # Checked first: the trial before a run has no answer, and must report a missing package too.
     _check_installed()
     prediction = final_answer(completion_text, record, place=place)
     raw_score = 0.0
@@ -184,7 +184,7 @@ def _score(
             "answer": answer if isinstance(answer, str) else json.dumps(answer),
             "metadata": metadata,
         }
-        _refuse_evaluated(task, entry)
+        _refuse_unsafe_record(task, entry)
         dataset = _make_dataset(task, json.dumps(dict(config)))
         raw_score = score_safely(task, dataset, prediction, entry)
     return Reward(
@@ -192,7 +192,7 @@ def _score(
     )
 
 
-def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
+def _refuse_unsafe_record(task: str, entry: Mapping[str, Any]) -> None:
     """Raise ValueError if the task's scorer would evaluate unsafe text of a record: records are as untrusted as
     answers.
     """

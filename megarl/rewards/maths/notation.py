@@ -81,10 +81,10 @@ def _turn_brackets(interval: re.Match[str]) -> str:
 
 
 def _write_binomial(combinations: re.Match[str]) -> str:
-    over, under = combinations["over"] or combinations["low"], combinations["under"] or combinations["high"]
+    n, k = combinations["over"] or combinations["low"], combinations["under"] or combinations["high"]
     # C_1^2 and C_2^2 are the squares of constants.
-    is_square = combinations["low"] is not None and int(over) == int(under) <= 2
-    return rf"\binom{{{over}}}{{{under}}}" if int(over) >= int(under) and not is_square else combinations[0]
+    is_square = combinations["low"] is not None and int(n) == int(k) <= 2
+    return rf"\binom{{{n}}}{{{k}}}" if int(n) >= int(k) and not is_square else combinations[0]
 
 
 def _write_letterless(text: re.Match[str]) -> str:

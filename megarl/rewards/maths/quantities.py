@@ -258,8 +258,8 @@ def _read_fraction(pattern: re.Pattern[str], text: str, position: int) -> tuple[
     match = pattern.match(text, position)
     if match is None:
         return None
-    over, under = (int(digits) for digits in match.groups() if digits is not None)
-    return Fraction(over, under), match.end()
+    numerator, denominator = (int(digits) for digits in match.groups() if digits is not None)
+    return Fraction(numerator, denominator), match.end()
 
 
 def _power_value(match: re.Match[str]) -> Fraction:

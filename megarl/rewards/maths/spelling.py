@@ -152,6 +152,7 @@ def _normalize_style(style: re.Match[str]) -> str:
 
 
 def _remove_announcement(text: str) -> str:
+    """Return the answer without words like `The answer is`. `The area is 5` becomes an equation."""
     announcement = _ANNOUNCEMENT.match(text)
     if announcement is None:
         return _NAMED_VALUE.sub(r"\\text{\1}=", text, count=1) if text[:1] in ("\\", "T", "t") else text

@@ -51,7 +51,7 @@ class Sample:
     """Whether the tokens end inside thoughts. If the prompt opened the thoughts, the text alone does not show this."""
 
     @classmethod
-    def of(
+    def from_completion(
         cls,
         problem: Problem,
         completion: Completion,

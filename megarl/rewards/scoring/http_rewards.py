@@ -140,13 +140,13 @@ class ServedReward(Generic[Config]):
     def check_record(self, sample: Sample) -> None:
         """Raise ValueError if a record lacks a field that the request needs."""
 
-    def score_unasked(self, sample: Sample) -> FunctionScore | None:
+    def score_without_call(self, sample: Sample) -> FunctionScore | None:
         """Return the score of a sample that needs no call of the server, else None."""
         return None
 
     async def score(self, sample: Sample) -> FunctionScore:
         """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
-        if (known_score := self.score_unasked(sample)) is not None:
+        if (known_score := self.score_without_call(sample)) is not None:
             return known_score
         self._adopt_loop()
         try:

@@ -92,7 +92,7 @@ class Judge(ServedReward[JudgeConfig]):
             **self.config.request,
         }
 
-    def score_unasked(self, sample: Sample) -> FunctionScore | None:
+    def score_without_call(self, sample: Sample) -> FunctionScore | None:
         """Return the score of a completion if it needs no call of the judge, else None.
 
         If the judge's verdicts mean right or wrong, a completion that ends inside its thoughts gets the lowest score.
@@ -111,8 +111,10 @@ class Judge(ServedReward[JudgeConfig]):
         # The rest may change the verdict: 7 of 75, or a second thought. An answer cut in its thoughts has no text.
         if finish_reason == "length":
             limit = "null" if self.config.max_tokens is None else self.config.max_tokens
-            end = f"It ends with {text[-_MAX_SHOWN:]!r}" if isinstance(text, str) else "It has no text yet"
-            raise ValueError(f"the judge's answer is cut off (kwargs.max_tokens = {limit}); give a higher limit. {end}")
+            end_text = f"It ends with {text[-_MAX_SHOWN:]!r}" if isinstance(text, str) else "It has no text yet"
+            raise ValueError(
+                f"the judge's answer is cut off (kwargs.max_tokens = {limit}); give a higher limit. {end_text}"
+            )
         if not isinstance(text, str):
             raise ValueError(f"the judge's answer has no text: {text!r:.200}")
         return self.verdict(text)

@@ -42,7 +42,6 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 def _start_sandbox(settings: dict[str, Any]) -> AnySandbox:
-    """Start a sandbox with these settings. Raises ConfigError or RefusedError if it does not work."""
     # Imported only when needed: the sandbox's modules take a third of a process's start.
     from megarl.sandbox.sandbox import SandboxError, SandboxSettings
     from megarl.sandbox.sandbox_fusion import open_sandbox

@@ -123,7 +123,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def server_settings(settings: WorkerSettings) -> ServerSettings:
-    start = {
+    start_settings = {
         "functions": [{"name": function.name, "kwargs": function.kwargs} for function in settings.functions],
         "sandbox": asdict(settings.sandbox),
     }
@@ -131,7 +131,7 @@ def server_settings(settings: WorkerSettings) -> ServerSettings:
         "megarl.rewards.scoring.reward_main:start",
         settings.names,
         "reward.functions",
-        start,
+        start_settings,
         settings.search_path,
         settings.folder,
         memory_bytes=_MEMORY_BYTES,

@@ -109,9 +109,11 @@ def make_sample(problem: Problem, session: Session) -> Sample:
     if not answers:
         # The program made no call. Reward functions score an empty completion.
         empty_completion = empty_call(problem).completion
-        return Sample.of(problem, empty_completion, "", prompt_messages=problem.messages, turn=1, is_in_thoughts=False)
+        return Sample.from_completion(
+            problem, empty_completion, "", prompt_messages=problem.messages, turn=1, is_in_thoughts=False
+        )
     last_answer = answers[-1]
-    return Sample.of(
+    return Sample.from_completion(
         problem,
         last_answer.call.completion,
         last_answer.text,

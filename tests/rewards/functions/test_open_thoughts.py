@@ -141,8 +141,8 @@ def test_a_judge_model_is_not_asked(kwargs: Mapping[str, Any], score: float | No
     settings = {"url": "http://127.0.0.1:9/v1", "model": "m", **kwargs}
     judge = make_server_client(RewardFunctionConfig.model_validate({"name": "judge", "kwargs": settings}))
     for sample in (Sample("<think>It is 7", "7"), Sample("It is 7", "7", is_in_thoughts=True)):
-        unasked = judge.score_unasked(sample)
+        unasked = judge.score_without_call(sample)
         assert (None if unasked is None else (unasked.score, unasked.answer_correct)) == (
             None if score is None else (score, False)
         )
-    assert judge.score_unasked(Sample("<think>a</think>It is 7", "7")) is None
+    assert judge.score_without_call(Sample("<think>a</think>It is 7", "7")) is None

@@ -16,7 +16,9 @@ PROBLEM = Problem(4, (QUESTION,), (7, 8), "5", {"level": 3})
 COMPLETION = Completion("0.0", np.array([1, 2, 3]), np.zeros(3, np.float32), "length", np.ones(3, np.int32))
 OF_REST = sorted(PARAMETERS.keys() - {"sandbox"})
 """The values that `**kwargs` have: a sandbox must be asked for by its name."""
-SAMPLE = Sample.of(PROBLEM, COMPLETION, "It is 5", prompt_messages=[QUESTION], turn=1, is_in_thoughts=False)
+SAMPLE = Sample.from_completion(
+    PROBLEM, COMPLETION, "It is 5", prompt_messages=[QUESTION], turn=1, is_in_thoughts=False
+)
 
 
 def called(bound: BoundFunction) -> Any:

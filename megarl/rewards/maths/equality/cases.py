@@ -24,10 +24,10 @@ def _with_written_complement(cases: Node) -> tuple[Node, ...]:
     rows = cases.parts
     if len(rows) != 2 or any(len(row.parts) != 2 for row in rows):
         return rows
-    for row, other in (rows, rows[::-1]):
-        condition = other.parts[1]
+    for row, other_row in (rows, rows[::-1]):
+        condition = other_row.parts[1]
         if row.parts[1] != OTHERWISE or condition.kind != "relation" or len(condition.value) != 1:
             continue
         if (sign := _COMPLEMENTS.get(condition.value[0])) is not None:
-            return other, Node("row", (row.parts[0], Node("relation", condition.parts, (sign,))))
+            return other_row, Node("row", (row.parts[0], Node("relation", condition.parts, (sign,))))
     return rows

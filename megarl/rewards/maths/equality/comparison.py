@@ -70,6 +70,7 @@ class Comparison:
     factor: Fraction = Fraction(1)
 
     def same(self, gold: Node, prediction: Node) -> bool:
+        """Return whether two formulas are the same answer, after rewriting both to a common form."""
         gold, domain = without_domain(gold)
         prediction, predicted_domain = without_domain(drop_rounding(prediction))
         if has_other_domain(gold, domain, prediction, predicted_domain):
@@ -82,18 +83,18 @@ class Comparison:
             return True
         # Parts of relations, lists and sets are compared one by one below.
         if not {gold.kind, prediction.kind} & {"relation", "list", "set"}:
-            by_digits = compare_digit_groups(gold, prediction)
-            if by_digits is not None:
-                return by_digits
+            digits_agree = compare_digit_groups(gold, prediction)
+            if digits_agree is not None:
+                return digits_agree
             gold, prediction = as_formula(gold), as_formula(prediction)
         if gold.kind == "numeral" or (gold.kind == "negative" and gold.parts[0].kind == "numeral"):
             return _same_numeral(gold, prediction)
         if "congruence" in (gold.kind, prediction.kind):
             gold, prediction = as_congruence(gold, domain), as_congruence(prediction, predicted_domain)
             return gold.kind == prediction.kind and self._same_congruence(gold, prediction)
-        by_name = self._compare_named(gold, prediction)
-        if by_name is not None:
-            return by_name
+        names_agree = self._compare_named(gold, prediction)
+        if names_agree is not None:
+            return names_agree
         gold_name, gold = solutions(gold)
         predicted_name, prediction = solutions(prediction)
         # x = 5 and y = 5 are different answers. A name in one of them only is ignored.
@@ -228,6 +229,7 @@ class Comparison:
         return is_solved or is_proportional(difference, predicted_difference) != 0
 
     def _compare_values(self, gold: Node, prediction: Node) -> bool:
+        """Return whether two values agree: sets, lists, tuples, matrices, ratios or formulas."""
         # The intervals of a union may be joined by words.
         if gold.kind == "setop" and gold.value == "cup":
             prediction = join_intervals(prediction)
@@ -285,9 +287,10 @@ class Comparison:
         if is_alternative(gold) != is_alternative(prediction) and (has_statements(gold) or has_statements(prediction)):
             return False
         golds, predictions = gold.parts, prediction.parts
-        # Equations are not values: keep x = 1, x = 2 and x = 1, y = 2 apart from 1, 2.
+        # Equations are not values. Bare values may only answer gold equations of one name: 1, 2 for x = 1, x = 2.
         num_names = len({part.parts[0] for part in golds if is_equation(part)})
-        if num_names == 0 if any(map(is_equation, predictions)) else num_names > 1:
+        has_named_prediction = any(map(is_equation, predictions))
+        if (has_named_prediction and num_names == 0) or (not has_named_prediction and num_names > 1):
             return False
         # With dots the order matters: 1, 2, 3, ... is a sequence.
         if _DOTS in golds or _DOTS in predictions:
@@ -304,7 +307,6 @@ class Comparison:
         return [*distinct, *parts[MAX_MATCHED:]]
 
     def _match_items(self, golds: Sequence[Node], predictions: Sequence[Node]) -> bool:
-        """Return whether two lists of formulas have equal items, in any order."""
         if len(golds) != len(predictions):
             return False
         if len(golds) > MAX_MATCHED:
@@ -341,11 +343,12 @@ class Comparison:
         # With one part left there is no proportion: 5:0 is not 7:0.
         if len(pairs) < 2:
             return all(self.same(*pair) for pair in pairs)
-        first, predicted_first = pairs[0]
+        reference_part, predicted_reference = pairs[0]
         # a : b = c : d exactly if a d = b c for all parts.
         return all(
             same_value(
-                join_operands("product", [first, predicted_part]), join_operands("product", [predicted_first, part])
+                join_operands("product", [reference_part, predicted_part]),
+                join_operands("product", [predicted_reference, part]),
             )
             for part, predicted_part in pairs[1:]
         )

@@ -36,8 +36,8 @@ def as_formula(node: Node) -> Node:
     if node.kind == "clock" and not node.value:
         return Node("ratio", node.parts)
     if node.kind == "groups" and _is_falling_pair(node):
-        first, second = node.parts
-        return join_operands("sum", [first, negative(second)])
+        larger, smaller = node.parts
+        return join_operands("sum", [larger, negative(smaller)])
     return node
 
 

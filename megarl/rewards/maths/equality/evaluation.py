@@ -130,11 +130,11 @@ class Evaluation:
         So formulas with the same unknown function can be compared.
         """
         value = _draw_value(name, "positive", 0)
-        for place, part in enumerate(parts):
+        for argument_index, part in enumerate(parts):
             # Sines of large arguments lose digits.
             if CONTEXT.mag(part) > 20:
                 raise NoValueError
-            shift = _draw_value(f"{name} {place}", "positive", 0)
+            shift = _draw_value(f"{name} {argument_index}", "positive", 0)
             value = value + CONTEXT.sin(part * shift + value) + part * shift
         return value
 
@@ -145,9 +145,9 @@ def _draw_value(name: str, kind: str, seed: int, *, is_whole: bool = False) -> A
     # Seeded by name: a symbol has the same value in both formulas and in every process.
     generator = random.Random(f"{name} {kind} {seed}")
     if kind.startswith("half"):
-        place = int(kind.removeprefix("half "))
+        num_halves = int(kind.removeprefix("half "))
         shift = generator.randrange(2)
-        return CONTEXT.mpf(place + shift) if is_whole else CONTEXT.mpf(place + shift) / 2
+        return CONTEXT.mpf(num_halves + shift) if is_whole else CONTEXT.mpf(num_halves + shift) / 2
     if is_whole:
         return CONTEXT.mpf(generator.randint(1, 12))
     if kind.startswith("mixed "):

@@ -73,11 +73,11 @@ def series_terms(node: Node, low: Fraction, high: Fraction) -> Iterator[Node]:
     body, index = node.parts[0], symbol(node.value[1])
     if low.denominator != 1 or high.denominator != 1:
         raise NoValueError
-    size = sum(_SIZE_OF_SERIES if part.kind == "series" else 1 for part in body.walk())
-    if (high - low + 1) * size > MAX_SERIES_SIZE:
+    body_size = sum(_SIZE_OF_SERIES if part.kind == "series" else 1 for part in body.walk())
+    if (high - low + 1) * body_size > MAX_SERIES_SIZE:
         raise NoValueError
-    for place in range(int(low), int(high) + 1):
-        yield replace_node(body, index, number(place))
+    for index_value in range(int(low), int(high) + 1):
+        yield replace_node(body, index, number(index_value))
 
 
 def _check_size(value: Fraction) -> Fraction:
@@ -102,23 +102,26 @@ def _exact_factorial(operand: Fraction, step: int = 1) -> Fraction:
     return Fraction(math.prod(range(int(operand), 1, -step)))
 
 
-def _exact_binomial(over: Fraction, under: Fraction) -> Fraction:
-    if over.denominator != 1 or under.denominator != 1 or not 0 <= over <= 5000 or under < 0:
+def _exact_binomial(n: Fraction, k: Fraction) -> Fraction:
+    if n.denominator != 1 or k.denominator != 1 or not 0 <= n <= 5000 or k < 0:
         raise NoValueError
-    if under > over:
+    if k > n:
         return Fraction(0)
     product = Fraction(1)
     # C(n, k) equals C(n, n - k). The smaller number takes fewer steps.
-    for step in range(int(min(under, over - under))):
-        product = product * (int(over) - step) / (step + 1)
+    for step in range(int(min(k, n - k))):
+        product = product * (int(n) - step) / (step + 1)
     return product
 
 
 def _exact_root(radicand: Fraction, degree: Fraction) -> Fraction:
     if degree.denominator != 1 or not 2 <= degree <= 64 or radicand < 0:
         raise NoValueError
-    over, under = _whole_root(radicand.numerator, int(degree)), _whole_root(radicand.denominator, int(degree))
-    return Fraction(over, under)
+    numerator, denominator = (
+        _whole_root(radicand.numerator, int(degree)),
+        _whole_root(radicand.denominator, int(degree)),
+    )
+    return Fraction(numerator, denominator)
 
 
 def _whole_root(radicand: int, degree: int) -> int:

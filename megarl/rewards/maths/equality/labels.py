@@ -129,17 +129,21 @@ def is_shared_index(node: Node) -> bool:
 def _read_assignments(node: Node) -> list[tuple[str, Node]] | None:
     """Return the pairs (name, value) of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. Names may repeat."""
     if is_equation(node):
-        first, last = node.parts[0], node.parts[-1]
-        is_pair = first.kind == last.kind == "tuple" and len(node.parts) == 2 and len(first.parts) == len(last.parts)
+        first_side, last_side = node.parts[0], node.parts[-1]
+        is_pair = (
+            first_side.kind == last_side.kind == "tuple"
+            and len(node.parts) == 2
+            and len(first_side.parts) == len(last_side.parts)
+        )
         if is_pair:
-            names = [_name_of(part) for part in first.parts]
+            names = [_name_of(part) for part in first_side.parts]
             if not all(names):
                 return None
-            return [(name, value) for name, value in zip(names, last.parts, strict=True) if name]
+            return [(name, value) for name, value in zip(names, last_side.parts, strict=True) if name]
         names = [_name_of(part) for part in node.parts[:-1]]
-        if not all(names) or (len(names) > 1 and _name_of(last)):
+        if not all(names) or (len(names) > 1 and _name_of(last_side)):
             return None
-        return [(name, last) for name in names if name]
+        return [(name, last_side) for name in names if name]
     if node.kind != "list":
         return None
     # A list of assignments: x=1, y=2.
@@ -187,13 +191,15 @@ def solutions(node: Node) -> tuple[Node | None, Node]:
         pairs = _read_assignments(node)
         if pairs and len({name for name, _ in pairs}) == 1:
             return node.parts[0].parts[0], Node("list", tuple(value for _, value in pairs), node.value)
-        first = node.parts[0]
-        if first.kind == "relation" and first.value == ("=",) and first.parts[0].kind == "tuple":
+        first_item = node.parts[0]
+        if first_item.kind == "relation" and first_item.value == ("=",) and first_item.parts[0].kind == "tuple":
             return _read_points(node)
-        is_shared = first.kind == "relation" and first.value == ("=",) and _name_of(first.parts[0]) is not None
+        is_shared = (
+            first_item.kind == "relation" and first_item.value == ("=",) and _name_of(first_item.parts[0]) is not None
+        )
         if is_shared and not any(part.kind == "relation" for part in node.parts[1:]):
             # `x = 1, 2` and `x = 1 or 2`: the name applies to all values.
-            return first.parts[0], Node("list", (first.parts[1], *node.parts[1:]), node.value)
+            return first_item.parts[0], Node("list", (first_item.parts[1], *node.parts[1:]), node.value)
     return None, node
 
 
@@ -260,7 +266,9 @@ def with_shared_relation(node: Node) -> Node:
     r"""Return a list with its first relation repeated for bare values: `x \ne 1, 2` means x \ne 1, x \ne 2."""
     if node.kind != "list" or node.parts[0].kind != "relation" or node.parts[0].value != ("!=",):
         return node
-    name, first = node.parts[0].parts
+    name, first_value = node.parts[0].parts
     if any(part.kind in ("relation", "list") for part in node.parts[1:]):
         return node
-    return Node("list", tuple(Node("relation", (name, value), ("!=",)) for value in (first, *node.parts[1:])), "and")
+    return Node(
+        "list", tuple(Node("relation", (name, value), ("!=",)) for value in (first_value, *node.parts[1:])), "and"
+    )

@@ -17,8 +17,8 @@ def match_in_any_order(
     """
     candidates = list(predictions)
     for gold in golds:
-        place = next((place for place, candidate in enumerate(candidates) if is_same(gold, candidate)), None)
-        if place is None:
+        index = next((index for index, candidate in enumerate(candidates) if is_same(gold, candidate)), None)
+        if index is None:
             return False
-        candidates.pop(place)
+        candidates.pop(index)
     return True

@@ -85,6 +85,7 @@ class _Evaluation:
         self.gram_matrices: set[Matrix] = set()
 
     def value(self, node: Node) -> Matrix:
+        """Return a formula's value as a matrix. Raises NoValueError for formulas that have none."""
         if node.kind == "number":
             return _scale(_UNIT_MATRIX, _residue(node.value))
         if node.kind == "symbol":

@@ -36,17 +36,17 @@ class NumberSet:
 
 def same_set(gold: Node, prediction: Node) -> bool | None:
     """Return whether two formulas mean the same set of real numbers. None: one formula does not mean a set."""
-    first = _read_if_number_set(gold)
-    second = _read_if_number_set(prediction) if first is not None else None
-    if first is None or second is None:
+    gold_set = _read_if_number_set(gold)
+    predicted_set = _read_if_number_set(prediction) if gold_set is not None else None
+    if gold_set is None or predicted_set is None:
         return None
-    if first.variable and second.variable and first.variable != second.variable:
+    if gold_set.variable and predicted_set.variable and gold_set.variable != predicted_set.variable:
         return False
-    edges = (first.edges or ()) + (second.edges or ())
+    edges = (gold_set.edges or ()) + (predicted_set.edges or ())
     # Without an edge, agreement at the fixed points alone proves nothing, unless no edges are known to exist.
-    if (not edges and None in (first.edges, second.edges)) or len(edges) > MAX_EDGES:
+    if (not edges and None in (gold_set.edges, predicted_set.edges)) or len(edges) > MAX_EDGES:
         return None
-    return all(first.contains(point) == second.contains(point) for point in _make_sample_points(edges))
+    return all(gold_set.contains(point) == predicted_set.contains(point) for point in _make_sample_points(edges))
 
 
 def _make_sample_points(edges: tuple[Fraction, ...]) -> list[Fraction]:
@@ -90,6 +90,7 @@ def _read_number_set(node: Node) -> NumberSet | None:
 
 
 def _read_interval(node: Node) -> NumberSet | None:
+    """Return an interval as a set. None: the tuple is not an interval, but a pair of numbers."""
     if len(node.parts) != 2:
         return None
     low, high = (_read_end(part) for part in node.parts)
@@ -127,13 +128,17 @@ def _combine_sets(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
     if first is None or second is None:
         return None
     edges = None if first.edges is None or second.edges is None else first.edges + second.edges
-    test: dict[str, Callable[[Fraction], bool]] = {
+    membership_tests: dict[str, Callable[[Fraction], bool]] = {
         "cup": lambda point: first.contains(point) or second.contains(point),
         "cap": lambda point: first.contains(point) and second.contains(point),
         "setminus": lambda point: first.contains(point) and not second.contains(point),
     }
     variables = {numbers.variable for numbers in (first, second) if numbers.variable}
-    return NumberSet(test[sign], edges, variables.pop()) if len(variables) == 1 else NumberSet(test[sign], edges)
+    return (
+        NumberSet(membership_tests[sign], edges, variables.pop())
+        if len(variables) == 1
+        else NumberSet(membership_tests[sign], edges)
+    )
 
 
 def _read_solutions(node: Node) -> NumberSet | None:

@@ -23,14 +23,16 @@ def expand_signs(node: Node) -> Node:
         return Node("list", tuple(formula for part in node.parts for formula in _expand_item(part)), node.value)
     if node.kind == "set":
         return Node("set", tuple(formula for part in node.parts for formula in _expand_item(part)))
-    signs = _count_signs(node)
-    if not 0 < signs <= MAX_SIGNS:
+    num_signs = _count_signs(node)
+    if not 0 < num_signs <= MAX_SIGNS:
         return node
     if any(part.kind == "sign" and part.value == -1 for part in node.walk()):
-        return Node("list", tuple(_choose_signs(node, (sign,) * signs) for sign in (1, -1)), "and")
-    formulas = [_choose_signs(node, choice) for choice in product((1, -1), repeat=signs)]
+        return Node("list", tuple(_choose_signs(node, (sign,) * num_signs) for sign in (1, -1)), "and")
+    formulas = [_choose_signs(node, choice) for choice in product((1, -1), repeat=num_signs)]
     # Sums of equal numbers, as in \pm1\pm1, have fewer values than choices of signs.
-    distinct = {_value_or_tree(formula): formula for formula in formulas} if signs > 1 else dict(enumerate(formulas))
+    distinct = (
+        {_value_or_tree(formula): formula for formula in formulas} if num_signs > 1 else dict(enumerate(formulas))
+    )
     return Node("list", tuple(distinct.values()), "and")
 
 

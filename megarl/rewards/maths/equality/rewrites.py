@@ -145,10 +145,12 @@ def as_congruence(node: Node, domain: Node | None) -> Node:
         return node
     if not _is_linear(formula, parameter):
         return node
-    first, second = (exact(replace_node(formula, parameter, number(place))) for place in range(2))
-    if first is None or second is None or first == second:
+    residue, next_value = (
+        exact(replace_node(formula, parameter, number(parameter_value))) for parameter_value in range(2)
+    )
+    if residue is None or next_value is None or residue == next_value:
         return node
-    return Node("congruence", (name, number(first), number(abs(second - first))))
+    return Node("congruence", (name, number(residue), number(abs(next_value - residue))))
 
 
 def _is_linear(formula: Node, parameter: Node) -> bool:

@@ -64,11 +64,11 @@ def _compare_at_points(gold: Node, prediction: Node, factor: Fraction, *, has_sy
         kinds = (*kinds, *_HALVES)
     num_equal = bits = 0
     for seed, kind in enumerate(kinds):
-        verdict, bits_here = _compare_at(gold, prediction, factor, kind, seed, whole_names)
+        verdict, point_bits = _compare_at(gold, prediction, factor, kind, seed, whole_names)
         if verdict is False:
             return False, 0
         num_equal += verdict is True
-        bits = max(bits, bits_here)
+        bits = max(bits, point_bits)
     return num_equal >= (2 if has_symbols else 1), bits
 
 
@@ -120,20 +120,22 @@ def _compare_at(
     """
     evaluation = Evaluation(kind, seed, whole_names)
     try:
-        first = evaluation.value(gold)
+        gold_value = evaluation.value(gold)
     except NoValueError:
-        first = None
+        gold_value = None
     try:
-        second = evaluation.value(prediction) * factor.numerator / factor.denominator
+        predicted_value = evaluation.value(prediction) * factor.numerator / factor.denominator
     except NoValueError:
-        second = None
-    if first is None or second is None:
+        predicted_value = None
+    if gold_value is None or predicted_value is None:
         # At positive points a formula without a value differs from one with a value.
-        return (None if kind.startswith("mixed") or first is second else False), 0
-    if is_close(first, second, evaluation.scale):
-        return True, max(evaluation.bits, _count_cancelled_bits(evaluation.scale, max(abs(first), abs(second))))
+        return (None if kind.startswith("mixed") or gold_value is predicted_value else False), 0
+    if is_close(gold_value, predicted_value, evaluation.scale):
+        return True, max(
+            evaluation.bits, _count_cancelled_bits(evaluation.scale, max(abs(gold_value), abs(predicted_value)))
+        )
     # Roots and logarithms of negative numbers have several complex branches, so a difference proves nothing.
-    complex_values = 2 - is_real(first) - is_real(second)
+    complex_values = 2 - is_real(gold_value) - is_real(predicted_value)
     is_inconclusive = complex_values == 2 or (
         complex_values == 1 and (_has_branches(gold) or _has_branches(prediction))
     )
@@ -229,13 +231,17 @@ def _proportion(formula: Node, multiple: Node) -> tuple[int, int]:
     for seed, kind in enumerate(_choose_points(formula, multiple)):
         evaluation = Evaluation(kind, seed)
         try:
-            first, second = evaluation.value(formula), evaluation.value(multiple)
+            formula_value, multiple_value = evaluation.value(formula), evaluation.value(multiple)
         except NoValueError:
             continue
         # The ratio of a value that is almost zero by cancellation is not reliable.
-        if min(abs(first), abs(second)) <= tolerance() * evaluation.scale or second == 0 or first == 0:
+        if (
+            min(abs(formula_value), abs(multiple_value)) <= tolerance() * evaluation.scale
+            or multiple_value == 0
+            or formula_value == 0
+        ):
             return 0, 0
-        ratios.append(first / second)
+        ratios.append(formula_value / multiple_value)
         bits = max(bits, evaluation.bits)
     if len(ratios) < 2 or not is_real(ratios[0]) or not all(is_close(ratios[0], ratio) for ratio in ratios):
         return 0, 0

@@ -115,6 +115,7 @@ class Atoms(Scripts):
         return join_operands("product", [symbol(word.value[:-1]), node])
 
     def raise_to_power(self, base: Node) -> Node:
+        r"""Parse the exponent of `base`. Not all are powers: `90^\circ`, `f^{-1}(x)`, `A^T`."""
         exponent = self.exponent()
         if exponent.kind == "constant" and exponent.value == "degree":
             # 90^\circ is not a power but 90 degrees.
@@ -138,6 +139,7 @@ class Atoms(Scripts):
         return self._apply_to_arguments(Node(base.kind, base.parts, base.value + "'" * count))
 
     def _add_index(self, base: Node) -> Node:
+        """Parse the index of `base`, and its arguments if it is a function."""
         # x^2_1 is (x_1)^2: LaTeX allows both orders.
         if base.kind == "power" and base.parts[0].kind == "symbol":
             return Node("power", (self._add_index(base.parts[0]), base.parts[1]))
@@ -147,6 +149,7 @@ class Atoms(Scripts):
         return self._apply_to_arguments(Node("index", (index,), base.value))
 
     def atom(self) -> Node:
+        """Parse one operand: a number, symbol, text, bracket or command."""
         token = self.token
         if token.kind == "number":
             self.advance()
@@ -164,14 +167,14 @@ class Atoms(Scripts):
             self.advance()
             return symbol(token.text)
         if token.kind == "text":
-            return self._words()
+            return self._parse_words()
         if token.kind == "sign":
             return self._parse_brackets()
         if token.kind == "command":
-            return self._command()
+            return self._parse_command()
         raise NotMathematicsError(f"{token.text!r} is not an operand")
 
-    def _words(self) -> Node:
+    def _parse_words(self) -> Node:
         text = self.token.text
         if not all(character.isalpha() or character in " -'" for character in text):
             raise NotMathematicsError(
@@ -196,11 +199,11 @@ class Atoms(Scripts):
             # h(x) is a function, but h(a + b) is rather a product.
             is_simple = argument.kind == "letter" or (argument.kind == "number" and argument.text.isdigit())
             is_simple = is_simple and closing.text == ")"
-            is_used = name in _PERHAPS_FUNCTIONS or (function.kind == "index" and name in "fghFG")
-            is_function = is_function or (is_used and is_simple)
+            is_usual_function = name in _PERHAPS_FUNCTIONS or (function.kind == "index" and name in "fghFG")
+            is_function = is_function or (is_usual_function and is_simple)
             if function.kind == "symbol" and not is_function:
                 # P(1/2), \phi(12): a letter is not multiplied from the left by a number in brackets.
-                may_have_number = is_used or is_capital or name in GREEK
+                may_have_number = is_usual_function or is_capital or name in GREEK
                 is_function = may_have_number and self._has_number_in_brackets()
                 is_function = is_function or (name == "E" and argument.kind == "letter" and argument.text.isupper())
         if not is_function or function.kind == "apply":
@@ -235,11 +238,11 @@ class Atoms(Scripts):
     def _parse_brackets(self) -> Node:
         opening = self.token.text
         if opening in ("(", "["):
-            return self._pair_or_group(opening)
+            return self._parse_pair_or_group(opening)
         if opening == "{":
             return self.group()
         if opening == "\\{":
-            return self._set()
+            return self._parse_set()
         if opening != "|":
             raise NotMathematicsError(f"{opening!r} does not begin an operand")
         self.advance()
@@ -252,7 +255,8 @@ class Atoms(Scripts):
         self.expect("|")
         return Node("call", (node,), "abs")
 
-    def _pair_or_group(self, opening: str) -> Node:
+    def _parse_pair_or_group(self, opening: str) -> Node:
+        """Parse round or square brackets: a tuple, an interval, or a formula in them."""
         self.advance()
         node = self.until(*_CLOSING[opening])
         closing = self._tokens[self._place - 1].text
@@ -276,7 +280,8 @@ class Atoms(Scripts):
         self.expect("}")
         return node
 
-    def _set(self) -> Node:
+    def _parse_set(self) -> Node:
+        """Parse a set in braces: its elements, or a variable and its condition."""
         self.advance()
         if self.token.text == "\\}":
             self.advance()
@@ -296,7 +301,8 @@ class Atoms(Scripts):
         # Items joined by "or" are one element's alternatives, not elements.
         return Node("set", node.parts if node.kind == "list" and node.value != "or" else (node,))
 
-    def _command(self) -> Node:
+    def _parse_command(self) -> Node:
+        """Parse an operand that begins with a LaTeX command."""
         name = self.token.text
         self.advance()
         if name in FUNCTIONS:

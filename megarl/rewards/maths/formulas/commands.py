@@ -94,7 +94,7 @@ class Commands(Cursor):
             self.advance()
             script = self.argument() if is_base else self.exponent()
             base, exponent = (script, exponent) if is_base else (base, script)
-        node = self._call(name, self._function_argument(), base)
+        node = self._make_call(name, self._function_argument(), base)
         if exponent is None:
             return node
         # sin^{-1} is the arcsine, not 1/sin. Other exponents are powers: sin^2 x.
@@ -102,7 +102,8 @@ class Commands(Cursor):
             return Node("call", node.parts, "arc" + name)
         return Node("power", (node, exponent))
 
-    def _call(self, name: str, argument: Node, base: Node | None) -> Node:
+    def _make_call(self, name: str, argument: Node, base: Node | None) -> Node:
+        """Return the call of the function `name`. `base`: the index of a logarithm."""
         parts = argument.parts if argument.kind in ("list", "tuple", "set") else (argument,)
         if name == "exp":
             return Node("power", (Node("constant", (), "e"), argument))
@@ -146,10 +147,15 @@ class Commands(Cursor):
             sign = self.token.text
             self.advance()
             scripts[sign] = self.index() if sign == "_" else self.exponent()
-        start, high = scripts.get("_"), scripts.get("^")
-        if start is None or high is None or start.kind != "relation" or start.value != ("=",):
+        index_equation, high = scripts.get("_"), scripts.get("^")
+        if (
+            index_equation is None
+            or high is None
+            or index_equation.kind != "relation"
+            or index_equation.value != ("=",)
+        ):
             raise NotMathematicsError(f"the {name} has no index with a first and a last value")
-        index, low = start.parts
+        index, low = index_equation.parts
         # An index called i or e is not the constant.
         if index.kind != "symbol" and index not in (Node("constant", (), "i"), Node("constant", (), "e")):
             raise NotMathematicsError(f"the index of a {name} is not a letter")

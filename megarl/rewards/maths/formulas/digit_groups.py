@@ -28,8 +28,8 @@ class DigitGroups(Atoms):
         if self.token.kind != "number" or not is_candidate:
             return None
         start = self._place
-        groups, sign = self._groups()
-        meridiem = self._meridiem()
+        groups, sign = self._read_groups()
+        meridiem = self._read_meridiem()
         node = None
         if _is_clock(groups, sign, meridiem):
             node = Node("clock", tuple(number(int(group)) for group in groups), meridiem)
@@ -40,7 +40,7 @@ class DigitGroups(Atoms):
             self._place = start
         return node
 
-    def _groups(self) -> tuple[list[str], str]:
+    def _read_groups(self) -> tuple[list[str], str]:
         """Skip numbers joined by one sign. Returns the numbers as written, and the sign."""
         groups = [self.token.text]
         self.advance()
@@ -51,7 +51,7 @@ class DigitGroups(Atoms):
             self.advance()
         return groups, sign
 
-    def _meridiem(self) -> str:
+    def _read_meridiem(self) -> str:
         if self.token.kind != "text" or self.token.text not in _MERIDIEMS:
             return ""
         meridiem = self.token.text

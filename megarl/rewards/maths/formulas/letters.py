@@ -30,11 +30,17 @@ def split_products(tokens: list[Token]) -> list[Token]:
         # In ax + by the letters are variables, but in "m by n" they are a word.
         is_word = token.text in ("ax", "by") and next_token.kind in ("letter", "word", "number")
         if token.kind == "word" and not is_word and is_product(token.text):
-            for place, letter in enumerate(token.text):
+            for letter_index, letter in enumerate(token.text):
                 # Store the word in its first letter: it may turn out to be a unit.
-                origin = "" if place else token.text
+                origin = "" if letter_index else token.text
                 split_tokens.append(
-                    Token("letter", letter, token.start + place, token.has_space and not place, origin=origin)
+                    Token(
+                        "letter",
+                        letter,
+                        token.start + letter_index,
+                        token.has_space and not letter_index,
+                        origin=origin,
+                    )
                 )
         else:
             split_tokens.append(token)

@@ -64,12 +64,13 @@ class _Parser(DigitGroups):
     def items(self) -> Node:
         nodes = [self.relation()]
         signs: list[str] = []
-        while (sign := self._connective()) is not None:
+        while (sign := self._read_connective()) is not None:
             signs.append(sign)
             nodes.append(self.relation())
-        return self._over_or_choose(connect_items(nodes, signs))
+        return self._parse_over_or_choose(connect_items(nodes, signs))
 
-    def _over_or_choose(self, node: Node) -> Node:
+    def _parse_over_or_choose(self, node: Node) -> Node:
+        r"""Parse TeX's \over or \choose after a formula, if one follows."""
         if self.token.kind != "command" or self.token.text not in ("over", "choose"):
             return node
         command = self.token.text
@@ -77,7 +78,8 @@ class _Parser(DigitGroups):
         under = self.items()
         return Node("quotient", (node, under)) if command == "over" else Node("call", (node, under), "binomial")
 
-    def _connective(self) -> str | None:
+    def _read_connective(self) -> str | None:
+        """Skip adjacent connectives, such as `, and`, and return one for all. None: none follows."""
         if self.token.text in ("&", "\\&", "\\\\") and not self.brackets:
             self.advance()
             return "and"
@@ -89,9 +91,10 @@ class _Parser(DigitGroups):
         return connective
 
     def relation(self) -> Node:
+        """Parse one item: words and a colon before a value, digit groups, or a chain like `1 < x < 2`."""
         if (label := self._parse_label()) is not None:
             return Node("relation", (label, self.relation()), ("=",))
-        if (sign := self._relation_sign()) is not None:
+        if (sign := self._read_relation_sign()) is not None:
             self.is_congruence = sign == "equiv"
             node = self._parse_side()
             self.is_congruence = False
@@ -103,7 +106,7 @@ class _Parser(DigitGroups):
             return groups
         parts = [self._parse_named_function() or self._parse_side()]
         signs: list[str] = []
-        while (sign := self._relation_sign()) is not None:
+        while (sign := self._read_relation_sign()) is not None:
             signs.append(sign)
             self.is_congruence = sign == "equiv"
             parts.append(self._parse_side())
@@ -152,7 +155,7 @@ class _Parser(DigitGroups):
             self.expect(")")
         return modulus
 
-    def _relation_sign(self) -> str | None:
+    def _read_relation_sign(self) -> str | None:
         if self.token.kind not in ("sign", "command") or self.token.text not in _RELATIONS:
             return None
         sign = _RELATIONS[self.token.text]
@@ -209,6 +212,7 @@ class _Parser(DigitGroups):
         return negative(node) if sign == "-" else Node("sign", (node,), 1 if sign == "pm" else -1)
 
     def term(self) -> Node:
+        """Parse a product, with or without signs between its factors."""
         node = self._factor_or_mixed()
         if node.kind == "words":
             return node
@@ -288,11 +292,11 @@ class _Parser(DigitGroups):
         return self.power()
 
     def _make_mixed_number(self, whole_number: Token, part: Node) -> Node:
-        over, under = (operand.value for operand in part.parts)
+        numerator, denominator = (operand.value for operand in part.parts)
         # 3 5/2 is not a mixed number, and reading it as a product would guess.
-        if not 0 <= over < under:
+        if not 0 <= numerator < denominator:
             raise NotMathematicsError("the fraction of a mixed number is not between 0 and 1")
-        return number((whole_number.number or 0) + over / under)
+        return number((whole_number.number or 0) + numerator / denominator)
 
     def _is_unit_at(self, token: Token) -> bool:
         return _UNIT_FRACTION.match(self.source, token.start) is not None
@@ -301,7 +305,7 @@ class _Parser(DigitGroups):
         return self._unit_here() is not None
 
     def _unit_here(self) -> tuple[Any] | None:
-        """Return the unit in a tuple of one, if the rest of the text is a unit; else None."""
+        """Return the rest of the text as a unit, in a tuple: `(None,)` for words without effect. None: no unit."""
         token = self.token
         if self._read_unit is None or self.brackets or token.kind == "end":
             return None

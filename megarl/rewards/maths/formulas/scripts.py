@@ -54,8 +54,10 @@ class Scripts(Commands):
             return symbol(token.text)
         if takes_power and token.kind == "word" and token.text[0] == "T":
             # A^TB is A^{T}B.
-            rest = token.text[1:]
-            self._tokens[self._place] = Token("word" if len(rest) > 1 else "letter", rest, token.start + 1)
+            next_letters = token.text[1:]
+            self._tokens[self._place] = Token(
+                "word" if len(next_letters) > 1 else "letter", next_letters, token.start + 1
+            )
             return symbol("T")
         node = self.atom()
         if takes_power and self.token.text == "^" and self.token.kind == "sign":

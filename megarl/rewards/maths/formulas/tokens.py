@@ -81,15 +81,15 @@ def tokenize(text: str, *, groups: bool = True) -> list[Token]:
         ):
             # Within brackets, 1,234 is a pair or an interval.
             separator = COMMA if groups and depth == 0 else None
-            token, position = _number_token(text, position, has_space=has_space, separator=separator)
+            token, position = _read_number_token(text, position, has_space=has_space, separator=separator)
             tokens.append(token)
         elif character == "\\":
-            position = _command(text, position, has_space, tokens)
+            position = _append_command_token(text, position, has_space, tokens)
         elif character.isalpha():
             word = _WORD.match(text, position)
             if word is None:
                 raise NotMathematicsError(f"the letter {character!r} is not an ASCII letter")
-            tokens.append(_word(word[0], position, has_space))
+            tokens.append(_make_word_token(word[0], position, has_space))
             position = word.end()
         else:
             if text.startswith("...", position):
@@ -111,7 +111,7 @@ def tokenize(text: str, *, groups: bool = True) -> list[Token]:
     return tokens
 
 
-def _word(word: str, position: int, has_space: bool) -> Token:
+def _make_word_token(word: str, position: int, has_space: bool) -> Token:
     word = _OTHER_NAMES.get(word, word) if len(word) > 2 else word
     if word in FUNCTION_WORDS:
         return Token("command", word, position, has_space)
@@ -120,7 +120,7 @@ def _word(word: str, position: int, has_space: bool) -> Token:
     return Token("letter" if len(word) == 1 else "word", word, position, has_space)
 
 
-def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> int:
+def _append_command_token(text: str, position: int, has_space: bool, tokens: list[Token]) -> int:
     """Append the token of the LaTeX command at `position` to `tokens`. Returns the position after it."""
     command = _COMMAND.match(text, position)
     if command is None:
@@ -158,7 +158,7 @@ def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> 
     return command.end()
 
 
-def _number_token(text: str, position: int, *, has_space: bool, separator: str | None) -> tuple[Token, int]:
+def _read_number_token(text: str, position: int, *, has_space: bool, separator: str | None) -> tuple[Token, int]:
     # After ^ or _ an index is not a base: 2^3_1, R_1C_1.
     in_base = read_based_number(text, position) if text[position - 1 : position] not in ("^", "_") else None
     number = in_base or read_number(text, position, separator)
