@@ -154,7 +154,6 @@ def _try_policy_loss(
 
 
 def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], samples_per_group: int) -> None:
-    """Call an advantage function with toy rewards. Raises ResultError if its result is unusable."""
     num_samples = _NUM_GROUPS * samples_per_group
     sample_index = torch.arange(num_samples)
     groups = sample_index // samples_per_group

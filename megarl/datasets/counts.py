@@ -133,7 +133,6 @@ def _count_and_hash(
 
 
 def _count_name(field: str) -> str:
-    """Return the name of a field's count: `train`, or a validation set's own name."""
     kind, _, name = field.removeprefix("data.").partition(".")
     return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
 

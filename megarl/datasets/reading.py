@@ -114,14 +114,14 @@ def read_problems(
         required_fields=required_fields,
         refused_fields={} if is_heldout else unread_context_fields(recipe),
         environment=recipe.rollout.environment,
-        rewards=_rewards_of(recipe),
+        rewards=_list_reward_names(recipe),
         # Cached for all records: creating an environment may be slow.
         environment_tools=cache(partial(tools_of_environment, recipe)),
     )
     return _read_examples(recipe, data_set, kind, dropped, collect)
 
 
-def _rewards_of(recipe: Recipe) -> tuple[str, ...] | None:
+def _list_reward_names(recipe: Recipe) -> tuple[str, ...] | None:
     """Return the names of a recipe's rewards (servers: their kind), or None if nothing is rewarded."""
     names = [
         rewards.server_kind(function.name) or rewards.kind_of(function.name) for function in recipe.reward.functions

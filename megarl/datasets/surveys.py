@@ -42,7 +42,6 @@ def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, h
 def _survey(
     recipe: Recipe, field: str, data_set: DataSet, tokenizer: Tokenizer | None, compared_sets: Sequence[DataSet]
 ) -> Survey:
-    """Survey the records of a recipe field, and compare their prompts with `compared_sets`."""
     kind = kind_of_set(recipe, field)
     return survey(
         path_of(data_set),

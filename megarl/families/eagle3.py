@@ -230,7 +230,6 @@ def _find_tensor_faults(
 
 
 def _find_mapping_faults(folder: str, policy: ModelShape) -> Iterator[str]:
-    """Yield an error if the map `d2t` does not name a different token of the policy for each drafted token."""
     offsets = np.asarray(read_vocabulary_maps(folder)[OFFSETS], np.int64)
     tokens = offsets + np.arange(len(offsets))
     if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= policy.vocab_size:

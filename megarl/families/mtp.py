@@ -63,7 +63,11 @@ class MtpForm(NamedTuple):
     def rules(self, model: ModelShape, model_rules: Iterable[Rule]) -> Iterator[Rule]:
         """Yield the rules of the trained MTP layer: a layer with attention, three norms and a projection."""
         # Names of the parameters have no {layer}, so each rule names the layer in `layers`.
-        layers, hidden, reference_layer = frozenset({self._number(model)}), model.hidden_size, _last_attention(model)
+        layers, hidden, reference_layer = (
+            frozenset({self._layer_number(model)}),
+            model.hidden_size,
+            _last_attention(model),
+        )
 
         def move_name(parameter: str) -> str:
             return _TRANSFORMER + parameter.removeprefix(_DECODER)
@@ -109,7 +113,7 @@ class MtpForm(NamedTuple):
             yield Stack(draft_layers.DRAFTER + self._live_name(name), 0, (Part(name, split_kind),))
 
     def copies(self, model: ModelShape) -> dict[str, str]:
-        layer = self.layer.format(layer=self._number(model))
+        layer = self.layer.format(layer=self._layer_number(model))
         return {layer + name: original for name, original in self.copied.items()}
 
     def copied_prefixes(self, model: ModelShape) -> tuple[str, ...]:
@@ -122,7 +126,7 @@ class MtpForm(NamedTuple):
     def _has_own_prefix(self) -> bool:
         return self.layer.startswith(OWN)
 
-    def _number(self, model: ModelShape) -> int:
+    def _layer_number(self, model: ModelShape) -> int:
         """Return the number of the trained MTP layer in the names of its tensors."""
         return 0 if self._has_own_prefix else model.num_layers
 

@@ -274,7 +274,6 @@ def _check_rotated_channels(shape: ModelShape) -> None:
 
 
 def _check_ties(config: Mapping[str, Any], section: str) -> None:
-    """Raise DataError if config.json and its text section disagree on tying the embedding to the output layer."""
     name = "tie_word_embeddings"
     model_flag, text_flag = flag({name: False, **config}, name), flag({name: False, **mapping(config, section)}, name)
     if model_flag != text_flag:
@@ -293,7 +292,6 @@ def _dense_intermediate_size(config: Mapping[str, Any], parts: Parts) -> int:
 
 
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise DataError for an overridden field without effect on this model."""
     if override and (section := FAMILIES[shape.family].section):
         raise DataError(
             f"{next(iter(override))} is a field of {section} in this model's config.json and cannot be overridden; "
@@ -375,7 +373,6 @@ def _find_family_name(architecture: str, model_type: object) -> str:
 
 
 def _check_number_formats(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
-    """Raise DataError for a dtype or quantised format that megarl cannot read."""
     for field in ("dtype", "torch_dtype"):
         if config.get(field) not in (None, *DTYPES):
             raise DataError(f"{field} is {quote(config[field])}; it must be one of {', '.join(DTYPES)}.")

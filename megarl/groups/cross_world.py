@@ -72,7 +72,6 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
     rank, num_ranks = meeting.first_rank + own_rank, meeting.num_ranks
 
     def connect() -> tuple[Store, dist.ProcessGroupGloo]:
-        """Wait in the store until all ranks have arrived, then connect to them over gloo."""
         store = rendezvous.store_of(meeting, timeout_seconds)
         _await_all_ranks(store, rank, num_ranks, meeting)
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)

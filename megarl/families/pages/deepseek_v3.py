@@ -76,7 +76,6 @@ def read_latent(config: Mapping[str, Any]) -> Parts:
 
 
 def _read_attention(config: Mapping[str, Any]) -> Latent:
-    """Return the sizes of latent attention. Raises DataError if keys have fewer heads than queries."""
     num_heads = size(config, "num_attention_heads")
     if (num_kv_heads := size(config, "num_key_value_heads", null=num_heads)) != num_heads:
         raise DataError(

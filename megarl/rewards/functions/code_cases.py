@@ -94,7 +94,7 @@ def _parse_cases(tests: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
     if isinstance(tests, Mapping) and "inputs" in tests and "outputs" in tests:
         cases = _read_columns(tests)
     elif isinstance(tests, Sequence) and not isinstance(tests, str):
-        name = _function_name(record.get("metadata"))
+        name = _read_function_name(record.get("metadata"))
         cases = tuple(_read_row(row, name) for row in tests)
     else:
         raise ValueError(f"the record's tests have an unknown format: {tests!r:.80}; {_FORMS}")
@@ -120,7 +120,7 @@ def _read_row(row: Any, function_name: str | None) -> Case:
     if not isinstance(row, Mapping) or "input" not in row or "output" not in row:
         raise ValueError(f"a test in the record is not an object with input and output: {row!r:.80}; {_FORMS}")
     _refuse_unread_keys(row, "input", "output", "testtype", "type", "fn_name", "metadata")
-    function_name = row.get("fn_name") or _function_name(row.get("metadata")) or function_name
+    function_name = row.get("fn_name") or _read_function_name(row.get("metadata")) or function_name
     is_call = function_name is not None
     for key in ("testtype", "type"):
         if row.get(key) is not None:
@@ -136,7 +136,6 @@ def _read_row(row: Any, function_name: str | None) -> Case:
 
 
 def _refuse_unread_keys(tests: Mapping[str, Any], *read_keys: str) -> None:
-    """Raise ValueError for a key with a value that this module does not read."""
     for key, value in tests.items():
         if key not in read_keys and value is not None:
             raise ValueError(f"the record's tests have a key {key!r:.80} that is not read; remove it")
@@ -182,14 +181,13 @@ def _read_finite(digits: str) -> float:
 
 
 def _join_lines(value: Any) -> str:
-    """Return a program's input or output as text. Raises ValueError for null and objects, which are no text."""
     lines = value if isinstance(value, list) else [value]
     if any(line is None or isinstance(line, list | Mapping) for line in lines):
         raise ValueError(f"a program's input or output is {value!r:.80}; give a text or a list of lines")
     return "\n".join(map(str, lines))
 
 
-def _function_name(metadata: Any) -> str | None:
+def _read_function_name(metadata: Any) -> str | None:
     if isinstance(metadata, str):
         try:
             metadata = json.loads(metadata, object_pairs_hook=make_object)

@@ -133,7 +133,6 @@ def _outermost_box(text: str, box: Marked) -> Marked:
 
 
 def _match_commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
-    """Yield all box commands, the last first."""
     # One search for each command. A search for both commands would scan the text anew from each box.
     starts = heapq.merge(_find_from_the_end(text, "\\boxed"), _find_from_the_end(text, "\\fbox"), reverse=True)
     for start in starts:
@@ -331,7 +330,6 @@ def check_gold_texts(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> N
 
 
 def _empty_boxes(text: str) -> str:
-    r"""Return the text with nothing inside each \boxed{}."""
     for command in _match_commands_from_the_end(text):
         opening = _OPENING_BRACE.match(text, command.end())
         if opening is not None and (contents := _read_until_brace(text, opening.end())) is not None:

@@ -162,15 +162,15 @@ class ServedReward(Generic[Config]):
                 await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
                 pause *= 2
             async with self._slots:
-                result = await self._call(body)
+                result = await self._call_server(body)
             if isinstance(result, FunctionScore):
                 return result
             num_calls, failure = num_calls + 1, result
         if failure.kind == "parse_error" and self.config.parse_error_score is not None:
-            return self._substitute(failure.text)
+            return self._substitute_score(failure.text)
         raise ServerFailedError(failure.kind, f"{self._shown_url}, the last of {num_calls} calls: {failure.text}")
 
-    async def _call(self, body: bytes) -> FunctionScore | _NoScore:
+    async def _call_server(self, body: bytes) -> FunctionScore | _NoScore:
         self._count("calls")
         try:
             async with asyncio.timeout(self.config.timeout_seconds):
@@ -199,7 +199,7 @@ class ServedReward(Generic[Config]):
             self._count("parse_errors")
             return _NoScore("parse_error", str(error))
 
-    def _substitute(self, text: str) -> FunctionScore:
+    def _substitute_score(self, text: str) -> FunctionScore:
         self._count("substituted")
         score = self.config.parse_error_score
         assert score is not None
@@ -310,7 +310,6 @@ def make_server_client(function: RewardFunctionConfig) -> ServedReward[Any]:
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a response. Raises FailedCallError if it exceeds the size limit."""
     parts = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
         parts += part

@@ -80,7 +80,7 @@ class Judge(ServedReward[JudgeConfig]):
         self._pattern, self._verdict = self._compile_pattern(), self._compile_last_line()
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
-        values = self._values(sample)
+        values = self._placeholder_values(sample)
         # Replace in one pass, so that braces within a completion are not taken for placeholders.
         text = _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], self._prompt)
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
@@ -170,9 +170,9 @@ class Judge(ServedReward[JudgeConfig]):
         return any(name.startswith("record.") for name in self._placeholder_names(self._prompt))
 
     def check_record(self, sample: Sample) -> None:
-        self._values(sample)
+        self._placeholder_values(sample)
 
-    def _values(self, sample: Sample) -> dict[str, str]:
+    def _placeholder_values(self, sample: Sample) -> dict[str, str]:
         """Return the texts for the prompt's placeholders. Raises ValueError if the record lacks a field."""
         questions = [message.get("content") for message in sample.prompt_messages if message.get("role") == "user"]
         values = {

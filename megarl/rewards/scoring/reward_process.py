@@ -95,7 +95,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
     """
     folder = os.getcwd()
     search_path = [entry for entry in sys.path if entry]
-    if any(_is_in(folder, function.name) for function in reward.functions):
+    if any(_has_module_of(folder, function.name) for function in reward.functions):
         search_path.append(folder)
     return WorkerSettings(
         functions=tuple(function for function in reward.functions if server_kind(function.name) is None),
@@ -112,7 +112,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
     )
 
 
-def _is_in(folder: str, name: str) -> bool:
+def _has_module_of(folder: str, name: str) -> bool:
     """Return whether `folder` has the top-level module of the reward function `name`, without importing it."""
     if ":" not in name:
         return False

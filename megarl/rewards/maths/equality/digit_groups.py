@@ -42,7 +42,7 @@ def as_formula(node: Node) -> Node:
 
 
 def _is_falling_pair(groups: Node) -> bool:
-    is_pair = _separator(groups) == "-" and len(groups.parts) == 2
+    is_pair = _find_sign_of_groups(groups) == "-" and len(groups.parts) == 2
     return is_pair and groups.parts[0].value >= groups.parts[1].value
 
 
@@ -78,12 +78,12 @@ def _have_same_groups(gold: Node, prediction: Node) -> bool:
     if len(gold.parts) != len(prediction.parts):
         return False
     # A date may be written with either sign, but 10-12 is not 10/12.
-    if _separator(gold) != _separator(prediction) and len(gold.parts) != _DATE_PARTS:
+    if _find_sign_of_groups(gold) != _find_sign_of_groups(prediction) and len(gold.parts) != _DATE_PARTS:
         return False
     return _list_comparable_groups(gold) == _list_comparable_groups(prediction)
 
 
-def _separator(node: Node) -> str:
+def _find_sign_of_groups(node: Node) -> str:
     """Return the character between the groups of digits. A range in words, `10 to 12`, counts as 10-12."""
     return node.value[0] if node.kind == "groups" else "-"
 

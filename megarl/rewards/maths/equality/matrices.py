@@ -109,7 +109,7 @@ class _Evaluation:
             )
             if is_gram and node.parts[1].value < 0:
                 self.gram_matrices.add(parts[0])
-            return _raise(parts[0], node.parts[1].value)
+            return _raise_matrix(parts[0], node.parts[1].value)
         if node.kind == "call" and node.value in ("det", "abs"):
             return _scale(_UNIT_MATRIX, _determinant(parts[0]))
         raise NoValueError
@@ -118,12 +118,12 @@ class _Evaluation:
         if self._has_identity and name == _IDENTITY.value:
             return _UNIT_MATRIX
         if name in _SCALARS or (len(name) > 1 and name.islower()):
-            return _scale(_UNIT_MATRIX, _draw(name)[0][0])
-        return _multiply([_draw(letter) for letter in _letters_of(name) or [name]])
+            return _scale(_UNIT_MATRIX, _draw_matrix(name)[0][0])
+        return _multiply([_draw_matrix(letter) for letter in _letters_of(name) or [name]])
 
 
 @lru_cache(maxsize=256)
-def _draw(name: str) -> Matrix:
+def _draw_matrix(name: str) -> Matrix:
     generator = random.Random(f"matrix {name}")
     return tuple(tuple(generator.randrange(1, _PRIME) for _ in range(_SIZE)) for _ in range(_SIZE))
 
@@ -147,7 +147,7 @@ def _multiply(matrices: list[Matrix]) -> Matrix:
     return product
 
 
-def _raise(matrix: Matrix, exponent: Fraction) -> Matrix:
+def _raise_matrix(matrix: Matrix, exponent: Fraction) -> Matrix:
     if exponent.denominator != 1 or abs(exponent) > _MAX_EXPONENT:
         raise NoValueError
     return _multiply([matrix if exponent > 0 else _invert(matrix)] * abs(int(exponent)))

@@ -213,15 +213,15 @@ def _find_last_place(decimal: Node) -> Fraction | None:
 
 def is_proportional(formula: Node, multiple: Node) -> int:
     """Return the sign of c (1 or -1) if `formula` is c * `multiple`, else 0."""
-    sign, bits = _proportion(formula, multiple)
+    sign, bits = _measure_proportion(formula, multiple)
     digits = count_digits(bits)
     if not sign or digits == DIGITS:
         return sign
     with with_digits(digits):
-        return _proportion(formula, multiple)[0] if digits <= MAX_DIGITS else 0
+        return _measure_proportion(formula, multiple)[0] if digits <= MAX_DIGITS else 0
 
 
-def _proportion(formula: Node, multiple: Node) -> tuple[int, int]:
+def _measure_proportion(formula: Node, multiple: Node) -> tuple[int, int]:
     """Return the sign of c if `multiple` is c * `formula` (0: it is not), and the bits lost to cancellation.
 
     The factor is tested at random points.

@@ -192,7 +192,7 @@ class Atoms(Scripts):
         if self.token.text == "[":
             # E[X] is an expectation. Other letters are multiplied by square brackets: P[(1+r)^n-1].
             is_function = (name == "E" and not self.token.has_space) or name in ("mathbbE", "mathbbP")
-            return self._apply(function, "]") if is_function and function.kind == "symbol" else function
+            return self._parse_call(function, "]") if is_function and function.kind == "symbol" else function
         is_function = name in _ALWAYS_FUNCTIONS or name != function.value
         if function.kind == "index" or not is_function:
             argument, closing = self.following(), self._tokens[min(self._place + 2, len(self._tokens) - 1)]
@@ -208,7 +208,7 @@ class Atoms(Scripts):
                 is_function = is_function or (name == "E" and argument.kind == "letter" and argument.text.isupper())
         if not is_function or function.kind == "apply":
             return function
-        return self._apply(function, ")")
+        return self._parse_call(function, ")")
 
     def _has_number_in_brackets(self) -> bool:
         """Return whether the brackets here hold one number without variables, and no power follows: not P(1.05)^3."""
@@ -224,7 +224,7 @@ class Atoms(Scripts):
             is_first = False
         return False
 
-    def _apply(self, function: Node, closing: str) -> Node:
+    def _parse_call(self, function: Node, closing: str) -> Node:
         """Parse the arguments in brackets up to `closing`. Return the call."""
         self.advance()
         arguments = self.until(closing)

@@ -54,7 +54,7 @@ class _Parser(DigitGroups):
         node = self.items()
         if _has_words(node):
             raise NotMathematicsError("the text contains words outside a formula")
-        unit = self._unit_here()
+        unit = self._find_unit_here()
         if unit is not None:
             return Node("quantity", (node,), unit[0]) if unit[0] is not None else node
         if self.token.kind != "end":
@@ -221,7 +221,7 @@ class _Parser(DigitGroups):
                 is_cross = self.token.text == "times"
                 self.advance()
                 factor = self._parse_signed_factor()
-                node = self._times(node, factor) if is_cross else join_operands("product", [node, factor])
+                node = self._multiply_by_times(node, factor) if is_cross else join_operands("product", [node, factor])
             elif self.token.text == "bmod" and self.token.kind == "command" and not self.is_congruence:
                 self.advance()
                 node = Node("call", (node, self._parse_signed_factor()), "mod")
@@ -245,7 +245,7 @@ class _Parser(DigitGroups):
             else:
                 return node
 
-    def _times(self, node: Node, factor: Node) -> Node:
+    def _multiply_by_times(self, node: Node, factor: Node) -> Node:
         r"""Return the product of two operands of \times: vectors have a cross product, sets a set of pairs."""
         before, last = (node.parts[:-1], node.parts[-1]) if node.kind == "product" else ((), node)
         if _is_named_set(last) and _is_named_set(factor):
@@ -302,9 +302,9 @@ class _Parser(DigitGroups):
         return _UNIT_FRACTION.match(self.source, token.start) is not None
 
     def _has_unit_here(self) -> bool:
-        return self._unit_here() is not None
+        return self._find_unit_here() is not None
 
-    def _unit_here(self) -> tuple[Any] | None:
+    def _find_unit_here(self) -> tuple[Any] | None:
         """Return the rest of the text as a unit, in a tuple: `(None,)` for words without effect. None: no unit."""
         token = self.token
         if self._read_unit is None or self.brackets or token.kind == "end":
