@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import pickle
@@ -196,6 +197,7 @@ async def test_a_fork_that_the_agent_cannot_do_leaves_the_agent_and_no_rank(
             async with group_on(nodes, tmp_path, 2):
                 pytest.fail("started")
         assert caught.value.filename == str(tmp_path / "rank_0001.log")
+        assert caught.value.strerror == os.strerror(errno.EISDIR)
         assert time.monotonic() - began < NOTICED_SECONDS
         async with group_on(nodes, tmp_path / "logs", 2) as group:
             assert await group.call("product", 1) == [(0, 1), (1, 2)]

@@ -177,6 +177,14 @@ def test_a_driver_that_torch_cannot_use_is_named(tmp_path: Path, monkeypatch: py
     assert "570.86.15" in finding.text and "580" in finding.text
 
 
+def test_a_machine_without_gpus_is_said_to_compute_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(_describe_devices([])) == [
+        Finding("absent", "GPUs", "no NVIDIA driver answers: everything runs on the CPU"),
+        Finding("good", "collectives", "gloo"),
+    ]
+
+
 def test_what_nodes_have_in_common_is_said_once() -> None:
     same, torch = Finding("good", "numpy", "2.3.5"), Finding("good", "torch", "2.13.0")
     old = torch._replace(text="2.12.0")

@@ -278,6 +278,17 @@ async def test_requests_of_an_excluded_replica_wait_for_the_others() -> None:
     assert (load.num_waiting, load.num_running, load.num_live, load.num_lost) == (3, 1, 1, 1)
 
 
+async def test_aborted_requests_go_before_those_that_wait_the_oldest_first() -> None:
+    unused: Any = None
+    pool = EnginePool(unused, TWO, max_running=4)
+    for name in ("a", "c"):
+        future = asyncio.get_running_loop().create_future()
+        pool._requests.pending[name] = PendingRequest(request(name, (5,), 8), future, [])
+    pool._queues.common["waits"] = request("waits", (5,), 8)
+    pool._requests.queue_aborted(["a", "c"], {})
+    assert list(pool._queues.common) == ["a", "c", "waits"]
+
+
 async def test_the_last_lost_replica_fails_the_requests_that_it_got_from_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

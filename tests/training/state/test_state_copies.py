@@ -134,3 +134,4 @@ def test_a_resize_moves_about_the_bytes_that_were_predicted(
     settings = StateSettings(4, distributed)
     moves = forecast_resize(read_model_shape(recipe.model.path), old, new, settings, (8, 8))
     assert sum(received for received, _ in then) == moves.received == moves.handed_over == 0
+    assert moves.ratio == 1.0
