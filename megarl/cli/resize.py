@@ -47,7 +47,7 @@ def resize(
     changes, or why it cannot; then it continues unchanged.
     """
     from megarl.config.recipe import load_of_run
-    from megarl.loops.ranks.resizing import FIELDS, change_sizes, request
+    from megarl.loops.ranks.resizing import FIELDS, change_sizes, request_resize
     from megarl.tracking.run_record import RunRecord
 
     if not overrides:
@@ -59,7 +59,7 @@ def resize(
     values = _read_sizes(run / "config.yaml", (), overrides, is_of_run=True)
     # Checks the sizes against config.yaml. The run checks them again: after a loss of ranks its sizes differ.
     parallel = change_sizes(recipe_of_run, values).parallel
-    request(run, values)
+    request_resize(run, values)
     print_lines([f"{run}: changes to {parallel} after its current step"])
 
 

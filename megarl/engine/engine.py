@@ -28,7 +28,7 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine import full_tensors  # noqa: E402
-from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
+from megarl.engine.executor import CommandChannel, LeaderExecutor, follow_leader, start_worker  # noqa: E402
 from megarl.engine.leader_requests import LeaderRequests  # noqa: E402
 from megarl.engine.parts.choice import EngineFeatures, build_parts  # noqa: E402
 from megarl.engine.parts.engine_part import EnginePart  # noqa: E402
@@ -132,7 +132,7 @@ class RolloutEngine:
             # During construction the engine commanded the followers (cache sizes, warm-up). Release them now.
             self._channel.release()
         else:
-            serve(self._worker, self._channel)
+            follow_leader(self._worker, self._channel)
         for part in self._parts:
             part.activate(self._worker)
 
@@ -175,11 +175,11 @@ class RolloutEngine:
         faults.reach("sample")
         with preserved_random_state():
             if self._requests is None:
-                serve(self._worker, self._channel)
+                follow_leader(self._worker, self._channel)
                 return []
             try:
                 deadline = time.monotonic() + budget_seconds
-                return self._sample(self._requests, new_requests, aborts, deadline, leave_after)
+                return self._run_steps(self._requests, new_requests, aborts, deadline, leave_after)
             finally:
                 self._channel.release()
 
@@ -196,7 +196,7 @@ class RolloutEngine:
         """
         with preserved_random_state():
             if self._requests is None:
-                serve(self._worker, self._channel)
+                follow_leader(self._worker, self._channel)
                 return None
             try:
                 return self._requests.score(token_ids, self.weight_version)
@@ -282,7 +282,7 @@ class RolloutEngine:
         if self._channel.group is not None:
             dist.destroy_process_group(self._channel.group)
 
-    def _sample(
+    def _run_steps(
         self,
         requests: LeaderRequests,
         new_requests: Sequence[Request],

@@ -105,7 +105,7 @@ def _without_message_queues() -> Iterator[None]:
         MessageQueue.create_from_process_group = create_group_with_queue
 
 
-def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
+def follow_leader(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
     """Execute the leader's commands on a follower, until the leader releases it. All steps are then complete."""
     # After starting a step, wait for the previous one, as the leader does. vLLM overwrites a step's buffers two steps
     # later: the device must have read them by then.

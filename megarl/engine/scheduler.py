@@ -171,7 +171,7 @@ class RecordingScheduler(Scheduler):
         for request in self.running:
             num_ahead, num_computed = request.num_output_placeholders, request.num_computed_tokens
             if num_ahead > 0 and num_computed + 2 - num_ahead >= request.num_prompt_tokens + request.max_tokens:
-                # The steps already started reach the request's limit.
+                # The steps already started reach the request's limit. vLLM's `schedule` has the same condition.
                 continue
             if (
                 len(request._all_token_ids) + num_ahead - num_computed != 1

@@ -18,7 +18,7 @@ from megarl.loops.started_run import Run
 from megarl.loops.step import StepSamples
 from megarl.preflight import list_off_policy_warnings
 from megarl.rollout.step.advantages import penalty_kl, weigh_batch
-from megarl.rollout.step.scoring import forward_of, score
+from megarl.rollout.step.scoring import forward_of, score_groups
 from megarl.rollout.step.updates import PolicyUpdates, update_critic
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def train(run: Run) -> None:
                 samples = StepSamples(groups, waiting, rollout.state.kl_coefficient, dict(baselines))
                 with phase("logprobs"):
                     groups = await rollout.buffer.add_old_logprobs(groups, forward)
-                    groups, batch, scores = await score(groups, models, recipe, weight_version=number)
+                    groups, batch, scores = await score_groups(groups, models, recipe, weight_version=number)
                     step.log(scores)
                 run.abandon_if_asked()
                 with phase("advantages"):

@@ -152,7 +152,9 @@ async def test_a_step_samples_trains_saves_and_sends_its_weights(
         yield rollout
         run.events.append("close")
 
-    async def score(groups: object, models: object, recipe: object, *, weight_version: int) -> tuple[Any, Any, Any]:
+    async def score_groups(
+        groups: object, models: object, recipe: object, *, weight_version: int
+    ) -> tuple[Any, Any, Any]:
         assert (groups, models, recipe) == (["sampled"], run.models, run.recipe)
         run.events.append("score")
         return ["scored"], SimpleNamespace(version=weight_version, rewards=[0.0] * 3), {"scored": 1.0}
@@ -187,7 +189,16 @@ async def test_a_step_samples_trains_saves_and_sends_its_weights(
         run.events.append("retain experts")
         return {}
 
-    calls = (open_rollout, forward_of, score, penalty_kl, weigh_batch, update_critic, move_reference, retain_experts)
+    calls = (
+        open_rollout,
+        forward_of,
+        score_groups,
+        penalty_kl,
+        weigh_batch,
+        update_critic,
+        move_reference,
+        retain_experts,
+    )
     for function in calls:
         monkeypatch.setattr(rl, function.__name__, function)
     monkeypatch.setattr(rl, "PolicyUpdates", PlayedUpdates)

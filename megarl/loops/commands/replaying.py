@@ -49,7 +49,7 @@ from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rollout.state import flatten, problem_lookup
 from megarl.rollout.step.advantages import weigh_batch
 from megarl.rollout.step.rl_batch import RLBatch
-from megarl.rollout.step.scoring import complete_logprobs, forward_of, score
+from megarl.rollout.step.scoring import complete_logprobs, forward_of, score_groups
 from megarl.rollout.step.step_record import (
     COMPARED_METRICS,
     OTHER_LAYOUT_TOLERANCE,
@@ -394,7 +394,7 @@ class _StepExecutor:
         """Execute a step from log-probs to updates. Return its batch, groups and update metrics."""
         policy = models["policy"]
         completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward_of(policy, recipe))
-        scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)
+        scored, batch, _ = await score_groups(completed, models, recipe, weight_version=record.step)
         weigh_batch(batch, recipe, record.step, record.kl_coefficient, dict(record.role_baselines))
         metrics: dict[str, float] = {}
         if "critic" in models:

@@ -141,8 +141,9 @@ def find_wrong_ranks(reports: Sequence[CanaryReport], parallel: ParallelConfig) 
 
 def _find_unrepeated(report: CanaryReport) -> tuple[Place, str] | None:
     """Return place and name of the first output that a rank's second pass computed differently, or None."""
-    for output, repeated_number in zip(report.outputs, report.repeated, strict=True):
-        if output.number != repeated_number:
+    # The `number` of an output is its checksum.
+    for output, repeated_checksum in zip(report.outputs, report.repeated, strict=True):
+        if output.number != repeated_checksum:
             return output.place, output.name
     return None
 
@@ -162,12 +163,14 @@ def _find_difference(reports: Sequence[CanaryReport], group: Sequence[int]) -> _
     It names the ranks of the minority; without a majority, all ranks of the group.
     """
     for outputs in zip(*(reports[rank].outputs for rank in group), strict=True):
-        number_counts = Counter(output.number for output in outputs)
-        if len(number_counts) == 1:
+        checksum_counts = Counter(output.number for output in outputs)
+        if len(checksum_counts) == 1:
             continue
-        [(majority_number, num_equal)] = number_counts.most_common(1)
+        [(majority_checksum, num_equal)] = checksum_counts.most_common(1)
         is_majority = 2 * num_equal > len(group)
-        minority_ranks = [rank for rank, output in zip(group, outputs, strict=True) if output.number != majority_number]
+        minority_ranks = [
+            rank for rank, output in zip(group, outputs, strict=True) if output.number != majority_checksum
+        ]
         ranks = tuple(minority_ranks if is_majority else group)
         return _ReplicaDifference(outputs[0].place, outputs[0].name, ranks, is_majority)
     return None

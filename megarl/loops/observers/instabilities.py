@@ -9,7 +9,7 @@ from typing import Any
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObserver
-from megarl.loops.saving.checkpointing import Checkpoints, survey
+from megarl.loops.saving.checkpointing import Checkpoints, survey_checkpoints
 from megarl.loops.step import Step
 from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow
 from megarl.tracking.model_outputs import NotFinite
@@ -85,7 +85,7 @@ class Instabilities(StepObserver):
         """Load the newest checkpoint into the trainer. Step numbers and position in the data do not change."""
         # A background save may be in progress. It is of a step before the spike, so it may be loaded.
         await self._checkpoints.complete_save(wait=True)
-        checkpoint: Path | None = survey(RunRecord.read(self._folder.path)).newest_intact
+        checkpoint: Path | None = survey_checkpoints(RunRecord.read(self._folder.path)).newest_intact
         if checkpoint is None:
             self._tracker.notice(f"{text}. No rollback: there is no checkpoint yet")
             return

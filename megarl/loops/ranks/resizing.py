@@ -57,7 +57,7 @@ def refuse_other_fields(fields: Iterable[str]) -> None:
         raise ConfigError(f"{unknown_fields[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
 
 
-def request(run_folder: Path, values: Mapping[str, Any]) -> None:
+def request_resize(run_folder: Path, values: Mapping[str, Any]) -> None:
     """Request a run to change these fields after its current step.
 
     Raises ConfigError for other fields, or if the run has not read an earlier request yet.

@@ -244,7 +244,7 @@ def remove_incomplete_saves(checkpoints_folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def survey(run_record: RunRecord) -> Survey:
+def survey_checkpoints(run_record: RunRecord) -> Survey:
     """Find the newest checkpoint whose files match its manifest. Changes nothing.
 
     A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError for an unreadable checkpoint, or

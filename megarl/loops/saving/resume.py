@@ -15,7 +15,7 @@ from megarl.config.recipe import recipe_changes
 from megarl.datasets.counts import RecordDigests
 from megarl.loops.saving.changed_data import refuse_changed_files, refuse_other_data
 from megarl.loops.saving.changed_recipe import refuse_other_inputs, refuse_unfit_state
-from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
+from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey_checkpoints
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.driver_state import read_driver
 from megarl.loops.saving.run_inputs import Inputs
@@ -56,8 +56,8 @@ def find_origin(
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, record_digests)
     if folder.dead_owner:
-        _warn(console, [f"{folder.path}: taken over from a process that ended without a word: {folder.dead_owner}"])
-    surveyed = survey(folder.earlier) if resume else Survey(None, {})
+        _warn(console, [f"{folder.path}: taken over from a process that did not record its end: {folder.dead_owner}"])
+    surveyed = survey_checkpoints(folder.earlier) if resume else Survey(None, {})
     driver_state: dict[str, Any] = {}
     position = DataPosition()
     if resume == "must":

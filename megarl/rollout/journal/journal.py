@@ -35,7 +35,7 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from megarl.files.atomic import raise_storage_errors, replace_bytes
-from megarl.rollout.journal.lines import damaged, encode_line, prompt_digest
+from megarl.rollout.journal.lines import encode_line, make_damage_error, prompt_digest
 from megarl.rollout.journal.state import JournalState
 from megarl.rollout.journal.token_account import TokenAccount
 from megarl.rollout.journal.tries import JournaledTry, refused_record, sampled_record
@@ -257,7 +257,7 @@ class AttemptJournal:
         try:
             return read_trajectory(agent_try.ended, agent_try.num_answered, self._find_problem)
         except DAMAGE as error:
-            raise damaged(
+            raise make_damage_error(
                 self._file, 1, f"the end of attempt {agent_try.name:.80} is damaged ({error!r:.200})"
             ) from None
 
@@ -425,7 +425,7 @@ class AttemptLog:
         if 0 < num_counted < num_tokens:
             # Its driver continued it from an earlier checkpoint, and was killed.
             self._journal.record_abort(earlier_try.name, identity, num_tokens - num_counted)
-        # With no tokens counted here, they have passed to an answer.
+        # If no tokens are counted here, an answer has taken them over.
         can_continue = (
             has_same_settings and not earlier_try.has_answer(identity) and (num_counted > 0 or not num_tokens)
         )
@@ -460,7 +460,7 @@ class AttemptLog:
                 self.record_abort(self.name, call, num_sampled(call.parts) - num_begun_tokens)
             raise asyncio.CancelledError
         if call.is_refused:
-            # Count the parts before a pause. An earlier try's stay with it.
+            # Count the tokens sampled before a pause. Tokens of an earlier try stay with that try.
             if not is_repeated:
                 self.record_abort(self.name, call, num_sampled(call.parts) - num_begun_tokens)
             if call.parts[0].routed_experts is None:

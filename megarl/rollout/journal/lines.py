@@ -48,11 +48,11 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield line_number, values
             # Only a last line without a line feed is skipped, because a kill cut it.
             elif line.endswith(b"\n") or len(line) == _MAX_LINE:
-                raise damaged(file, line_number, "the line's checksum is wrong")
+                raise make_damage_error(file, line_number, "the line's checksum is wrong")
 
 
-def damaged(file: Path, number: int, reason: str) -> DataError:
-    return DataError(f"{file}:{number}: {reason}. {_REMEDY}")
+def make_damage_error(file: Path, line_number: int, reason: str) -> DataError:
+    return DataError(f"{file}:{line_number}: {reason}. {_REMEDY}")
 
 
 def _decode_line(line: bytes) -> dict[str, Any] | None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.rollout.journal.lines import (
-    damaged,
     decode_tokens,
+    make_damage_error,
     prompt_digest,
     read_completion,
     read_count,
@@ -69,7 +69,9 @@ class JournalState:
             try:
                 self.apply(values)
             except DAMAGE as error:
-                raise damaged(file, line_number, f"the record is not one of a journal ({error!r:.200})") from None
+                raise make_damage_error(
+                    file, line_number, f"the record is not one of a journal ({error!r:.200})"
+                ) from None
 
     def apply(self, record: Mapping[str, Any]) -> None:
         """Apply a record. Raises an error of `DAMAGE` if it is not a valid record of a journal."""

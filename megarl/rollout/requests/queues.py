@@ -67,6 +67,7 @@ class RequestQueues:
         """Queue the remaining tokens of a completion. If its token limit is reached, finish it instead."""
         request_id = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
+            # The last part now ends the completion.
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
             return
         queue[request_id] = make_remaining_request(pending.request, pending.parts)

@@ -36,7 +36,7 @@ def forward_of(policy: RankModel, recipe: Recipe) -> Forward:
     return policy.forward if recipe.algorithm.entropy_top_share is None else policy.forward_with_entropies
 
 
-async def score(
+async def score_groups(
     groups: Sequence[Group], models: Mapping[str, RankModel], recipe: Recipe, weight_version: int
 ) -> tuple[list[Group], RLBatch, dict[str, float]]:
     """Return a step's groups, their batch with the scores of all models, and the metrics (METRICS).

@@ -66,7 +66,7 @@ class TeacherPrompts:
                 continue
             # Sampled tokens are never replaced, even if the prompts agree with them.
             first_sampled = int(segment.loss_mask.argmax())
-            opening = splice(segment.token_ids[:first_sampled], prompt=prompt, teacher_prompt=teacher_prompt)
+            opening = replace_opening(segment.token_ids[:first_sampled], prompt=prompt, teacher_prompt=teacher_prompt)
             if opening is None:
                 raise _make_prompt_error(trajectory, "a later model call does not begin with the first prompt")
             openings.append(opening)
@@ -89,7 +89,7 @@ class TeacherPrompts:
         self._last_valid_prompt = key
 
 
-def splice(
+def replace_opening(
     token_ids: NDArray[np.int64], *, prompt: NDArray[np.int64], teacher_prompt: NDArray[np.int64]
 ) -> Opening | None:
     """Return the teacher's opening of a sequence. `token_ids` [tokens] are its tokens before the first sampled token.

@@ -417,25 +417,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     import re
 
-    from megarl.loops.saving.checkpointing import survey
+    from megarl.loops.saving.checkpointing import survey_checkpoints
     from megarl.tracking.run_record import RunRecord
     from megarl.types import DataError
 
     home = shutil.copytree(runs.run("whole") / "checkpoints", tmp_path / "checkpoints")
     names = [f"step_{step:06d}" for step in (STEPS, STEPS - EVERY, STEPS - 2 * EVERY)]
-    found = survey(RunRecord.read(tmp_path))
+    found = survey_checkpoints(RunRecord.read(tmp_path))
     assert found.newest_intact == home / names[0] and not found.damaged
     for name in names[:-1]:
         reason = fault(home / name)
         older = home / names[names.index(name) + 1]
-        found = survey(RunRecord.read(tmp_path))
+        found = survey_checkpoints(RunRecord.read(tmp_path))
         assert found.newest_intact == older and (home / name).is_dir()
         assert [*found.damaged] == [name] and re.search(reason, found.damaged[name])
         found.clean_folder(home)
         assert (home / f"{name}.damaged").is_dir() and (home / "latest").read_text() == f"{older.name}\n"
     fault(home / names[-1])
     with pytest.raises(DataError, match="none of the run's 3 checkpoints can be loaded"):
-        survey(RunRecord.read(tmp_path))
+        survey_checkpoints(RunRecord.read(tmp_path))
     assert not (home / "sprung").exists()
 
 

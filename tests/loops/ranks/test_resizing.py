@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.ranks.resizing import can_grow, change_sizes, request, shrink_to, take_request
+from megarl.loops.ranks.resizing import can_grow, change_sizes, request_resize, shrink_to, take_request
 from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 from tests.preflight.conftest import recipe as recipe
@@ -46,7 +46,7 @@ def test_too_few_survivors_are_refused(recipe: Callable[..., Recipe]) -> None:
 def test_a_request_is_taken_once(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     made = recipe(cluster={"ranks_per_node": 2})
     assert take_request(tmp_path, made) is None
-    request(tmp_path, {"cluster.ranks_per_node": 4, "trainer.tp": 2})
+    request_resize(tmp_path, {"cluster.ranks_per_node": 4, "trainer.tp": 2})
     asked = take_request(tmp_path, made)
     assert asked is not None and (asked.parallel.tp, asked.parallel.dp) == (2, 2)
     assert asked.recipe.cluster.ranks_per_node == 4 and made.cluster.ranks_per_node == 2
@@ -81,9 +81,9 @@ def test_a_refused_request_is_removed(
 
 def test_of_two_requests_the_second_is_refused(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     made = recipe(cluster={"ranks_per_node": 2})
-    request(tmp_path, {"trainer.tp": 2})
+    request_resize(tmp_path, {"trainer.tp": 2})
     with pytest.raises(ConfigError, match=r"resize\.json: another change waits"):
-        request(tmp_path, {"cluster.ranks_per_node": 4})
+        request_resize(tmp_path, {"cluster.ranks_per_node": 4})
     assert [path.name for path in tmp_path.glob("*resize*")] == ["resize.json"]
     asked = take_request(tmp_path, made)
     assert asked is not None and (asked.parallel.tp, asked.parallel.world_size) == (2, 2)
@@ -93,7 +93,7 @@ def test_other_fields_are_not_asked_for(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^optimizer.learning_rate: a resize cannot change it; it can change cluster"
     ):
-        request(tmp_path, {"optimizer.learning_rate": 1.0})
+        request_resize(tmp_path, {"optimizer.learning_rate": 1.0})
     assert list(tmp_path.iterdir()) == []
 
 

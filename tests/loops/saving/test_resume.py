@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.checkpoint.manifest import file_record, write_manifest
 from megarl.config import OptimizerConfig, Recipe
-from megarl.loops.saving.checkpointing import plain_recipe, survey
+from megarl.loops.saving.checkpointing import plain_recipe, survey_checkpoints
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.driver_state import read_driver
 from megarl.loops.saving.resume import Origin, begin_from_copy, find_origin
@@ -98,12 +98,12 @@ def no_file_can_be_opened() -> Iterator[None]:
 
 def test_a_checkpoint_that_cannot_be_read_is_not_condemned(home: Path) -> None:
     earlier, before = RunRecord.read(home.parent), contents(home.parent)
-    assert survey(earlier).newest_intact == home / "step_000004"  # what it imports is imported
+    assert survey_checkpoints(earlier).newest_intact == home / "step_000004"  # what it imports is imported
     with no_file_can_be_opened(), pytest.raises(StorageError, match=r"step_000004.*Too many open files") as caught:
-        survey(earlier)
+        survey_checkpoints(earlier)
     assert caught.value.exit_code == 74
     assert contents(home.parent) == before
-    assert survey(earlier).newest_intact == home / "step_000004"
+    assert survey_checkpoints(earlier).newest_intact == home / "step_000004"
 
 
 def test_a_resume_on_a_full_disk_condemns_nothing(
@@ -845,7 +845,7 @@ def test_a_recovery_from_copies_reads_no_checkpoint(recipe: Recipe, home: Path, 
         sys.addaudithook(watch)
         begin_from_copy(copied, recipe, folder)
         assert opened == []
-        assert survey(folder.earlier).newest_intact == home / "step_000004" and opened
+        assert survey_checkpoints(folder.earlier).newest_intact == home / "step_000004" and opened
         is_watched = False
         assert folder.resumed_step == 5
     assert not (home / ".step_000006.partial").exists()

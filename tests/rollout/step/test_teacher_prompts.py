@@ -16,7 +16,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.rollout.step.rl_batch import RLBatch
-from megarl.rollout.step.teacher_prompts import Opening, TeacherPrompts, join_openings, splice
+from megarl.rollout.step.teacher_prompts import Opening, TeacherPrompts, join_openings, replace_opening
 from megarl.rollout.step.teachers import Teachers, compute_teacher_advantages
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Archive, Completion, MegarlError, Problem, RetainedSets, Reward, Segment, Trajectory
@@ -199,7 +199,7 @@ def test_every_turn_is_after_one_insertion() -> None:
     prompt, teacher = np.array([1, 2, 3, 90, 91]), np.array([1, 2, 7, 7, 3, 90, 91])
 
     def opening(*token_ids: int) -> Any:
-        found = splice(np.array(token_ids), prompt=prompt, teacher_prompt=teacher)
+        found = replace_opening(np.array(token_ids), prompt=prompt, teacher_prompt=teacher)
         return None if found is None else (found.num_replaced, found.token_ids.tolist())
 
     assert opening(1, 2, 3, 90, 91) == opening(1, 2, 3, 90, 91, 50, 51, 60) == (5, [1, 2, 7, 7, 3, 90, 91])
