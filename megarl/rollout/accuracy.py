@@ -57,13 +57,13 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 
 
 def had_unjudged_answers(
-    rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool
+    metrics_by_step: Iterable[Mapping[str, Any]], source: str, set_names: Iterable[str], *, is_mixture: bool
 ) -> bool:
     """Return whether an earlier step of the run logged an answer of this source without a verdict.
 
-    `rows` has each step's metrics by name. `sets` are the source's validation sets.
+    `metrics_by_step` has each step's metrics by name. `set_names` are the source's validation sets.
     """
     # In a mixture, this metric's name contains the source.
     training_name = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"
-    names = (training_name, *(f"val/{name}/unjudged" for name in sets))
-    return any(name in row for row in rows for name in names)
+    metric_names = (training_name, *(f"val/{name}/unjudged" for name in set_names))
+    return any(name in step_metrics for step_metrics in metrics_by_step for name in metric_names)

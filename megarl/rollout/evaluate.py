@@ -227,6 +227,7 @@ def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
 
 
 def _flatten_measures(measures: Mapping[str, Measure]) -> dict[str, float]:
+    """Return each measure's value, and the ends of its interval as NAME/low and NAME/high."""
     scalars = {name: measure.value for name, measure in measures.items()}
     for name, measure in measures.items():
         scalars |= {f"{name}/low": measure.low, f"{name}/high": measure.high}

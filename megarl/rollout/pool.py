@@ -246,7 +246,7 @@ class EnginePool:
         replica.running.clear()
         replica.aborts.clear()
         replica.pace.num_tokens += self._requests.count_parts(part_by_request.values())
-        self._requests.queue_aborted(request_ids, part_by_request)
+        self._requests.requeue_aborted(request_ids, part_by_request)
 
     async def _count_unfinished(self, replica: Replica) -> None:
         """Count the tokens of requests that stay in an engine during a pause: they may finish in a later step."""

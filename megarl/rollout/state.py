@@ -65,8 +65,8 @@ class RLState:
         """Baselines of algorithm.advantage = rae, by role; in a mixture by SOURCE.ROLE."""
         self._baselines_before_step: dict[str, float] = {}
         self._step_groups: list[Group] = []
-        self._before_step: tuple[int, int, int, list[Group], Positions] | None = None
-        self._num_events = 0
+        self._state_before_step: tuple[int, int, int, list[Group], Positions] | None = None
+        self._num_events_before_step = 0
 
     def begin_step(self, *, repeats_draws: bool) -> None:
         """Begin a training step. The previous step's groups have been trained.
@@ -76,8 +76,8 @@ class RLState:
         self._step_groups = []
         self._baselines_before_step = dict(self.role_baselines)
         counts_and_positions = self.drawn, self.used, self.num_dropped, self.waiting, self.positions
-        self._before_step = counts_and_positions if repeats_draws else None
-        self._num_events = len(self.draws.pending)
+        self._state_before_step = counts_and_positions if repeats_draws else None
+        self._num_events_before_step = len(self.draws.pending)
 
     def start_group(self, group: StartedGroup, positions: Positions) -> None:
         """Add a group just drawn. `positions` are the sources' positions after the draw."""
@@ -111,10 +111,10 @@ class RLState:
         and let the step's groups wait again.
         """
         self.role_baselines = dict(self._baselines_before_step)
-        if self._before_step is not None:
-            self.drawn, self.used, self.num_dropped, self.waiting, self.positions = self._before_step
+        if self._state_before_step is not None:
+            self.drawn, self.used, self.num_dropped, self.waiting, self.positions = self._state_before_step
             self.started = {}
-            del self.draws.pending[self._num_events :]
+            del self.draws.pending[self._num_events_before_step :]
             return
         for group in self._step_groups:
             self.draws.remove("used", group[0].problem.source, group[0].problem.index)

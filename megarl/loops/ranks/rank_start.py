@@ -154,7 +154,7 @@ async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: Parall
 
 async def describe_hardware(ranks: RunRanks) -> dict[str, str]:
     """Return the number of ranks by node, and the GPUs of the driver's node, for attempt.json."""
-    on_nodes = Counter(place[0] for place in ranks.topology)
+    rank_counts = Counter(place[0] for place in ranks.topology)
     gpu_counts = Counter(await asyncio.to_thread(gpus))
     gpu_text = "; ".join(f"{count} x {gpu}" for gpu, count in gpu_counts.items()) or "none: on the CPU"
-    return {"ranks": ", ".join(f"{count} on {node}" for node, count in on_nodes.items()), "GPUs": gpu_text}
+    return {"ranks": ", ".join(f"{count} on {node}" for node, count in rank_counts.items()), "GPUs": gpu_text}

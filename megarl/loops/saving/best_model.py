@@ -127,7 +127,7 @@ class BestModel:
         self.step, self._value = step, value
 
     def _publish_candidate(self) -> None:
-        # The model last: its `hf_best/best.json` then implies that all are complete.
+        # Rename the model's folder last: its `hf_best/best.json` then implies that all folders are complete.
         for best, candidate in zip(_companions(self._best), _companions(self._candidate), strict=True):
             if candidate.exists():
                 replace_folder(candidate, best)

@@ -127,7 +127,7 @@ class JournalState:
         for name, agent_try in list(self.tries.items()):
             settled_step = agent_try.settled_step
             if self._is_unused(agent_try):
-                # A checkpoint may have its calls. The find_newest_try try then knows that they are counted.
+                # A checkpoint may have its calls. The newest try then knows that they are counted.
                 newest_tries[agent_try.attempt_name].remember_calls_of(agent_try)
             elif settled_step is None:
                 continue
@@ -162,7 +162,7 @@ class JournalState:
         name, attempt_name, settings = (str(record[field_name]) for field_name in ("try", "attempt", "settings"))
         if name in self.tries:
             raise ValueError(f"the start of try {name} is recorded twice")
-        # Only a rewritten record has it: a new try begins in the step after the find_newest_try settled one.
+        # Only a rewritten record has it: a new try begins in the step after the newest settled one.
         first_step = read_count(record["step"]) if "step" in record else self._last_step + 1
         tries_of_attempt = self._tries_by_attempt.setdefault(attempt_name, {})
         for earlier_try in tries_of_attempt.values():
@@ -307,7 +307,7 @@ class JournalState:
                 agent_try.forget_tokens()
 
     def _apply_lost(self, record: Mapping[str, Any]) -> None:
-        # Earlier versions of megarl never write the step: it is the find_newest_try one.
+        # Earlier versions of megarl never write the step: it is the newest one.
         step = read_count(record["step"]) if "step" in record else self._last_step
         for name in record["tries"]:
             agent_try = self.tries[name]

@@ -55,18 +55,20 @@ class RequestTable:
                 # Cancelled or failed in this cycle of the event loop: `generate` reports the tokens as soon as it runs.
                 pending.parts.append(completion)
 
-    def queue_aborted(self, running: Sequence[str], aborted: Mapping[str, Completion]) -> None:
-        """Queue the remaining tokens of aborted requests at the front. `running` are their ids, the oldest first."""
-        for request_id in reversed(running):
+    def requeue_aborted(self, request_ids: Sequence[str], part_by_request: Mapping[str, Completion]) -> None:
+        """Queue the remaining tokens of aborted requests at the front. `request_ids` has the oldest first."""
+        for request_id in reversed(request_ids):
             self._tokens_in_engines.pop(request_id, None)
-            self._report_withdrawn(request_id, len(aborted[request_id].token_ids) if request_id in aborted else 0)
+            self._report_withdrawn(
+                request_id, len(part_by_request[request_id].token_ids) if request_id in part_by_request else 0
+            )
             pending = self.pending.get(request_id)
             if pending is None:
                 continue
             # A request aborted in the engine's queue has no tokens: it adds no part. One that was cancelled in this
             # cycle of the event loop reports its parts as soon as `generate` runs.
-            if request_id in aborted and len(aborted[request_id].token_ids):
-                pending.parts.append(aborted[request_id])
+            if request_id in part_by_request and len(part_by_request[request_id].token_ids):
+                pending.parts.append(part_by_request[request_id])
             if not pending.future.done():
                 self._queues.put_request(pending, self._queues.common, at_front=True)
 

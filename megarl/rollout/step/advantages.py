@@ -84,7 +84,7 @@ def weigh_batch(
     metrics |= select_by_covariance(batch, recipe, weight_version)
     if recipe.rollout.carries_groups:
         # Before stale log-probs are set to NaN, because the metrics compare them.
-        metrics |= metrics_by_version(batch, weight_version, is_trainers=algorithm.old_logprobs == "trainer")
+        metrics |= metrics_by_version(batch, weight_version, has_trainer_logprobs=algorithm.old_logprobs == "trainer")
         batch.forget_stale_logprobs(weight_version)
     return metrics
 

@@ -212,19 +212,19 @@ def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant
     batch.per_token["token_weights"] = weights.numpy()
 
 
-def split_evenly(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    """Split sample indices, int64 [samples], into `count` arrays. Their sizes differ by at most 1, the larger first.
+def split_evenly(samples: NDArray[np.int64], num_parts: int) -> list[NDArray[np.int64]]:
+    """Split sample indices, int64 [samples], into `num_parts` arrays. Sizes differ by at most 1, the larger first.
 
     Sizes differ if groups waited since before a resume with another train.samples_per_prompt. Raises MegarlError if
     there are fewer samples than arrays: each update needs a sample.
     """
-    if len(samples) < count:
+    if len(samples) < num_parts:
         raise MegarlError(
-            f"the step has {len(samples)} samples for {count} updates, because its groups were sampled before a resume "
-            "with another train.samples_per_prompt; set train.updates_per_step and critic.updates_per_step to at most "
-            f"{len(samples)}"
+            f"the step has {len(samples)} samples for {num_parts} updates, because its groups were sampled before a "
+            "resume with another train.samples_per_prompt; set train.updates_per_step and critic.updates_per_step "
+            f"to at most {len(samples)}"
         )
-    return np.array_split(samples, count)
+    return np.array_split(samples, num_parts)
 
 
 def _collect_turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:

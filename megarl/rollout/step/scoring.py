@@ -49,8 +49,8 @@ async def score_groups(
     await score_tokens(batch, models, recipe, weight_version)
     if "reward_model" not in models:
         return list(groups), batch, {}
-    rescored, metrics = await add_model_scores(groups, batch, models["reward_model"], recipe.reward)
-    return rescored, batch, metrics
+    rescored_groups, metrics = await add_model_scores(groups, batch, models["reward_model"], recipe.reward)
+    return rescored_groups, batch, metrics
 
 
 async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: Recipe, weight_version: int) -> None:
@@ -79,14 +79,16 @@ async def add_model_scores(
     token_scores = await reward_model.forward(last_segments)
     # `with_score_masks` appended a token to each sequence. The model's output there scores the whole sequence.
     scores = token_scores[last_segments.cu_seqlens[1:] - 1].astype(np.float64)
-    clipped = scores if config.model_clip is None else scores.clip(-config.model_clip, config.model_clip)
-    weighted_scores = iter((config.model_weight * clipped).tolist())
-    rescored = [[_add_model_score(t, next(weighted_scores), config.function_weight) for t in group] for group in groups]
-    batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
+    clipped_scores = scores if config.model_clip is None else scores.clip(-config.model_clip, config.model_clip)
+    weighted_scores = iter((config.model_weight * clipped_scores).tolist())
+    rescored_groups = [
+        [_add_model_score(t, next(weighted_scores), config.function_weight) for t in group] for group in groups
+    ]
+    batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored_groups for t in group])
     # Turn rewards are part of `rewards`, so they need the same weight.
     batch.turn_rewards = config.function_weight * batch.turn_rewards
-    batch.model_scores = clipped
-    return rescored, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
+    batch.model_scores = clipped_scores
+    return rescored_groups, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
 
 
 def _add_model_score(trajectory: Trajectory, weighted_model_score: float, function_weight: float) -> Trajectory:

@@ -274,11 +274,11 @@ def _count_first_prompt_tokens(trajectory: Trajectory) -> int:
     return len(trajectory.problem.prompt_token_ids) if first_sampled_mask is None else int(first_sampled_mask.argmax())
 
 
-def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
+def metrics_by_version(batch: RLBatch, weight_version: int, *, has_trainer_logprobs: bool = True) -> dict[str, float]:
     """Return metrics of the trained tokens before the update, by age (weight versions since sampling).
 
-    `is_trainers`: `old_logprobs` come from the trainer. If log-probs are missing, only shares of tokens are returned.
-    Call this before stale log-probs become NaN.
+    `has_trainer_logprobs`: `old_logprobs` come from the trainer. If log-probs are missing, only shares of tokens are
+    returned. Call this before stale log-probs become NaN.
     """
     mask = batch.loss_mask
     if not mask.any():
@@ -287,7 +287,7 @@ def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool
     metrics = {f"staleness/tokens/age_{age}": float((ages == age).mean()) for age in np.unique(ages)}
     old_logprobs, rollout_logprobs = batch.per_token.get("old_logprobs"), batch.per_token["rollout_logprobs"]
     if (
-        not is_trainers
+        not has_trainer_logprobs
         or old_logprobs is None
         or np.isnan(old_logprobs[mask]).any()
         or np.isnan(rollout_logprobs[mask]).any()
