@@ -194,6 +194,7 @@ def num_processes(name: str, configured: int | None) -> int:
     if is_agent(name):
         return 0
     factory = find_environment(name)
+    # A user's function `interact` is an argument of the class `Interact`.
     environment_class, functions = (factory.func, factory.args) if isinstance(factory, partial) else (factory, ())
     methods = [getattr(environment_class, method) for method in METHODS]
     members = [getattr(environment_class, member, None) for member in dir(environment_class)]

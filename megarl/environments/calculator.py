@@ -120,7 +120,7 @@ def _evaluate_node(node: ast.expr, depth: int) -> Number:
 def _apply_operator(node: ast.BinOp, left: Number, right: Number) -> Any:
     """Apply a binary operator. Raises ToolError, before computing, for a power that would be too large."""
     if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-        # Check before computing: 9**9**9 has hundreds of millions of digits.
+        # Check before computing: 9**9**9 has hundreds of millions of digits. A power has at least this number of bits.
         if right > 0 and (left.bit_length() - 1) * right > MAX_BITS:
             raise ToolError("the number is too large")
         if right < 0 and abs(right) > MAX_BITS:

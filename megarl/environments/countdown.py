@@ -25,7 +25,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 # Unicode signs that models write for multiplication, division and minus.
-_WRITTEN_OTHERWISE = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "*"})
+_ASCII_SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "*"})
 
 
 class Countdown:
@@ -51,13 +51,13 @@ class Countdown:
         if "numbers" in record and "target" in record:
             self.numbers, self.target = [int(number) for number in record["numbers"]], int(record["target"])
         else:
-            self.numbers, self.target = draw(problem.index, self.num_numbers, self.max_number)
+            self.numbers, self.target = draw_problem(problem.index, self.num_numbers, self.max_number)
         numbers = ", ".join(map(str, self.numbers))
         question = f"Reach {self.target} with the numbers {numbers} by + - * / and brackets. Use each at most once."
         return Start((*problem.messages[:-1], {"role": "user", "content": question}))
 
     async def step(self, turn: Turn) -> Step:
-        fault = describe_fault(turn.text, self.numbers, self.target)
+        fault = explain_wrong_guess(turn.text, self.numbers, self.target)
         if fault is None:
             return Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
         if turn.number + 1 >= self.max_guesses:
@@ -68,7 +68,7 @@ class Countdown:
         pass
 
 
-def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]:
+def draw_problem(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]:
     """Draw numbers and a target. Some numbers together reach the target, but none equals it.
 
     Equal arguments give equal results.
@@ -86,7 +86,7 @@ def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]
             return numbers, int(value)
 
 
-def describe_fault(text: str, numbers: list[int], target: int) -> str | None:
+def explain_wrong_guess(text: str, numbers: list[int], target: int) -> str | None:
     """Return why the guess in a text misses the target; None: the guess is right."""
     expression = find_guess(text)
     if expression is None:
@@ -131,9 +131,9 @@ def find_guess(text: str) -> str | None:
     """Return a text's last expression, without tags, \boxed{} and any text after `=`; None: there is none."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         box_match = re.search(r"\\boxed\{(.*)\}", line)
-        text_before_equals = (box_match.group(1) if box_match else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)
-        runs = re.findall(r"[0-9(-][0-9\s+\-*/%().]*", text_before_equals)
-        expressions = [run.strip(" .") for run in runs if re.search("[0-9]", run)]
+        text_before_equals = (box_match.group(1) if box_match else line).partition("=")[0].translate(_ASCII_SIGNS)
+        candidates = re.findall(r"[0-9(-][0-9\s+\-*/%().]*", text_before_equals)
+        expressions = [candidate.strip(" .") for candidate in candidates if re.search("[0-9]", candidate)]
         if expressions:
             return expressions[-1]
     return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn, environment_maker
 from megarl.environments.tools import CALL_THREAD
-from megarl.environments.validation import checked_start, checked_step
+from megarl.environments.validation import copy_valid_start, copy_valid_step
 from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
 from megarl.types import MegarlError, Problem, ToolCall
 
@@ -40,10 +40,10 @@ class _Player:
         try:
             return {"value": self._call_environment(request), "is_last": self._is_unfit()}
         except EnvironmentUnavailableError as error:
-            return {"unavailable": _text(error)}
+            return {"unavailable": _error_text(error)}
         except BaseException as error:  # SystemExit and timeouts of some libraries are not Exceptions.
             # After a MemoryError the process may be in any state: it runs no further attempt.
-            return {"error": f"{type(error).__name__}: {_text(error)}", "is_last": isinstance(error, MemoryError)}
+            return {"error": f"{type(error).__name__}: {_error_text(error)}", "is_last": isinstance(error, MemoryError)}
 
     def _call_environment(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Call the environment's method in `do`: reset, step or close. Return its value as JSON values."""
@@ -52,12 +52,12 @@ class _Player:
             fields = request["problem"]
             tuple_fields = {name: tuple(fields[name]) for name in ("messages", "prompt_token_ids", "tools")}
             problem = Problem(**{**fields, **tuple_fields})
-            return _start_values(checked_start(self._call(self._environment.reset, problem, request["seed"])))
+            return _start_values(copy_valid_start(self._call(self._environment.reset, problem, request["seed"])))
         if request["do"] == "step":
             assert self._environment is not None
             turn = request["turn"]
             calls = tuple(ToolCall(**call) for call in turn["calls"])
-            return _step_values(checked_step(self._call(self._environment.step, Turn(**{**turn, "calls": calls}))))
+            return _step_values(copy_valid_step(self._call(self._environment.step, Turn(**{**turn, "calls": calls}))))
         # Forget the environment first, so that a failing `close` is not called again.
         environment, self._environment = self._environment, None
         if environment is not None:
@@ -98,7 +98,7 @@ def _step_values(step: Step) -> dict[str, Any]:
     }
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return str(error)[:MAX_ERROR_CHARACTERS]
     except Exception:

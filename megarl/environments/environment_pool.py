@@ -53,21 +53,21 @@ class EnvironmentPool:
         )
 
     @asynccontextmanager
-    async def seat(self) -> AsyncIterator[Seat]:
+    async def reserve_process(self) -> AsyncIterator[ReservedProcess]:
         """Wait for a process that has imported the environment, and reserve it for one attempt.
 
         Raises ConfigError if the import fails, and PeerLostError if the process does not start.
         """
-        async with self._processes.place() as place:
-            await place.ready()
-            yield Seat(place)
+        async with self._processes.place() as process_place:
+            await process_place.ready()
+            yield ReservedProcess(process_place)
 
     def close(self) -> None:
         self._processes.close()
 
 
-class Seat:
-    """A reservation of a process for one attempt. It holds through restarts of the process."""
+class ReservedProcess:
+    """A process reserved for one attempt. If the process is restarted, the new one is reserved too."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -77,11 +77,11 @@ class Seat:
         """Environment processes that ended or were killed during this attempt."""
         return self._place.num_killed
 
-    def environment(self) -> SeatedEnvironment:
-        return SeatedEnvironment(self._place)
+    def environment(self) -> RemoteEnvironment:
+        return RemoteEnvironment(self._place)
 
 
-class SeatedEnvironment:
+class RemoteEnvironment:
     """Environment whose methods run in another process.
 
     Methods raise EnvironmentUnavailableError if the environment raises it, and RaisedError for its other exceptions.

@@ -76,11 +76,11 @@ class Harbor:
 
         Raises ForeignError and ChildError.
         """
-        process = await self._tasks.process()
-        task = self._tasks.number_for(problem, process)
-        # Random: an attempt may be made again after a kill.
+        process = await self._tasks.get_process()
+        task_number = self._tasks.choose_task_number(problem, process)
+        # A random part, because an attempt may be made again after a kill.
         trial_name = f"{problem['index']}-{secrets.token_hex(4)}"
-        request = {"task": task, "trial_name": trial_name, "base_url": base_url, "api_key": api_key}
+        request = {"task": task_number, "trial_name": trial_name, "base_url": base_url, "api_key": api_key}
         answer = await process.request(request)
         for note in answer.get("notes") or []:
             _NOTICES.tell(str(note).partition(":")[0], f"trial {trial_name}: {note!s:.400}")
@@ -93,10 +93,10 @@ class Harbor:
             )
         # A task with one number may give it any name.
         reward = rewards.get("reward", next(iter(rewards.values())))
-        number = finite_number(reward)
-        if number is None:
+        finite_reward = finite_number(reward)
+        if finite_reward is None:
             raise ForeignError(f"the reward is {reward!r:.80}, not a finite number")
-        return number
+        return finite_reward
 
     def check(self) -> None:
         self.runs_elsewhere = self._tasks.check(self._folder)["runs_elsewhere"] is True

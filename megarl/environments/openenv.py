@@ -75,7 +75,7 @@ class OpenEnv:
             raise ValueError(f"command = {list(command)}: must begin with a program on PATH; give the program's path")
         if max_sessions < 1 or seconds <= 0:
             raise ValueError("max_sessions must be at least 1, and seconds must be above 0")
-        self._key = url or "", tuple(command or ()), max_sessions
+        self._server_key = url or "", tuple(command or ()), max_sessions
         self._action, self._action_fields = action, dict(action_fields or {})
         self._observation, self._has_tools = observation, tools
         self._reset, self._seconds = dict(reset or {}), seconds
@@ -84,13 +84,13 @@ class OpenEnv:
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         """Wait for a free session of the server, reset it, and return its first observation as the question."""
-        self._server = get_shared(self._key, lambda: _Server(*self._key))
-        await self._server.places.acquire()
+        self._server = get_shared(self._server_key, lambda: _Server(*self._server_key))
+        await self._server.session_slots.acquire()
         self._has_session_slot = True
         async with asyncio.timeout(_START_SECONDS):
             await self._server.start()
-        self._field = self._action or (None if self._has_tools else await self._server.find_text_field())
-        answer = await self._connect({"type": "reset", "data": {**self._reset, "seed": problem.index}})
+        self._action_field = self._action or (None if self._has_tools else await self._server.find_text_field())
+        answer = await self._start_session({"type": "reset", "data": {**self._reset, "seed": problem.index}})
         question = {"role": "user", "content": self._read_observation(answer)}
         messages = (*problem.messages[:-1], question)
         if not self._has_tools:
@@ -98,33 +98,35 @@ class OpenEnv:
         tool_entries = (await self._send_action({"type": "list_tools"}))["observation"].get("tools")
         if not isinstance(tool_entries, list):
             raise ServerError("tools = true: the OpenEnv server lists no tools; set tools to false")
-        return Start(messages, tuple(_schema(tool) for tool in tool_entries))
+        return Start(messages, tuple(_tool_schema(tool) for tool in tool_entries))
 
     async def step(self, turn: Turn) -> Step:
+        """Send the policy's text or tool calls to the server, and return its observation and reward."""
         if self._has_tools:
             return await self._call_tools(turn.calls)
-        answer = await self._send_action({**self._action_fields, str(self._field): turn.text})
+        answer = await self._send_action({**self._action_fields, str(self._action_field): turn.text})
         is_done = bool(answer.get("done"))
         messages = () if is_done else ({"role": "user", "content": self._read_observation(answer)},)
         return Step(messages, _read_reward(answer), is_done)
 
     async def close(self) -> None:
         if self._connection is not None:
+            # A silent server must not delay the end of the attempt.
             with suppress(Exception):
                 await asyncio.wait_for(self._connection.close(), 1.0)
         if self._has_session_slot:
             self._has_session_slot = False
-            self._server.places.release()
+            self._server.session_slots.release()
 
     def check(self) -> None:
         """Start a session before a run. Raises ConfigError if this fails."""
         try:
-            run_alone(self._open_session)
+            run_alone(self._try_session)
         except Exception as error:
-            place = self._key[0] or " ".join(self._key[1])
-            raise ConfigError(f"openenv {place}: {type(error).__name__}: {error}") from error
+            server_text = self._server_key[0] or " ".join(self._server_key[1])
+            raise ConfigError(f"openenv {server_text}: {type(error).__name__}: {error}") from error
 
-    async def _open_session(self) -> None:
+    async def _try_session(self) -> None:
         try:
             await self.reset(Problem(0, ({"role": "user", "content": "."},), (), ""), 0)
         finally:
@@ -150,14 +152,14 @@ class OpenEnv:
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply})
         return Step(tuple(messages), sum(rewards) if rewards else None, is_done)
 
-    async def _connect(self, reset: Mapping[str, Any]) -> dict[str, Any]:
+    async def _start_session(self, reset: Mapping[str, Any]) -> dict[str, Any]:
         """Start a session and return its first observation. Waits while the server has no free session."""
         async with asyncio.timeout(self._seconds):
             while True:
                 self._connection = await self._server.connect()
                 try:
                     return await self._request_observation(reset)
-                except _FullError:
+                except _NoFreeSessionError:
                     await self._connection.close()
                     await asyncio.sleep(_CAPACITY_SECONDS)
 
@@ -178,7 +180,7 @@ class OpenEnv:
         data = answer.get("data") if isinstance(answer, dict) else None
         if isinstance(data, dict) and answer.get("type") == "error":
             if data.get("code") == "CAPACITY_REACHED":
-                raise _FullError
+                raise _NoFreeSessionError
             raise ServerError(f"{data.get('code')}: {data.get('message')} {data.get('errors', '')}"[:1000])
         if not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
             raise ServerError(f"the OpenEnv server's answer has no observation: {answer!r:.200}")
@@ -196,7 +198,7 @@ class OpenEnv:
         return texts[0] if len(texts) == 1 else json.dumps(shown_fields, ensure_ascii=False)
 
 
-class _FullError(Exception):
+class _NoFreeSessionError(Exception):
     """Raised if the server has no free session."""
 
 
@@ -218,13 +220,13 @@ def _read_reward(answer: Mapping[str, Any]) -> float | None:
     reward = answer.get("reward")
     if reward is None:
         return None
-    number = float(reward) if isinstance(reward, bool) else finite_number(reward)
-    if number is None:
+    finite_reward = float(reward) if isinstance(reward, bool) else finite_number(reward)
+    if finite_reward is None:
         raise ServerError(f"the reward is {reward!r:.80}, not a finite number")
-    return number
+    return finite_reward
 
 
-def _schema(tool: Any) -> dict[str, Any]:
+def _tool_schema(tool: Any) -> dict[str, Any]:
     function_schema = {
         "name": tool["name"],
         "description": tool.get("description", ""),
@@ -237,7 +239,7 @@ class _Server:
     """An OpenEnv server and its sessions. With `command` this object starts and stops the server's process."""
 
     def __init__(self, url: str, command: tuple[str, ...], max_sessions: int) -> None:
-        self.places = asyncio.Semaphore(max_sessions)
+        self.session_slots = asyncio.Semaphore(max_sessions)
         self._url, self._command = url.rstrip("/"), command
         self._lock = asyncio.Lock()
         self._process: SupervisedProcess | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.environments import EnvironmentUnavailableError, Start
 from megarl.environments.tools import ToolEnvironment, ToolError, start_call, tool
-from megarl.sandbox.sandbox import Ran, SandboxError, SandboxSettings
+from megarl.sandbox.sandbox import RunResult, SandboxError, SandboxSettings
 from megarl.sandbox.sandbox_fusion import AnySandbox, open_sandbox
 from megarl.types import ConfigError, Problem
 
@@ -25,7 +25,8 @@ class Python(ToolEnvironment):
         super().__init__(**settings)
         sandbox_settings = SandboxSettings(**(sandbox or {}))
         # The sandbox must end a program, even one that uses no CPU, before the tool's own limit. Beyond this limit the
-        # call would hang in a thread, and the process would have to be replaced.
+        # call would hang in a thread, and the process would have to be replaced. A busy machine may delay the sandbox,
+        # so its limits are below the tool's: half for an idle program, 0.8 for any.
         wall_seconds = min(sandbox_settings.wall_seconds, 0.5 * self.tool_seconds)
         longest_seconds = 0.8 * self.tool_seconds
         self._settings = replace(sandbox_settings, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
@@ -59,23 +60,25 @@ class Python(ToolEnvironment):
         code: a whole program; nothing is kept from one call to the next
         """
         try:
-            ran = self._start_sandbox().run(code)
+            result = self._start_sandbox().run(code)
         except (SandboxError, ConfigError) as error:
             raise EnvironmentUnavailableError(f"the sandbox failed: {error}") from None
-        if ran.outcome == "ok":
-            return ran.stdout or "(it printed nothing)"
+        if result.outcome == "ok":
+            return result.stdout or "(it printed nothing)"
         reason = {
             "error": "the program failed",
-            "timeout": f"the program took more than {self._time_of(ran)}",
+            "timeout": f"the program took more than {self._describe_time_limit(result)}",
             "output": f"the program printed more than {self._settings.output_kib} KiB",
-        }[ran.outcome]
-        raise ToolError("\n".join(filter(None, (reason, ran.stdout.rstrip(), ran.stderr.rstrip()))))
+        }[result.outcome]
+        raise ToolError("\n".join(filter(None, (reason, result.stdout.rstrip(), result.stderr.rstrip()))))
 
-    def _time_of(self, ran: Ran) -> str:
+    def _describe_time_limit(self, result: RunResult) -> str:
         """Return the exceeded limit in words: seconds of CPU time or wall-clock time."""
-        if not ran.is_by_clock:
+        if not result.is_wall_clock_timeout:
             return f"{self._settings.timeout_seconds:g} seconds of CPU time"
-        return f"{self._settings.timeout_seconds if self._settings.url else ran.wall_seconds:.2g} seconds by the clock"
+        return (
+            f"{self._settings.timeout_seconds if self._settings.url else result.wall_seconds:.2g} seconds by the clock"
+        )
 
 
 @lru_cache(maxsize=4)

@@ -42,10 +42,13 @@ class Search(ToolEnvironment):
 
         query: a few words
         """
-        documents = self.index.best(query, self.num_results)
-        if not documents:
+        document_numbers = self.index.find_best(query, self.num_results)
+        if not document_numbers:
             return "nothing found"
-        return "\n\n".join(f"[{rank}] {self.index.texts[number]}" for rank, number in enumerate(documents, start=1))
+        return "\n\n".join(
+            f"[{rank}] {self.index.texts[document_number]}"
+            for rank, document_number in enumerate(document_numbers, start=1)
+        )
 
 
 class Index:
@@ -57,20 +60,20 @@ class Index:
         # Lucene's inverse document frequency has + 1 in the logarithm, so it is never negative. Atire's term frequency
         # has the factor k1 + 1 of the source.
         self._bm25 = BM25(SATURATION, LENGTH_NORMALIZATION, method="atire", idf_method="lucene", backend="numpy")
-        # bm25s 0.3 can add an empty word for queries without words. `scores` answers these itself.
+        # bm25s 0.3 can add an empty word for queries without words. `score_documents` answers these itself.
         self._bm25.index((documents, vocabulary), create_empty_token=False, show_progress=False)
 
-    def scores(self, query: str) -> NDArray[np.float32]:
+    def score_documents(self, query: str) -> NDArray[np.float32]:
         """Return each document's BM25 score [documents]; 0 without a term of the query."""
         words = list(dict.fromkeys(terms(query)))
         # bm25s 0.3 raises IndexError for an empty list; it skips unknown words.
         return self._bm25.get_scores(words) if words else np.zeros(len(self.texts), np.float32)
 
-    def best(self, query: str, count: int) -> list[int]:
+    def find_best(self, query: str, count: int) -> list[int]:
         """Return the numbers of the `count` documents with the highest scores, best first. Ties are in the corpus's
         order.
         """
-        scores = self.scores(query)
+        scores = self.score_documents(query)
         matches = np.flatnonzero(scores)
         if len(matches) > count:
             # bm25s.retrieve returns ties in any order. Keep all documents tied with the last one, then sort them.

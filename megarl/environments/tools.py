@@ -73,14 +73,14 @@ def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(method, TOOL_SCHEMA, schema_of(method, schema))
+        setattr(method, TOOL_SCHEMA, make_tool_schema(method, schema))
         setattr(method, _PARAMETER_TYPES, _parameter_types(method) if schema is None else {})
         return method
 
     return mark if function is None else mark(function)
 
 
-def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def make_tool_schema(function: Callable[..., Any], parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a function's tool schema in OpenAI's form, {"type": "function", "function": {...}}.
 
     The docstring up to the first empty line describes the tool. Later lines `name: text` describe parameters. Raises
@@ -93,7 +93,7 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
             try:
                 adapter.json_schema()
             except PydanticUserError as error:
-                raise _unknown_type(function, name, error) from None
+                raise _unknown_type_error(function, name, error) from None
         # Made in one call: a $ref is relative to the root, and classes of one name need different names there.
         schemas, shared_schema = TypeAdapter.json_schemas(
             [(name, "validation", adapter) for name, adapter in type_adapters.items()]
@@ -115,12 +115,13 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
 
 
 def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return the description of a tool, and those of its parameters by name."""
     description, _, parameter_lines = text.partition("\n\n")
     parameter_texts = {}
     for line in parameter_lines.splitlines():
-        name, colon, words = line.strip().partition(":")
-        if colon and name.isidentifier() and words.strip():
-            parameter_texts[name] = words.strip()
+        name, colon, parameter_text = line.strip().partition(":")
+        if colon and name.isidentifier() and parameter_text.strip():
+            parameter_texts[name] = parameter_text.strip()
     return " ".join(description.split()), parameter_texts
 
 
@@ -139,11 +140,11 @@ def _parameter_types(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]
         try:
             types[name] = TypeAdapter(hints[name])
         except PydanticUserError as error:
-            raise _unknown_type(function, name, error) from None
+            raise _unknown_type_error(function, name, error) from None
     return types
 
 
-def _unknown_type(function: Callable[..., Any], name: str, error: PydanticUserError) -> TypeError:
+def _unknown_type_error(function: Callable[..., Any], name: str, error: PydanticUserError) -> TypeError:
     reason = str(error).partition(". ")[0]
     return TypeError(
         f"tool {function.__name__}: parameter {name} has a type unknown to JSON ({reason}); use str, int, float, bool, "
@@ -168,7 +169,7 @@ class ToolEnvironment:
         self.max_reply_characters = max_reply_characters
         self.tool_seconds = tool_seconds
         # Blocking tools may change the environment's state, so calls of an attempt must not overlap.
-        self._one_at_a_time = asyncio.Lock()
+        self._blocking_call_lock = asyncio.Lock()
         method_names = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), TOOL_SCHEMA)]
         self.tools: tuple[Mapping[str, Any], ...] = tuple(
             getattr(getattr(self, name), TOOL_SCHEMA) for name in method_names
@@ -190,30 +191,30 @@ class ToolEnvironment:
         if not turn.calls:
             return Step(done=True, metrics=metrics)
         invalid_calls = [call for call in turn.calls if call.error is not None]
-        is_cut = turn.finish_reason == "length" and turn.calls[-1].error is not None
+        is_last_call_cut = turn.finish_reason == "length" and turn.calls[-1].error is not None
         # The length limit broke the last call, not the policy.
-        metrics["tools/invalid"] = float(len(invalid_calls) - is_cut)
-        messages = await asyncio.gather(*(self._reply(call, metrics) for call in turn.calls))
+        metrics["tools/invalid"] = float(len(invalid_calls) - is_last_call_cut)
+        messages = await asyncio.gather(*(self._reply_to_call(call, metrics) for call in turn.calls))
         return Step(tuple(messages), metrics=metrics)
 
     async def close(self) -> None:
         pass
 
-    async def _reply(self, call: ToolCall, metrics: dict[str, float]) -> Message:
+    async def _reply_to_call(self, call: ToolCall, metrics: dict[str, float]) -> Message:
         text = f"error: {call.error}" if call.error is not None else await self._run_tool(call, metrics)
-        cut = cut_in_the_middle(text, self.max_reply_characters)
-        metrics["tools/shortened"] += cut != text
-        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
+        shortened_text = cut_in_the_middle(text, self.max_reply_characters)
+        metrics["tools/shortened"] += shortened_text != text
+        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": shortened_text}
 
     async def _run_tool(self, call: ToolCall, metrics: dict[str, float]) -> str:
         """Carry out a tool call and return its result, or its error, as text."""
         function = self._functions[call.name]
         metrics[f"tools/{call.name}/calls"] += 1
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             async with self._call_lock(function):
                 # Start the time again after the lock: waiting for another call does not count.
-                start = time.perf_counter()
+                start_time = time.perf_counter()
                 types: Mapping[str, TypeAdapter[Any]] = getattr(function, _PARAMETER_TYPES)
                 values = {
                     name: types[name].validate_python(value) if name in types else value
@@ -230,10 +231,10 @@ class ToolEnvironment:
             metrics[f"tools/{call.name}/errors"] += 1
             return f"error: {error}" if isinstance(error, ToolError) else f"error: {type(error).__name__}: {error}"
         finally:
-            metrics[f"tools/{call.name}/seconds"] += time.perf_counter() - start
+            metrics[f"tools/{call.name}/seconds"] += time.perf_counter() - start_time
 
     def _call_lock(self, function: Callable[..., Any]) -> contextlib.AbstractAsyncContextManager[Any]:
-        return contextlib.nullcontext() if inspect.iscoroutinefunction(function) else self._one_at_a_time
+        return contextlib.nullcontext() if inspect.iscoroutinefunction(function) else self._blocking_call_lock
 
 
 class ToolError(Exception):

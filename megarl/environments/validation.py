@@ -25,7 +25,7 @@ ROLLOUT_METRICS = frozenset(
 _ROLLOUT_GROUPS = ("ended/", "errors/", "reward/", "time/")
 
 
-def checked_start(start: object) -> Start:
+def copy_valid_start(start: object) -> Start:
     """Return a copy of the value of `reset`. Raises TypeError unless it is a valid `Start`."""
     if not isinstance(start, Start):
         raise TypeError(f"the environment's reset returned {start!r:.80}; return a megarl.environments.Start")
@@ -41,7 +41,7 @@ def checked_start(start: object) -> Start:
     return replace(start, messages=_copy_mappings(start.messages), tools=_copy_mappings(start.tools))
 
 
-def checked_step(step: object) -> Step:
+def copy_valid_step(step: object) -> Step:
     """Return a copy of the value of `step`; the environment may continue to use the value itself.
 
     Raises TypeError unless it is a valid `Step`, and ValueError for numbers that are not finite.

@@ -44,14 +44,14 @@ class Verifiers:
 
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
         """Play the problem's task against the endpoint, and return its reward. Raises ForeignError and ChildError."""
-        process = await self._tasks.process()
-        task = self._tasks.number_for(problem, process)
-        value = await process.request({"task": task, "base_url": base_url, "api_key": api_key})
+        process = await self._tasks.get_process()
+        task_number = self._tasks.choose_task_number(problem, process)
+        value = await process.request({"task": task_number, "base_url": base_url, "api_key": api_key})
         reward = value.get("reward")
-        number = finite_number(reward)
-        if number is None:
+        finite_reward = finite_number(reward)
+        if finite_reward is None:
             raise ForeignError(f"the reward is {reward!r:.80}, not a finite number")
-        return number
+        return finite_reward
 
     def check(self) -> None:
         self._tasks.check("the taskset")

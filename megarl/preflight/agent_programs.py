@@ -13,7 +13,7 @@ from megarl.config.sections.rollout import LOOPBACK, AgentConfig
 from megarl.data.sources.harbor import TASK_FILE, task_image
 from megarl.datasets.reading import harbor_tasks
 from megarl.preflight.registry import Cost, checks
-from megarl.sandbox.containers.container import ContainerSettings, start_fault
+from megarl.sandbox.containers.container import ContainerSettings, find_start_fault
 from megarl.sandbox.containers.outliving import socket_folder
 from megarl.sandbox.layers import REMEDIES
 
@@ -150,7 +150,7 @@ def _find_start_faults(agent: AgentConfig, images: Sequence[str | None]) -> Iter
             folders=agent.folders,
             network=agent.reach,
         )
-        if (fault := start_fault(settings)) is not None:
+        if (fault := find_start_fault(settings)) is not None:
             remedy = _START_REMEDIES.get(agent.sandbox, f"{agent.sandbox} run must work; pull or build the image")
             yield f"rollout.agent.sandbox = {agent.sandbox}, image {image}: no container starts ({fault}); {remedy}"
 

@@ -11,7 +11,7 @@ import numpy as np
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Message, Step, Turn
 from megarl.environments.tools import cut_in_the_middle, is_shortened
-from megarl.environments.validation import checked_start, checked_step
+from megarl.environments.validation import copy_valid_start, copy_valid_step
 from megarl.files.strict_json import shown
 from megarl.rollout.stitch import ModelCall
 from megarl.types import Completion, Problem
@@ -63,7 +63,7 @@ class AttemptConversation:
         Raises TypeError if `reset_result` has a wrong type. Raises ValueError if the chat template rejects the
         messages, or if record and environment have different tools.
         """
-        reset_result = checked_start(reset_result)
+        reset_result = copy_valid_start(reset_result)
         self.opening, self.tools = tuple(reset_result.messages), tuple(reset_result.tools)
         self.first_state, self.role = reset_result.state, reset_result.role
         if self.tools and problem.tools and self.tools != tuple(problem.tools):
@@ -106,7 +106,7 @@ class AttemptConversation:
         The metric `tools/shortened` counts a reply once, even if the environment shortened it too. Raises TypeError if
         `step` has a wrong type, and ValueError for invalid numbers in it.
         """
-        valid_step = checked_step(step)
+        valid_step = copy_valid_step(step)
         if self.reply_tokens is not None:
             messages = tuple(self._shorten_reply(message, self.reply_tokens) for message in valid_step.messages)
             shortened_originals = [

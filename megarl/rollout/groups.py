@@ -102,18 +102,17 @@ class GroupSampler:
             trajectory = await self._attempt_in_environment(task, budget, engine, self.make_environment, score)
         else:
             wait_began = monotonic()
-            # A seat is the use of one process of the pool.
-            async with self.environment_pool.seat() as seat:
+            async with self.environment_pool.reserve_process() as process:
                 # Waiting for a free process is part of the environment's time.
-                seat_wait_seconds = monotonic() - wait_began
+                process_wait_seconds = monotonic() - wait_began
                 # Another attempt waits for this process, so the engines must expect its requests.
                 engine.is_followed = True
-                trajectory = await self._attempt_in_environment(task, budget, engine, seat.environment, score)
-                process_metrics = {"process_killed": float(seat.num_killed)}
+                trajectory = await self._attempt_in_environment(task, budget, engine, process.environment, score)
+                process_metrics = {"process_killed": float(process.num_killed)}
             trajectory = replace(
                 trajectory,
                 metrics={**trajectory.metrics, **process_metrics},
-                environment_seconds=trajectory.environment_seconds + seat_wait_seconds,
+                environment_seconds=trajectory.environment_seconds + process_wait_seconds,
             )
         self._notify_error(trajectory)
         return self.answers.drop_biased_verdict(trajectory)

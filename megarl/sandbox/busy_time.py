@@ -28,7 +28,7 @@ class BusyTime:
         seconds_by_process = {pid: _busy_seconds(pid) for pid in descendants(self._spawner)}
         ended_processes = self._seconds_by_process.keys() - seconds_by_process.keys()
         if ended_processes:
-            # What they computed since the last reading is unknown.
+            # Their busy time since the last reading is unknown. Count that whole interval, once for all of them.
             self._seconds_of_ended += (
                 sum(self._seconds_by_process[pid] for pid in ended_processes) + now - self._read_at
             )

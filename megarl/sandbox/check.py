@@ -12,7 +12,7 @@ from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
 from megarl.types import ConfigError
 
 # One run is too short to measure, so take the mean of ten.
-_RUNS = 10
+_NUM_RUNS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,10 @@ class Examination:
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
         operations = landlock.ungoverned_operations(self.landlock_version)
-        gap = f"; it does not govern {', '.join(operations)}, covered by namespaces and seccomp" if operations else ""
-        return [f"Landlock's version is {self.landlock_version}{gap}"]
+        gap_text = (
+            f"; it does not govern {', '.join(operations)}, covered by namespaces and seccomp" if operations else ""
+        )
+        return [f"Landlock's version is {self.landlock_version}{gap_text}"]
 
     @property
     def is_complete(self) -> bool:
@@ -63,7 +65,7 @@ def examine() -> Examination:
     with contextlib.closing(sandbox):
         try:
             sandbox.start()
-            seconds = sum(sandbox.run("print(int(input()) + 1)", "1").cpu_seconds for _ in range(_RUNS)) / _RUNS
+            seconds = sum(sandbox.run("print(int(input()) + 1)", "1").cpu_seconds for _ in range(_NUM_RUNS)) / _NUM_RUNS
         except (ConfigError, SandboxError) as error:
             layers = sandbox.layers or Layers(frozenset(), {})
             return Examination(layers, False, f"programs do not run here: {error}", version)

@@ -49,7 +49,7 @@ class Confinement:
     """Whether the kernel counts a user's threads per namespace. Only then can a run's threads be limited."""
 
 
-def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
+def confine_process(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     """Drop all rights that a sandboxed program does not need. Raises OSError if an available layer fails."""
     layers = confinement.layers
     os.umask(0o077)
@@ -97,12 +97,12 @@ def _set_resource_limits(confinement: Confinement, limits: Mapping[str, Any]) ->
         resource.setrlimit(resource_name, (soft_limit, new_limit))
 
 
-def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
+def run_source(source: bytes, search_path: Sequence[str]) -> NoReturn:
     """Run the Python program `source` as `python FILE` would, then end this process with the program's exit code."""
     exit_code = 1
     try:
         _reset_interpreter(search_path)
-        exit_code = _run(source)
+        exit_code = _run_as_main(source)
     except BaseException:
         # The program may have broken everything, even sys.stderr, so report nothing.
         pass
@@ -128,7 +128,7 @@ def _reset_interpreter(search_path: Sequence[str]) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _run(source: bytes) -> int:
+def _run_as_main(source: bytes) -> int:
     """Run a program as the module `__main__`, and return its exit code."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -167,6 +167,7 @@ def _exit_code_for(system_exit_code: object) -> int:
 
 
 def _print_error(error: BaseException) -> None:
+    # Skip the frames of this file, because `python FILE` has none.
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -93,15 +93,15 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
     _check_result(_LIBC.mount(*texts, ctypes.c_ulong(flags), options.encode() or None), f"mount at {target}")
 
 
-def mount_mapped(source: str, target: str, users: int) -> None:
-    """Mount a folder at `target`, with owners mapped as in the user namespace of the descriptor `users`.
+def mount_mapped(source: str, target: str, user_namespace: int) -> None:
+    """Mount a folder at `target`, with owners mapped as in the user namespace of the descriptor `user_namespace`.
 
     Needs Linux 5.12 and a file system that supports mapped mounts. Raises KernelError.
     """
     tree = syscall("open_tree", _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | _O_CLOEXEC)
     try:
         # struct mount_attr: flags to set, flags to clear, propagation, user namespace.
-        attributes = b"".join(number.to_bytes(8, "little") for number in (_MOUNT_ATTR_IDMAP, 0, 0, users))
+        attributes = b"".join(number.to_bytes(8, "little") for number in (_MOUNT_ATTR_IDMAP, 0, 0, user_namespace))
         attribute_buffer = ctypes.create_string_buffer(attributes, 32)
         syscall("mount_setattr", tree, b"", _AT_EMPTY_PATH, attribute_buffer, 32)
         syscall("move_mount", tree, b"", _AT_FDCWD, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
@@ -138,16 +138,16 @@ def pivot_root() -> None:
 
 def drop_capabilities() -> None:
     """Drop all capabilities of this process, including those gained by running another program."""
-    number = 0
+    capability = 0
     while True:
         try:
-            prctl(PR_CAPBSET_DROP, number)
+            prctl(PR_CAPBSET_DROP, capability)
         except KernelError as error:
-            if error.errno == 22:  # EINVAL: beyond the last capability.
+            if error.errno == errno.EINVAL:  # Beyond the last capability.
                 break
-            if error.errno != 1:  # EPERM: the process has no capability to drop.
+            if error.errno != errno.EPERM:  # Otherwise the process has no capability to drop.
                 raise
             break
-        number += 1
+        capability += 1
     header = _CAPABILITY_VERSION.to_bytes(4, "little") + bytes(4)
     _check_result(_LIBC.capset(header, bytes(24)), "capset")

@@ -11,7 +11,7 @@ from megarl.sandbox.kernel import KernelError, syscall
 
 # Access rights of linux/landlock.h. The first version has bits 0 to 12. Later versions add the rights named here.
 _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
-_ALL_OF_FIRST = (1 << 13) - 1
+_RIGHTS_OF_VERSION_1 = (1 << 13) - 1
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _NEVER = 1 | 1 << 6 | 1 << 9 | 1 << 11
 """Landlock rights never given: executing files, and making devices and sockets."""
@@ -40,7 +40,7 @@ def restrict(
     """
     abi_version = version()
     # The kernel rejects rights it does not know, so request only those of its version.
-    file_rights = _ALL_OF_FIRST | (_REFER if abi_version >= 2 else 0) | (_TRUNCATE if abi_version >= 3 else 0)
+    file_rights = _RIGHTS_OF_VERSION_1 | (_REFER if abi_version >= 2 else 0) | (_TRUNCATE if abi_version >= 3 else 0)
     handled_rights = file_rights | (_IOCTL_DEV if abi_version >= 5 else 0)
     attributes = struct.pack("<QQQ", handled_rights, _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS)
     # Size by version: file rights (8 bytes), network since version 4 (16), scopes since version 6 (24).
@@ -48,19 +48,19 @@ def restrict(
     rules = syscall("landlock_create_ruleset", attributes, attribute_bytes, 0)
     try:
         for path in readable:
-            _allow(rules, path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
+            _add_rule(rules, path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
         for folder in listable:
-            _allow(rules, folder, _READ_DIR)
+            _add_rule(rules, folder, _READ_DIR)
         for file in usable:
-            _allow(rules, file, _READ_FILE | _WRITE_FILE)
+            _add_rule(rules, file, _READ_FILE | _WRITE_FILE)
         for folder in writable:
-            _allow(rules, folder, file_rights & ~_NEVER)
+            _add_rule(rules, folder, file_rights & ~_NEVER)
         syscall("landlock_restrict_self", rules, 0)
     finally:
         os.close(rules)
 
 
-def _allow(rules: int, path: str, access: int) -> None:
+def _add_rule(rules: int, path: str, access: int) -> None:
     """Add a rule to a Landlock ruleset: `access` rights for a path and everything below it."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)

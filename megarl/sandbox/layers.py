@@ -76,5 +76,5 @@ class Layers:
         missing_layers = [layer for layer in LAYERS if layer not in self.active and layer not in required]
         if not missing_layers:
             return None
-        lost = "; ".join(f"{layer}: {PURPOSES[layer]}" for layer in missing_layers)
-        return f"sandbox.require leaves out what this machine lacks; programs run without {lost}"
+        missing_purposes = "; ".join(f"{layer}: {PURPOSES[layer]}" for layer in missing_layers)
+        return f"sandbox.require leaves out what this machine lacks; programs run without {missing_purposes}"

@@ -37,7 +37,7 @@ _OUTSIDE_TMP = "/.tmp"
 """Mount point of folders below the machine's /tmp. At their own path, each run's /tmp would cover them. A symbolic link
 in the run's /tmp leads here. If they were mounted in /tmp, Landlock would allow writing to them.
 """
-_BUILT_AT = "/sys"
+_NEW_ROOT = "/sys"
 """Mount point of the new root during construction. No Python runs from /sys, and only this process sees the mount."""
 # The spawner enters the first set once. Each run gets a new second set.
 _SPAWNER_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
@@ -72,16 +72,16 @@ def become_user(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def enter(trees: Sequence[str], prepare: bool) -> None:
+def enter_namespaces(trees: Sequence[str], is_root: bool) -> None:
     """Move this process into namespaces with a root of only `trees` (read-only), some devices and an empty /tmp.
 
-    `prepare`: the process is root, and builds the root folder before it drops root's rights: perhaps only root can read
+    `is_root`: the process is root, and builds the root folder before it drops root's rights: perhaps only root can read
     Python. Raises OSError with the failed step; the process is then useless.
     """
     # Open it first, because the new root has no /proc.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if prepare:
+        if is_root:
             unshare(CLONE_NEWNS)
             _build_root(trees)
             become_unprivileged()
@@ -93,7 +93,7 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
         write_process_file(proc, "self/setgroups", "deny")
         write_process_file(proc, "self/uid_map", f"{user} {user} 1")
         write_process_file(proc, "self/gid_map", f"{group} {group} 1")
-        if not prepare:
+        if not is_root:
             _build_root(trees)
     finally:
         os.close(proc)
@@ -128,32 +128,32 @@ def _build_root(trees: Sequence[str]) -> None:
     """Mount a new root folder with `trees`, devices and /tmp, and make it this process's read-only root."""
     # Private propagation: no mount below is seen outside this namespace.
     mount("", "/", "", MS_REC | MS_PRIVATE)
-    mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+    mount("tmpfs", _NEW_ROOT, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     os.umask(0o022)
-    os.makedirs(f"{_BUILT_AT}{_TMP}")
+    os.makedirs(f"{_NEW_ROOT}{_TMP}")
     for tree in trees:
         if os.path.isfile(tree):
-            _build_file(tree)
+            _mount_file(tree)
         elif os.path.isdir(tree):
-            _build_folder(tree)
-    os.makedirs(f"{_BUILT_AT}/dev", exist_ok=True)
+            _mount_folder(tree)
+    os.makedirs(f"{_NEW_ROOT}/dev", exist_ok=True)
     for device in DEVICES:
-        os.close(os.open(_BUILT_AT + device, os.O_WRONLY | os.O_CREAT, 0o644))
-        mount(device, _BUILT_AT + device, "", MS_BIND)
-    os.chdir(_BUILT_AT)
+        os.close(os.open(_NEW_ROOT + device, os.O_WRONLY | os.O_CREAT, 0o644))
+        mount(device, _NEW_ROOT + device, "", MS_BIND)
+    os.chdir(_NEW_ROOT)
     pivot_root()
     # Last, because the folders above must be created first.
     restrict_mount("/", MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
-def _build_folder(path: str) -> None:
+def _mount_folder(path: str) -> None:
     mount_point = _make_mount_point(path)
     os.makedirs(mount_point, exist_ok=True)
     mount(path, mount_point, "", MS_BIND | MS_REC)
     restrict_mount(mount_point, MS_RDONLY | MS_NOSUID | MS_NODEV, recursive=True)
 
 
-def _build_file(path: str) -> None:
+def _mount_file(path: str) -> None:
     """Mount a single file into the new root, unless its folder is already mounted."""
     mount_point = _make_mount_point(path)
     if os.path.exists(mount_point):
@@ -167,10 +167,10 @@ def _build_file(path: str) -> None:
 def _make_mount_point(path: str) -> str:
     """Return the mount point of a folder in the new root. A folder below /tmp also gets a link."""
     if not path.startswith(f"{_TMP}/"):
-        return _BUILT_AT + path
+        return _NEW_ROOT + path
     path_below_tmp = path.removeprefix(f"{_TMP}/")
     # Link the top folder in /tmp, not the tree itself, because libraries find each other through `..`.
     top_folder = path_below_tmp.partition("/")[0]
-    if not os.path.lexists(f"{_BUILT_AT}{_TMP}/{top_folder}"):
-        os.symlink(f"{_OUTSIDE_TMP}/{top_folder}", f"{_BUILT_AT}{_TMP}/{top_folder}")
-    return f"{_BUILT_AT}{_OUTSIDE_TMP}/{path_below_tmp}"
+    if not os.path.lexists(f"{_NEW_ROOT}{_TMP}/{top_folder}"):
+        os.symlink(f"{_OUTSIDE_TMP}/{top_folder}", f"{_NEW_ROOT}{_TMP}/{top_folder}")
+    return f"{_NEW_ROOT}{_OUTSIDE_TMP}/{path_below_tmp}"

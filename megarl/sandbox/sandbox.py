@@ -85,7 +85,7 @@ class SandboxSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RunResult:
     """Result of a program's run.
 
     `outcome` is `ok` (exit code 0), `error` (another exit code, or 128 plus the signal's number), `timeout` (too long)
@@ -101,7 +101,7 @@ class Ran:
     wall_seconds: float
     retries: int = 0
     """Number of repeated requests to a sandbox server."""
-    is_by_clock: bool = False
+    is_wall_clock_timeout: bool = False
     """Whether wall-clock time, not CPU time, caused a `timeout`."""
 
 
@@ -134,17 +134,17 @@ class Sandbox:
         fails.
         """
         with self._lock:
-            self._ensure_started()
+            self._start_if_needed()
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
-    ) -> Ran:
+    ) -> RunResult:
         """Run a Python program with this standard input. The arguments override limits of the settings.
 
         Raises ConfigError or SandboxError if the sandbox does not start or fails.
         """
         with self._lock:
-            self._ensure_started()
+            self._start_if_needed()
             return self._run(
                 program,
                 stdin,
@@ -171,7 +171,7 @@ class Sandbox:
         if process is not None and process.exit_code(_KILL_SECONDS) is None:
             process.kill()
 
-    def _ensure_started(self) -> None:
+    def _start_if_needed(self) -> None:
         """Start the spawner unless it runs, check its layers, and run a trial program."""
         if self._process is not None and self._process.exit_code() is None:
             return
@@ -180,7 +180,7 @@ class Sandbox:
         layers_to_try = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
         while True:
-            layers, new_faults = self._start(layers_to_try)
+            layers, new_faults = self._start_spawner(layers_to_try)
             faults |= new_faults
             if layers or "namespaces" not in new_faults:
                 break
@@ -195,7 +195,7 @@ class Sandbox:
             self._close()
             raise
 
-    def _start(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    def _start_spawner(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Start a spawner process. Returns its active layers, and the reasons for missing ones by name."""
         own_end, spawner_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with spawner_end:
@@ -220,7 +220,7 @@ class Sandbox:
         """Launch the spawner with `descriptor`, its end of the connection. Raises ConfigError for a missing package."""
         packages, listable = _find_packages(self._settings.packages)
         interpreter, trees, search_path = _find_python()
-        start = {
+        spawner_settings = {
             "layers": layers,
             "trees": sorted({*trees, *packages}),
             "listable": listable,
@@ -228,9 +228,9 @@ class Sandbox:
             "search_path": [*search_path, *listable],
         }
         # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
-        python = [interpreter, "-P", "-S", "-s", "-B", "-c", _SPAWNER]
+        python_command = [interpreter, "-P", "-S", "-s", "-B", "-c", _SPAWNER]
         return LaunchedProgram(
-            [*python, str(PACKAGE.parent), str(descriptor), json.dumps(start)],
+            [*python_command, str(PACKAGE.parent), str(descriptor), json.dumps(spawner_settings)],
             folder="/",
             environment=_ENVIRONMENT,
             # Discard stdout. Read only stderr, because it has the reason if the start fails.
@@ -256,7 +256,7 @@ class Sandbox:
             "such as /root"
         )
 
-    def _run(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> Ran:
+    def _run(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> RunResult:
         """Send the spawner a program and its limits, and collect its output until it ends."""
         assert self._connection is not None
         limits = {"cpu_seconds": cpu_seconds, "memory_bytes": self._settings.memory_mib << 20}
@@ -266,9 +266,9 @@ class Sandbox:
             for text in (program, stdin):
                 sent_files.append(_make_sealed_file(text.encode("utf-8", "surrogatepass")))
             for _ in range(3):
-                read, write = os.pipe2(os.O_CLOEXEC)
-                own_pipe_ends.append(read)
-                sent_files.append(write)
+                read_end, write_end = os.pipe2(os.O_CLOEXEC)
+                own_pipe_ends.append(read_end)
+                sent_files.append(write_end)
             start_time = time.monotonic()
             socket.send_fds(self._connection, [json.dumps(limits).encode()], sent_files)
             # Close these copies, because a pipe ends only when all its writers are closed.
@@ -280,7 +280,7 @@ class Sandbox:
             run = _Run(
                 self._connection, own_pipe_ends, wall_seconds, longest_run_seconds, output_bytes, self._process.pid
             )
-            run.watch()
+            run.read_until_end()
         except OSError as error:
             self._close()
             raise SandboxError(f"the sandbox's spawner ended: {error}") from None
@@ -290,7 +290,7 @@ class Sandbox:
         finally:
             for descriptor in (*sent_files, *own_pipe_ends):
                 os.close(descriptor)
-        return run.result(cpu_seconds, time.monotonic() - start_time)
+        return run.make_result(cpu_seconds, time.monotonic() - start_time)
 
 
 class _Run:
@@ -309,21 +309,21 @@ class _Run:
         self._stdout, self._stderr, self._status = pipes
         self._wall_seconds, self._longest_run_seconds, self._spawner = wall_seconds, longest_run_seconds, spawner
         self._busy_time = BusyTime(spawner)
-        self._free_bytes = {self._stdout: output_bytes, self._stderr: _MAX_ERROR_BYTES, self._status: 4096}
-        self._content = {pipe: bytearray() for pipe in pipes}
-        self._began_at: float | None = None
-        self._is_late = self._is_too_long = False
+        self._free_bytes_by_pipe = {self._stdout: output_bytes, self._stderr: _MAX_ERROR_BYTES, self._status: 4096}
+        self._content_by_pipe = {pipe: bytearray() for pipe in pipes}
+        self._begin_time: float | None = None
+        self._is_overdue = self._is_output_too_long = False
         self._exit_report: dict[str, float] = {}
 
-    def watch(self) -> None:
+    def read_until_end(self) -> None:
         """Read the output until the run has ended and its pipes are empty.
 
         Raises SandboxError if the run cannot be ended.
         """
         poll = select.poll()
-        for descriptor in (*self._content, self._connection.fileno()):
+        for descriptor in (*self._content_by_pipe, self._connection.fileno()):
             poll.register(descriptor, select.POLLIN)
-        num_open = len(self._content)
+        num_open = len(self._content_by_pipe)
         is_killed = False
         # Until the program begins, the limit is the machine's start time, not the program's.
         deadline = time.monotonic() + _START_SECONDS
@@ -340,21 +340,21 @@ class _Run:
                 elif not self._read_pipe(descriptor):
                     poll.unregister(descriptor)
                     num_open -= 1
-            if self._began_at is None and self._content[self._status] == READY:
-                self._began_at = time.monotonic()
+            if self._begin_time is None and self._content_by_pipe[self._status] == READY:
+                self._begin_time = time.monotonic()
                 if not self._exit_report:
                     # The first reading registers the run's process. If the process ends later, its busy time since then
                     # still counts.
                     self._busy_time.read()
-                    deadline = self._began_at + self._wall_seconds
+                    deadline = self._begin_time + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._exit_report):
                 if self._exit_report:
                     raise SandboxError("a sandboxed program has ended, but a process that it started is still running")
                 if is_killed:
                     raise SandboxError("a sandboxed program is still running after it was killed")
                 deadline = self._extend_deadline()
-                self._is_late = time.monotonic() >= deadline
-            if (self._is_late or self._is_too_long) and not is_killed and not self._exit_report:
+                self._is_overdue = time.monotonic() >= deadline
+            if (self._is_overdue or self._is_output_too_long) and not is_killed and not self._exit_report:
                 is_killed = True
                 deadline = time.monotonic() + _KILL_SECONDS
                 self._connection.send(b"kill")
@@ -365,13 +365,13 @@ class _Run:
         Only idle time counts, so busy time (computing or waiting for a CPU) extends the deadline. Raises SandboxError
         if the program has not begun.
         """
-        if self._began_at is None:
-            status = bytes(self._content[self._status]).decode(errors="replace")
+        if self._begin_time is None:
+            status = bytes(self._content_by_pipe[self._status]).decode(errors="replace")
             raise SandboxError(status or self._explain_missing_start())
-        deadline = self._began_at + min(self._wall_seconds + self._busy_time.read(), self._longest_run_seconds)
+        deadline = self._begin_time + min(self._wall_seconds + self._busy_time.read(), self._longest_run_seconds)
         # If the extension is too small to be useful, return a time in the past, so that the run is killed.
         is_useful = deadline >= time.monotonic() + _LEAST_EXTENSION_SECONDS
-        return deadline if is_useful else self._began_at
+        return deadline if is_useful else self._begin_time
 
     def _explain_missing_start(self) -> str:
         if is_stopped(self._spawner):
@@ -383,16 +383,16 @@ class _Run:
     def _read_pipe(self, pipe: int) -> bool:
         """Read the available bytes of a pipe. Returns False at its end."""
         part = os.read(pipe, _PART_BYTES)
-        free_bytes = self._free_bytes[pipe]
+        free_bytes = self._free_bytes_by_pipe[pipe]
         # Read beyond the limit too, so that the program does not block on a full pipe.
-        self._content[pipe] += part[:free_bytes]
-        self._free_bytes[pipe] = max(0, free_bytes - len(part))
-        self._is_too_long = self._is_too_long or (pipe == self._stdout and len(part) > free_bytes)
+        self._content_by_pipe[pipe] += part[:free_bytes]
+        self._free_bytes_by_pipe[pipe] = max(0, free_bytes - len(part))
+        self._is_output_too_long = self._is_output_too_long or (pipe == self._stdout and len(part) > free_bytes)
         return bool(part)
 
-    def result(self, cpu_limit: float, wall_seconds: float) -> Ran:
+    def make_result(self, cpu_limit: float, wall_seconds: float) -> RunResult:
         """Return the program's outcome from its exit status, CPU time and exceeded limits."""
-        status = bytes(self._content[self._status])
+        status = bytes(self._content_by_pipe[self._status])
         if status != READY:
             raise SandboxError(status.decode(errors="replace") or "a run ended before its program began")
         cpu_seconds = self._exit_report["cpu_seconds"]
@@ -400,20 +400,22 @@ class _Run:
         outcome: Outcome = "ok" if exit_code == 0 else "error"
         # The CPU limit sends SIGXCPU, then SIGKILL if the program ignored it.
         is_killed = exit_code == 128 + signal.SIGXCPU or (exit_code == 128 + signal.SIGKILL and cpu_seconds > 1)
-        if self._is_late or cpu_seconds > cpu_limit or is_killed:
+        if self._is_overdue or cpu_seconds > cpu_limit or is_killed:
             outcome = "timeout"
-        elif self._is_too_long:
+        elif self._is_output_too_long:
             outcome = "output"
-        stdout, stderr = (self._content[pipe].decode("utf-8", "replace") for pipe in (self._stdout, self._stderr))
-        is_by_clock = self._is_late and cpu_seconds <= cpu_limit
-        return Ran(
+        stdout, stderr = (
+            self._content_by_pipe[pipe].decode("utf-8", "replace") for pipe in (self._stdout, self._stderr)
+        )
+        is_wall_clock_timeout = self._is_overdue and cpu_seconds <= cpu_limit
+        return RunResult(
             outcome,
             stdout,
             stderr,
             exit_code,
             cpu_seconds=cpu_seconds,
             wall_seconds=wall_seconds,
-            is_by_clock=is_by_clock,
+            is_wall_clock_timeout=is_wall_clock_timeout,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from megarl.files.strict_json import make_object
-from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxError, SandboxSettings
+from megarl.sandbox.sandbox import Outcome, RunResult, Sandbox, SandboxError, SandboxSettings
 from megarl.types import ConfigError
 
 MAX_TRIES = 5
@@ -35,7 +35,7 @@ class AnySandbox(Protocol):
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
-    ) -> Ran:
+    ) -> RunResult:
         """Run a Python program with this standard input. The arguments override limits of the settings."""
         ...
 
@@ -51,8 +51,8 @@ class RemoteSandbox:
     """Runs programs on a SandboxFusion server. `run` raises SandboxError if every try fails.
 
     Without an answer, or after a server error (5xx, 429, SandboxError), the request is repeated: at most `MAX_TRIES`
-    tries, with doubling pauses. `Ran.retries` counts the repetitions. Time limits are in the server's wall-clock time.
-    A user and password in the address are sent as HTTP basic authorization.
+    tries, with doubling pauses. `RunResult.retries` counts the repetitions. Time limits are in the server's wall-clock
+    time. A user and password in the address are sent as HTTP basic authorization.
     """
 
     def __init__(self, settings: SandboxSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -82,15 +82,15 @@ class RemoteSandbox:
     def start(self) -> None:
         try:
             # The sum of 0 to 9 is 45: it shows that the server executes the program.
-            ran = self.run("print(sum(range(10)))")
+            result = self.run("print(sum(range(10)))")
         except SandboxError as error:
             raise ConfigError(f"sandbox.url: {error}; start the server, or correct its address") from None
-        if ran.outcome != "ok" or ran.stdout.strip() != "45":
-            raise ConfigError(f"sandbox.url = {self._url}: the server does not run Python: {ran}")
+        if result.outcome != "ok" or result.stdout.strip() != "45":
+            raise ConfigError(f"sandbox.url = {self._url}: the server does not run Python: {result}")
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
-    ) -> Ran:
+    ) -> RunResult:
         """Run a program on the server. Transient faults are retried with growing waits."""
         seconds = self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds
         # SandboxFusion compiles before running. Both get the run's limit.
@@ -147,7 +147,7 @@ class _BusyError(Exception):
     """Raised for a failure of the server, not of the program. A retry may succeed."""
 
 
-def _read_result(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> Ran:
+def _read_result(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> RunResult:
     """Return the result in SandboxFusion's answer. Raises _BusyError if it has none."""
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
@@ -162,7 +162,7 @@ def _read_result(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float,
         outcome = "output"
     cpu_seconds = result.get("execution_time")
     cpu_seconds = float(cpu_seconds) if isinstance(cpu_seconds, int | float) else 0.0
-    return Ran(
+    return RunResult(
         outcome,
         stdout[:max_bytes],
         stderr,
@@ -170,5 +170,5 @@ def _read_result(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float,
         cpu_seconds=cpu_seconds,
         wall_seconds=wall_seconds,
         retries=retries,
-        is_by_clock=outcome == "timeout",
+        is_wall_clock_timeout=outcome == "timeout",
     )

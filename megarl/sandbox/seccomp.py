@@ -34,7 +34,7 @@ get_robust_list:274:100 set_tid_address:218:96 rseq:334:293 arch_prctl:158:- exi
 waitid:247:95 restart_syscall:219:128 getrandom:318:278 recvfrom:45:207
 """
 """Allowed system calls, as name:number on x86_64:number on aarch64; -: the processor has no such call."""
-_OF_ITS_OWN = """
+_ALLOWED_IF_ISOLATED = """
 kill:62:129 tkill:200:130 tgkill:234:131 chmod:90:- fchmod:91:52 fchmodat:268:53 truncate:76:45 utime:132:-
 utimensat:280:88
 """
@@ -74,13 +74,13 @@ _Instruction = tuple[int, int, int, int]
 """Instruction of the kernel's filter language: code, jump if true, jump if false, constant."""
 
 
-def program(name: str, *, is_alone: bool) -> bytes:
+def make_filter(name: str, *, is_alone: bool) -> bytes:
     """Return the filter program in the kernel's format for a processor, `x86_64` or `aarch64`.
 
     `is_alone`: the sandboxed program sees only its own processes and files.
     """
     number_column = 1 if name == "x86_64" else 2
-    entries = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]
+    entries = [entry.split(":") for entry in (_ALLOWED + (_ALLOWED_IF_ISOLATED if is_alone else "")).split()]
     numbers = [int(entry[number_column]) for entry in entries if entry[number_column] != "-"]
     at_condition = _AT_CONDITION[name]
     # Another architecture (for example 32-bit calls) has other call numbers, so it ends the process.
@@ -91,14 +91,14 @@ def program(name: str, *, is_alone: bool) -> bytes:
         (_LOAD, 0, 0, _NUMBER),
     ]
     # A filter cannot read clone3's flags. After ENOSYS, glibc falls back to clone, whose flags it can read.
-    instructions += _if_number(at_condition["clone3"], [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)])
-    instructions += _if_number(at_condition["clone"], _only_if([(_ANY_BIT, 0, CLONE_THREAD)]))
+    instructions += _for_call(at_condition["clone3"], [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)])
+    instructions += _for_call(at_condition["clone"], _allow_if_any([(_ANY_BIT, 0, CLONE_THREAD)]))
     # Allow prlimit64 only for process 0, the caller itself.
-    instructions += _if_number(at_condition["prlimit64"], _only_if([(_EQUAL, 0, 0)]))
-    instructions += _if_number(at_condition["socketpair"], _only_if([(_EQUAL, 0, _AF_UNIX)]))
-    instructions += _if_number(at_condition["ioctl"], _only_if([(_EQUAL, 1, value) for value in _HARMLESS_IOCTLS]))
-    instructions += _if_number(at_condition["fcntl"], _FCNTL)
-    instructions += _if_number(at_condition["sendto"], _SENDTO)
+    instructions += _for_call(at_condition["prlimit64"], _allow_if_any([(_EQUAL, 0, 0)]))
+    instructions += _for_call(at_condition["socketpair"], _allow_if_any([(_EQUAL, 0, _AF_UNIX)]))
+    instructions += _for_call(at_condition["ioctl"], _allow_if_any([(_EQUAL, 1, value) for value in _HARMLESS_IOCTLS]))
+    instructions += _for_call(at_condition["fcntl"], _FCNTL)
+    instructions += _for_call(at_condition["sendto"], _SENDTO)
     for number in numbers:
         instructions += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     instructions.append((_RETURN, 0, 0, _REFUSE | errno.EPERM))
@@ -108,11 +108,11 @@ def program(name: str, *, is_alone: bool) -> bytes:
     )
 
 
-def _if_number(number: int, then: list[_Instruction]) -> list[_Instruction]:
+def _for_call(number: int, then: list[_Instruction]) -> list[_Instruction]:
     return [(_EQUAL, 0, len(then), number), *then]
 
 
-def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
+def _allow_if_any(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
     """Return instructions that allow a call if any test holds.
 
     A test is (code, argument number, constant), and reads the argument's low 32 bits.
@@ -130,7 +130,7 @@ _FCNTL: list[_Instruction] = [
     (_ANY_BIT, 0, 1, _O_ASYNC),
     (_RETURN, 0, 0, _REFUSE | errno.EPERM),
     (_RETURN, 0, 0, _ALLOW),
-    *_only_if([(_EQUAL, 1, command) for command in _FILE_COMMANDS]),
+    *_allow_if_any([(_EQUAL, 1, command) for command in _FILE_COMMANDS]),
 ]
 _SENDTO: list[_Instruction] = [
     # Allow sending without an address: to the other end of a socket pair. The address has two 32-bit halves.
@@ -145,7 +145,7 @@ _SENDTO: list[_Instruction] = [
 
 def apply(*, is_alone: bool) -> None:
     """Filter all later system calls of this process. Raises KernelError."""
-    instructions = program(machine(), is_alone=is_alone)
+    instructions = make_filter(machine(), is_alone=is_alone)
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     header = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(instructions) // 8, ctypes.addressof(buffer)), 16)
     prctl(PR_SET_NO_NEW_PRIVS, 1)

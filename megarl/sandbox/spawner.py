@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from megarl.processes.process_tree import fork_child, kill_tree
 from megarl.sandbox import landlock, namespaces, seccomp
-from megarl.sandbox.inside import READY, Confinement, confine, limits_of, run
+from megarl.sandbox.inside import READY, Confinement, confine_process, limits_of, run_source
 from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, KernelError, prctl
 
 MAX_MESSAGE_BYTES = 4096
@@ -72,7 +72,7 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     is_root = os.geteuid() == 0
     if "namespaces" in start["layers"]:
         try:
-            namespaces.enter(start["trees"], is_root)
+            namespaces.enter_namespaces(start["trees"], is_root)
             layers.add("namespaces")
         except OSError as error:
             # This process is only partly inside, and useless. Another spawner starts without namespaces.
@@ -217,13 +217,13 @@ def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) 
             os.dup2(descriptor, number)
         status = os.dup2(moved_descriptors[3], 3, inheritable=False)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        confine(confinement, limits)
+        confine_process(confinement, limits)
         os.write(status, READY)
         os.close(status)
     except BaseException as error:
         os.write(status, f"the sandbox could not be set up: {error}".encode())
         os._exit(1)
-    run(source, confinement.search_path)
+    run_source(source, confinement.search_path)
 
 
 def _move_above_stderr(descriptor: int) -> int:

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from megarl.environments import Environment, Step, Turn
-from megarl.environments.countdown import Countdown, describe_fault, draw, find_guess
+from megarl.environments.countdown import Countdown, draw_problem, explain_wrong_guess, find_guess
 from megarl.environments.guess_number import GuessNumber
 from megarl.environments.mastermind import Mastermind, count_marks
 from megarl.types import Problem
@@ -35,8 +35,8 @@ def hints(steps: Sequence[Step]) -> list[str]:
 
 
 def test_countdown_is_drawn_from_the_problem_and_has_a_solution() -> None:
-    assert draw(3, 4, 20) == draw(3, 4, 20)
-    drawn = [draw(index, 3, 9) for index in range(200)]
+    assert draw_problem(3, 4, 20) == draw_problem(3, 4, 20)
+    drawn = [draw_problem(index, 3, 9) for index in range(200)]
     assert len({(*numbers, target) for numbers, target in drawn}) > 150
     for numbers, target in drawn:
         expressions = {
@@ -45,7 +45,10 @@ def test_countdown_is_drawn_from_the_problem_and_has_a_solution() -> None:
             for one in "+-*/"
             for expression in (f"{a}{one}{b}", *(f"({a}{one}{b}){two}{c}" for two in "+-*/"))
         }
-        assert any(describe_fault(expression, numbers, target) is None for expression in expressions), (numbers, target)
+        assert any(explain_wrong_guess(expression, numbers, target) is None for expression in expressions), (
+            numbers,
+            target,
+        )
         assert target not in numbers
 
 
@@ -58,20 +61,20 @@ async def test_countdown_judges_guesses() -> None:
     assert steps[1] == Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
     _, steps = await play(Countdown(), at, ["4 * 4"])
     assert (steps[0].reward, steps[0].done, steps[0].answer_correct) == (0.0, True, False)
-    assert describe_fault("<answer>3 + 4 * 5</answer>", [3, 4, 5], 23) is None
-    assert describe_fault("\\boxed{(3+4*5)}", [3, 4, 5], 23) is None
-    assert describe_fault("4 * 5 + 3 * 1", [3, 4, 5], 23) == "1 is used too often"
-    assert describe_fault("23", [3, 4, 5], 23) == "23 is used too often"
-    assert "allowed" in str(describe_fault("3**4", [3, 4], 81))
-    assert "division" in str(describe_fault("3/(4-4)", [3, 4, 4], 1))
+    assert explain_wrong_guess("<answer>3 + 4 * 5</answer>", [3, 4, 5], 23) is None
+    assert explain_wrong_guess("\\boxed{(3+4*5)}", [3, 4, 5], 23) is None
+    assert explain_wrong_guess("4 * 5 + 3 * 1", [3, 4, 5], 23) == "1 is used too often"
+    assert explain_wrong_guess("23", [3, 4, 5], 23) == "23 is used too often"
+    assert "allowed" in str(explain_wrong_guess("3**4", [3, 4], 81))
+    assert "division" in str(explain_wrong_guess("3/(4-4)", [3, 4, 4], 1))
     assert find_guess("no numbers") is None
 
 
 def test_countdown_computes_without_rounding() -> None:
-    assert describe_fault("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24) is None
-    assert describe_fault("3 / 7 * 49 / 21", [3, 7, 21, 49], 1) is None
-    assert describe_fault("1 / 3", [1, 3], 1) == "that makes 1/3, not 1"
-    assert describe_fault("3 \u00d7 4 \u00f7 6", [3, 4, 6], 2) is None
+    assert explain_wrong_guess("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24) is None
+    assert explain_wrong_guess("3 / 7 * 49 / 21", [3, 7, 21, 49], 1) is None
+    assert explain_wrong_guess("1 / 3", [1, 3], 1) == "that makes 1/3, not 1"
+    assert explain_wrong_guess("3 \u00d7 4 \u00f7 6", [3, 4, 6], 2) is None
     generator = random.Random(0)
     for _ in range(500):
         numbers = [generator.randint(1, 20) for _ in range(4)]
@@ -85,8 +88,8 @@ def test_countdown_computes_without_rounding() -> None:
         except ZeroDivisionError:
             continue
         if value.denominator == 1:
-            assert describe_fault(expression, numbers, int(value)) is None, expression
-            assert describe_fault(expression, numbers, int(value) + 1) is not None, expression
+            assert explain_wrong_guess(expression, numbers, int(value)) is None, expression
+            assert explain_wrong_guess(expression, numbers, int(value) + 1) is not None, expression
 
 
 async def test_the_number_is_found_by_halving() -> None:

@@ -30,31 +30,31 @@ def test_scores_are_those_of_the_formula() -> None:
     ]
     index = Index(TEXTS)
     # The library computes in float32.
-    assert index.scores("Red fox? fox zebra").tolist() == pytest.approx(expected, rel=1e-6)
-    assert index.best("red fox", 3) == [0, 1, 3]
+    assert index.score_documents("Red fox? fox zebra").tolist() == pytest.approx(expected, rel=1e-6)
+    assert index.find_best("red fox", 3) == [0, 1, 3]
 
 
 @pytest.mark.parametrize("query", ["nothing here", "", "?!"])
 def test_a_query_without_a_known_word_finds_nothing(query: str) -> None:
     index = Index(TEXTS)
-    assert index.scores(query).tolist() == [0.0] * 4
-    assert index.best(query, 3) == []
+    assert index.score_documents(query).tolist() == [0.0] * 4
+    assert index.find_best(query, 3) == []
 
 
 def test_equal_scores_stay_in_the_order_of_the_corpus() -> None:
     # More ties than numpy's insertion sort (16 values) sorts in order by itself.
     texts = ["owl owl nest", *["owl tree", "sea"] * 50, "owl owl nest"]
     index = Index(texts)
-    assert index.best("owl", 7) == [0, 101, 1, 3, 5, 7, 9]
-    assert index.best("owl", 1) == [0]
-    assert index.best("owl", 1000) == [0, 101, *range(1, 101, 2)]
+    assert index.find_best("owl", 7) == [0, 101, 1, 3, 5, 7, 9]
+    assert index.find_best("owl", 1) == [0]
+    assert index.find_best("owl", 1000) == [0, 101, *range(1, 101, 2)]
 
 
 def test_words_are_in_lower_case_and_of_all_scripts() -> None:
     index = Index(["", "Ärger_1 Straße", "ärger 1", "東京 tower"])
-    assert index.best("STRASSE", 4) == [] and index.best("straße", 4) == [1]
-    assert index.best("ÄRGER", 4) == [2] and index.best("ärger_1!", 4) == [1]
-    assert index.best("(東京)", 4) == [3]
+    assert index.find_best("STRASSE", 4) == [] and index.find_best("straße", 4) == [1]
+    assert index.find_best("ÄRGER", 4) == [2] and index.find_best("ärger_1!", 4) == [1]
+    assert index.find_best("(東京)", 4) == [3]
 
 
 async def test_the_tool_replies_with_the_best_passages(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.environments import Step
-from megarl.environments.validation import ROLLOUT_METRICS, checked_step
+from megarl.environments.validation import ROLLOUT_METRICS, copy_valid_step
 from megarl.tracking.metric_table import rows
 
 
@@ -26,7 +26,7 @@ def test_the_names_of_rollouts_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("name", [*sorted(ROLLOUT_METRICS), "ended/done", "errors/KeyError", "reward/mean", "time/x"])
 def test_a_metric_of_every_rollout_is_not_replaced(name: str) -> None:
     with pytest.raises(ValueError, match=f"returned the metric '{name}'"):
-        checked_step(Step(metrics={name: 1.0}))
+        copy_valid_step(Step(metrics={name: 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ def test_a_metric_of_every_rollout_is_not_replaced(name: str) -> None:
 )
 def test_a_verdict_is_true_or_false(values: dict[str, Any], field: str) -> None:
     with pytest.raises(TypeError, match=f"returned {field} = "):
-        checked_step(Step(**values))
+        copy_valid_step(Step(**values))
 
 
 def test_verdicts_of_numpy_are_verdicts() -> None:
     step: Any = {"done": np.bool_(True), "answer_correct": np.bool_(False)}
-    assert checked_step(Step(**step)) == Step(done=True, answer_correct=False)
+    assert copy_valid_step(Step(**step)) == Step(done=True, answer_correct=False)
 
 
 @pytest.mark.parametrize("name", ["guesses", "tools/invalid", "shares", "my/turns"])
 def test_other_metrics_are_an_environment_s_own(name: str) -> None:
-    assert checked_step(Step(metrics={name: 1.0})).metrics == {name: 1.0}
+    assert copy_valid_step(Step(metrics={name: 1.0})).metrics == {name: 1.0}

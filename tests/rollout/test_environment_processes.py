@@ -179,7 +179,7 @@ def test_a_tool_that_hangs_is_answered_and_its_process_replaced(file: Path) -> N
         from megarl.environments import Turn
         from megarl.types import ToolCall
 
-        async with processes.seat() as seat:
+        async with processes.reserve_process() as seat:
             environment = seat.environment()
             await environment.reset(Problem(0, QUESTION, (1,), ""), 0)
             step = await environment.step(Turn(0, call % x, "stop", calls=(ToolCall("c", "f", {"x": x}),)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.sandbox.containers.command_lines import run_arguments
-from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, start_fault
+from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, find_start_fault
 from megarl.sandbox.containers.requests import Limits
 from tests.rewards.pools import wait_until
 from tests.sandbox.test_containers import endpoint
@@ -155,9 +155,9 @@ def test_a_container_of_apptainer_is_a_call_for_each_program_above_one_layer(
         folders=("/usr/share",),
         limits=Limits(processes=9, memory_bytes=1 << 30, disk_bytes=1 << 20, output_bytes=10_000),
     )
-    assert "could not open image" in str(start_fault(settings))
+    assert "could not open image" in str(find_start_fault(settings))
     image.touch()
-    assert start_fault(settings) is None
+    assert find_start_fault(settings) is None
 
     async def drive() -> None:
         container = Container(settings)

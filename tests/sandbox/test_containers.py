@@ -23,7 +23,7 @@ import pytest
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, Executed
 from megarl.sandbox.containers.host import ContainerHost
-from megarl.sandbox.containers.outliving import connect_to
+from megarl.sandbox.containers.outliving import connect_to_container
 from megarl.sandbox.containers.relay import Relay
 from megarl.sandbox.containers.requests import Limits
 from tests.child_processes import is_alive
@@ -301,7 +301,7 @@ def test_a_later_host_goes_on_with_a_container(
             await running
         second = Container(of_container)
         await second.adopt()
-        assert second.running == "agent" and 0 < second.seconds_running < 30 and second.url == first.url
+        assert second.running_label == "agent" and 0 < second.seconds_running < 30 and second.url == first.url
         ran = await second.join("agent")
         assert (ran.stdout, ran.exit_code, ran.outcome) == ("begun\ndone\n", 0, "")
         with pytest.raises(ContainerError, match="ContainerLost: the container has no such program"):
@@ -314,7 +314,7 @@ def test_a_later_host_goes_on_with_a_container(
         third = Container(of_container)
         await third.adopt()
         # The verifier that still runs has no label.
-        assert (third.running, third.seconds_running) == ("", 0.0)
+        assert (third.running_label, third.seconds_running) == ("", 0.0)
         # The end of the agent is still known, and the program that ran is killed.
         assert await third.join("agent") == ran
         assert is_left()
@@ -327,7 +327,7 @@ def test_a_later_host_goes_on_with_a_container(
         # Who only looks for it does not renew the lease.
         while is_left():
             with suppress(OSError):
-                connect_to(name).close()
+                connect_to_container(name).close()
             await asyncio.sleep(0.1)
 
     asyncio.run(asyncio.wait_for(drive(), 120))

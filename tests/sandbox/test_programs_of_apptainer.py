@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.processes.process_tree import descendants
-from megarl.sandbox.containers.container import Container, ContainerSettings, start_fault
+from megarl.sandbox.containers.container import Container, ContainerSettings, find_start_fault
 from tests.child_processes import is_alive, process_name
 from tests.rewards.pools import wait_until
 from tests.sandbox.images import make_image
@@ -66,11 +66,11 @@ async def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSetti
 
 
 def test_an_image_that_does_not_exist_is_a_fault(settings: ContainerSettings, tmp_path: Path) -> None:
-    assert start_fault(settings) is None
+    assert find_start_fault(settings) is None
     absent = ContainerSettings(
         kind="apptainer", name="megarl-absent", address=settings.address, image=str(tmp_path / "absent.sif")
     )
-    fault = start_fault(absent)
+    fault = find_start_fault(absent)
     assert fault is not None and "absent.sif" in fault
 
 

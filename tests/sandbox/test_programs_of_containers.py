@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from megarl.processes.process_tree import descendants
-from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, start_fault
+from megarl.sandbox.containers.container import Container, ContainerError, ContainerSettings, find_start_fault
 from megarl.sandbox.containers.requests import Limits
 from tests.child_processes import is_alive
 from tests.rewards.pools import wait_until
@@ -194,11 +194,11 @@ async def test_limits_hold_and_a_cancelled_program_ends(settings: ContainerSetti
 
 
 def test_an_image_that_does_not_exist_is_a_fault(settings: ContainerSettings) -> None:
-    assert start_fault(settings) is None
+    assert find_start_fault(settings) is None
     absent = ContainerSettings(
         kind=settings.kind, name="megarl-absent", address=settings.address, image="localhost/absent:1"
     )
-    fault = start_fault(absent)
+    fault = find_start_fault(absent)
     assert fault is not None and "absent" in fault
 
 
@@ -226,5 +226,5 @@ def test_nothing_runs_after_a_killed_holder_and_the_next_start_removes_its_entry
         os.kill(holder.pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, started)), seconds=60)
     # Removal at the next start of any container.
-    assert start_fault(settings) is None
+    assert find_start_fault(settings) is None
     assert not containers_left(settings.kind)

@@ -90,7 +90,7 @@ def test_limits_end_it(sandbox: Sandbox, program: str, outcome: str) -> None:
 def test_a_program_that_waits_is_ended_by_the_clock() -> None:
     with contextlib.closing(Sandbox(SandboxSettings(wall_timeout_seconds=0.5, packages=()))) as sandbox:
         ran = sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.2)
-        assert (ran.outcome, ran.is_by_clock) == ("timeout", True)
+        assert (ran.outcome, ran.is_wall_clock_timeout) == ("timeout", True)
         assert sandbox.run("print(1)").stdout == "1\n"
 
 
@@ -138,7 +138,7 @@ def test_waiting_for_a_busy_cpu_extends_the_wall_clock_limit() -> None:
         ran = sandbox.run(program, cpu_seconds=0.4)
         assert (ran.outcome, ran.stdout) == ("ok", "1\n")
         assert ran.wall_seconds > 0.4
-        assert sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.4).is_by_clock
+        assert sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.4).is_wall_clock_timeout
 
 
 def test_a_run_that_does_not_begin_is_an_error_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_process_that_outlives_its_run_is_an_error_of_the_sandbox(monkeypatch:
         before = time.process_time()
         # One collection of a worker's objects takes longer than the limit below.
         with disable_collector(), pytest.raises(SandboxError, match="a process that it started is still running"):
-            run.watch()
+            run.read_until_end()
         assert time.process_time() - before < 0.1, "it waits, and does not ask again and again"
     finally:
         for descriptor in (end for pipe in pipes for end in pipe):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.rewards.functions.code import code
-from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxSettings
+from megarl.sandbox.sandbox import Outcome, RunResult, Sandbox, SandboxSettings
 
 DURATION = {"small": "5 s (the attacks that tests make)", "full": "35 s"}
 CPU_SECONDS = 0.9
@@ -314,7 +314,7 @@ def host() -> Iterator[Host]:
         yield Host(folder, port, abstract, process, (*listeners, datagrams))
 
 
-def fault_of(name: str, ran: Ran) -> str | None:
+def fault_of(name: str, ran: RunResult) -> str | None:
     """Why an attack was not contained, None where it was."""
     if "BREACH" in ran.stdout:
         return f"got through: {ran.stdout[:200]!r}"
@@ -339,16 +339,16 @@ class Observed:
         self._sandbox = sandbox
         self.settings = sandbox.settings
         self.start, self.close = sandbox.start, sandbox.close
-        self.last: Ran | None = None
+        self.last: RunResult | None = None
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
-    ) -> Ran:
+    ) -> RunResult:
         self.last = self._sandbox.run(program, stdin, cpu_seconds=cpu_seconds, output_bytes=output_bytes)
         return self.last
 
 
-def attack(sandbox: Sandbox, target: Host, names: Sequence[str]) -> dict[str, tuple[Ran, str | None]]:
+def attack(sandbox: Sandbox, target: Host, names: Sequence[str]) -> dict[str, tuple[RunResult, str | None]]:
     """Run attacks as answers that the reward `code` scores: name -> how it ended, and why it was not contained.
 
     The host is compared after each.

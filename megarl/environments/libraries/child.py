@@ -133,7 +133,7 @@ class ForkServer:
     def __init__(self, connection, answer, frames, process_tree, end_seconds):
         self.connection, self.answer, self.end_seconds = connection, answer, end_seconds
         self.frames, self.process_tree = frames, process_tree
-        self.request_by_pid, self.deadline_by_pid = {}, {}
+        self.request_id_by_pid, self.deadline_by_pid = {}, {}
         # Through this pipe SIGCHLD wakes `select`, so ended forks are noticed at once.
         self.wake_read_end, wake_write_end = os.pipe()
         os.set_blocking(wake_write_end, False)
@@ -152,11 +152,11 @@ class ForkServer:
             if "cancel" not in request:
                 self.start_fork(request)
                 continue
-            for pid in [pid for pid, number in self.request_by_pid.items() if number == request["cancel"]]:
-                self.request_end(pid)
-        for pid in self.request_by_pid:
-            self.request_end(pid)
-        while self.request_by_pid:
+            for pid in [pid for pid, request_id in self.request_id_by_pid.items() if request_id == request["cancel"]]:
+                self.end_fork(pid)
+        for pid in self.request_id_by_pid:
+            self.end_fork(pid)
+        while self.request_id_by_pid:
             self.wait_for_events([])
 
     def start_fork(self, request):
@@ -168,12 +168,13 @@ class ForkServer:
             self.frames.answer_request(self.connection, request, self.answer)
 
         try:
-            self.request_by_pid[self.process_tree.fork_child(answer_in_fork)] = request["id"]
+            self.request_id_by_pid[self.process_tree.fork_child(answer_in_fork)] = request["id"]
         except OSError as error:
             text = f"no process can be forked: {error}"
             self.frames.send(self.connection, {"id": request["id"], "error": text})
 
-    def request_end(self, pid):
+    def end_fork(self, pid):
+        # A second call must not extend the deadline.
         if pid not in self.deadline_by_pid:
             self.deadline_by_pid[pid] = time.monotonic() + self.end_seconds
             if self.end_seconds:
@@ -185,23 +186,25 @@ class ForkServer:
         Overdue forks are killed. Failed forks are reported as the errors of their requests.
         """
         deadlines = self.deadline_by_pid.values()
-        seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        ready, _, _ = select.select([*descriptors, self.wake_read_end], [], [], seconds)
+        timeout_seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        ready, _, _ = select.select([*descriptors, self.wake_read_end], [], [], timeout_seconds)
         now = time.monotonic()
         for pid in [pid for pid, deadline in self.deadline_by_pid.items() if deadline <= now]:
             self.process_tree.kill_tree(pid)
             del self.deadline_by_pid[pid]
         if self.wake_read_end in ready:
             os.read(self.wake_read_end, 512)
-            for number, status in self.reap_forks():
+            for request_id, status in self.reap_forks():
                 error = f"ended with {os.waitstatus_to_exitcode(status)}"
                 # After the end of the driver, its other forks still stop what they have started.
                 with contextlib.suppress(OSError):
-                    self.frames.send(self.connection, {"id": number, "error": error})
+                    self.frames.send(self.connection, {"id": request_id, "error": error})
         return ready
 
     def reap_forks(self):
-        """Collect ended forks, and kill their descendants. Yields request number and exit status of failed ones."""
+        """Collect the status of ended forks, and kill their descendants. Yields request id and exit status of failed
+        forks.
+        """
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -209,9 +212,9 @@ class ForkServer:
                     return
                 self.process_tree.kill_tree(pid)
                 self.deadline_by_pid.pop(pid, None)
-                number = self.request_by_pid.pop(pid, None)
-                if number is not None and status != 0:
-                    yield number, status
+                request_id = self.request_id_by_pid.pop(pid, None)
+                if request_id is not None and status != 0:
+                    yield request_id, status
 
 
 def limit_address_space(limit_bytes):
@@ -242,14 +245,14 @@ def main():
     # Modules next to this file must not hide the user's modules in the current folder.
     folder = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder] + [os.getcwd()]
-    adapter = load_file(f"environments/libraries/{name}_adapter.py").Library
+    library_class = load_file(f"environments/libraries/{name}_adapter.py").Library
     end_seconds = 0.0
 
     def start(settings):
         nonlocal end_seconds
         end_seconds = settings["end_seconds"]
         try:
-            library = adapter(settings, load_file)
+            library = library_class(settings, load_file)
             if settings["memory_bytes"] is not None:
                 limit_address_space(settings["memory_bytes"])
         # SystemExit of a user's module is not an Exception.
@@ -260,7 +263,7 @@ def main():
         introduction = {"is_forked": library.is_forked, **library.introduction}
         return introduction, functools.partial(answer, play)
 
-    if not adapter.is_forked:
+    if not library_class.is_forked:
         frames.answer_requests(connection, start)
         return
     with contextlib.suppress(EOFError, OSError):

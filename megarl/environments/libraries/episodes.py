@@ -58,19 +58,19 @@ class ForeignEnvironment:
             raise ValueError("processes must be at least 1; seconds and memory_gib must be above 0")
         self._settings = dict(settings)
         self._seconds = seconds
-        self._command = python or sys.executable, self.library, memory_gib
+        self._child_arguments = python or sys.executable, self.library, memory_gib
         self._session = str(next(_SESSION_NUMBERS))
         self._processes = processes
         self._child: _EpisodeChild | None = None
         self._process: LibraryProcess | None = None
         self._history: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        check_installed(self._command[0], self.library, self.package)
+        check_installed(self._child_arguments[0], self.library, self.package)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         """Start an episode in the child process of this problem, and return its question."""
         # Attempts at one problem share a child, which makes the problem only once.
-        child_key = (self._command, problem.index % self._processes)
-        self._child = get_shared(child_key, lambda: _EpisodeChild(*self._command))
+        child_key = (self._child_arguments, problem.index % self._processes)
+        self._child = get_shared(child_key, lambda: _EpisodeChild(*self._child_arguments))
         split = problem.record.get("split")
         request = {"do": "reset", "settings": self._settings, "index": problem.index}
         # Without a split (no `environment:COUNT` data) all problems are for training and validation alike.
@@ -78,22 +78,22 @@ class ForeignEnvironment:
         has_system = bool(problem.messages) and problem.messages[0]["role"] == "system"
         system = value.get("system")
         system_messages = ({"role": "system", "content": system},) if system and not has_system else ()
-        question = {"role": "user", "content": _text(value)}
+        question = {"role": "user", "content": _observation_text(value)}
         return Start((*system_messages, *problem.messages[:-1], question))
 
     async def step(self, turn: Turn) -> Step:
         """Send the policy's text to the episode. Raises ChildError for an invalid answer."""
         value = await self._request({"do": "step", "text": turn.text})
         reward, done, correct = value.get("reward"), value.get("done"), value.get("correct")
-        number = finite_number(reward)
-        if number is None:
+        finite_reward = finite_number(reward)
+        if finite_reward is None:
             raise ChildError(f"the reward is {reward!r:.80}, not a finite number")
         if not isinstance(done, bool) or not isinstance(correct, bool | None):
             raise ChildError(
                 f"the answer to a turn needs 'done' (true or false) and 'correct' (true, false or null): {value!r:.200}"
             )
-        messages = () if done else ({"role": "user", "content": _text(value)},)
-        return Step(messages, number, done, correct)
+        messages = () if done else ({"role": "user", "content": _observation_text(value)},)
+        return Step(messages, finite_reward, done, correct)
 
     async def close(self) -> None:
         if self._child is not None:
@@ -134,7 +134,7 @@ class ForeignEnvironment:
         return await process.request({"session": self._session, "closed": closed_sessions, **request}, self._seconds)
 
 
-def _text(value: Mapping[str, Any]) -> str:
+def _observation_text(value: Mapping[str, Any]) -> str:
     text = value.get("text")
     if not isinstance(text, str):
         raise ChildError(f"the observation is {text!r:.80}, not a text")
@@ -152,4 +152,4 @@ class _EpisodeChild(LibraryChild):
     async def reserve(self) -> AsyncIterator[LibraryProcess]:
         """Wait until the process is free, and start it if needed. Raises ChildError if the start fails."""
         async with self._turns:
-            yield await self.process()
+            yield await self.get_process()

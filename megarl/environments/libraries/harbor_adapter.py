@@ -50,16 +50,18 @@ class Library:
         self.refuse_podman_compose(environment)
         agent_factory = importlib.import_module("harbor.agents.factory").AgentFactory
         agent_class = agent_factory.get_agent_class_from_config(agent)
+        # Agents that call a model have a connection.
         self.has_connection = agent_class.MODEL_CONNECTION is not None
         self.refuse_tasks(tasks)
         installed_class = importlib.import_module("harbor.agents.installed.base").BaseInstalledAgent
-        is_inside = environment.type is not None and issubclass(agent_class, installed_class)
+        # Harbor installs these agents inside the environment of the trial.
+        is_installed_agent = environment.type is not None and issubclass(agent_class, installed_class)
         # Containers of singularity have the network of the machine.
-        runs_elsewhere = is_inside and environment.type != "singularity"
+        runs_elsewhere = is_installed_agent and environment.type != "singularity"
         self.introduction = {"num_tasks": len(self.tasks), "runs_elsewhere": runs_elsewhere}
 
     def refuse_podman_compose(self, environment):
-        """Raise ValueError if Harbor would use podman-compose. It leaves the networks of trials."""
+        """Raise ValueError if Harbor would use podman-compose, which does not remove the networks of trials."""
         if environment.type != "podman":
             return
         # Harbor passes this option to podman-compose only.
@@ -76,28 +78,30 @@ class Library:
         started.
         """
         os.environ[KEY_NAME] = "check"
-        task_of_kind = {}
-        for number, task in enumerate(tasks):
+        task_number_by_limits = {}
+        for task_number, task in enumerate(tasks):
             config = task.config
             phase_parts = [part for step in (config, *(config.steps or ())) for part in (step.agent, step.verifier)]
             config_parts = [config.environment, config.verifier.environment, *phase_parts]
             limits = [[getattr(part, name, None) for name in LIMIT_FIELDS] for part in config_parts]
-            task_of_kind.setdefault(repr(limits), number)
+            task_number_by_limits.setdefault(repr(limits), task_number)
         with tempfile.TemporaryDirectory(prefix="megarl-harbor-") as folder:
-            for number in task_of_kind.values():
-                config = self.make_config(number, f"check-{number}", "http://127.0.0.1:9/v1", folder)
+            for task_number in task_number_by_limits.values():
+                config = self.make_config(task_number, f"check-{task_number}", "http://127.0.0.1:9/v1", folder)
                 try:
                     asyncio.run(self.trial_class.create(config))
-                    self.create_verifier_environment(tasks[number], config)
+                    self.create_verifier_environment(tasks[task_number], config)
                 except Exception as error:
                     name = self.settings["environment"].get("type") or self.settings["environment"]["import_path"]
                     raise ValueError(
-                        f"{self.tasks[number]}/task.toml: environment = {name} cannot run this task: {error!s:.400}; "
-                        "change the task, or choose another environment"
+                        f"{self.tasks[task_number]}/task.toml: environment = {name} cannot run this task: "
+                        f"{error!s:.400}; change the task, or choose another environment"
                     ) from error
 
     def create_verifier_environment(self, task, config):
-        """Create the environment of a task's verifier, if it has its own. Harbor creates it only after the agent."""
+        """Create the environment of a task's verifier, if it has its own. Harbor itself creates this one only after the
+        agent has ended.
+        """
         verifier_mode = importlib.import_module("harbor.models.task.verifier_mode")
         definition = verifier_mode.resolve_verifier_environment_definition(task.config, task.paths)
         if definition is None:
@@ -116,7 +120,7 @@ class Library:
             phase_network_policies=[phase],
         )
 
-    def make_config(self, task, trial_name, base_url, trials_folder=None):
+    def make_config(self, task_number, trial_name, base_url, trials_folder=None):
         """Return Harbor's config of a trial. The agent calls the model at `base_url`."""
         agent = dict(self.settings["agent"])
         # Agents that call no model, such as oracle, refuse these fields.
@@ -125,7 +129,7 @@ class Library:
             agent |= {"model_name": "openai/policy", "base_url": base_url, "model_api_key_name": KEY_NAME}
         config_values = self.settings | {
             "agent": agent,
-            "task": {"path": self.tasks[task]},
+            "task": {"path": self.tasks[task_number]},
             "trial_name": trial_name,
             "trials_dir": trials_folder or self.settings["trials_dir"],
         }
@@ -145,18 +149,18 @@ class Library:
         config = self.make_config(request["task"], request["trial_name"], request["base_url"])
 
         async def make_trial():
-            trial = asyncio.current_task()
-            assert trial is not None
+            trial_task = asyncio.current_task()
+            assert trial_task is not None
             loop = asyncio.get_running_loop()
 
             def cancel_once():
                 # A second cancellation would end the wait for the stop of the environments.
                 loop.add_signal_handler(signal.SIGTERM, lambda: None)
-                trial.cancel()
+                trial_task.cancel()
 
             # A launcher may signal all processes of a job. The parent ends this trial by SIGTERM.
-            for number in self.process_tree.ENDING_SIGNALS:
-                loop.add_signal_handler(number, cancel_once if number == signal.SIGTERM else lambda: None)
+            for signal_number in self.process_tree.ENDING_SIGNALS:
+                loop.add_signal_handler(signal_number, cancel_once if signal_number == signal.SIGTERM else lambda: None)
             notes = await self.stop_leftovers()
             with self.live_trial(request["trial_name"]) as live_trial:
                 rewards, errors = await self.make_trial(config, live_trial)
@@ -167,13 +171,13 @@ class Library:
     async def make_trial(self, config, live_trial):
         """Make a trial. Returns the verifier's rewards by name, and the trial's errors.
 
-        Each environment is noted in `live_trial` before it starts, and when it has stopped. Raises RuntimeError
+        Each environment is recorded in `live_trial` before it starts, and when it has stopped. Raises RuntimeError
         with the errors of a trial without rewards.
         """
         create = self.environments.create_environment_from_config
         stop_tasks = set()
         # This process makes one trial only.
-        self.environments.create_environment_from_config = self.with_notes_of_trial(create, live_trial, stop_tasks)
+        self.environments.create_environment_from_config = self.wrap_environment_factory(create, live_trial, stop_tasks)
         try:
             result = await (await self.trial_class.create(config)).run()
         finally:
@@ -190,31 +194,31 @@ class Library:
             raise RuntimeError("; ".join(errors))
         return rewards, errors
 
-    def with_notes_of_trial(self, create, live_trial, stop_tasks):
-        """Return a `create` that notes each environment in `live_trial` when it is created and when it has stopped.
+    def wrap_environment_factory(self, create, live_trial, stop_tasks):
+        """Return a `create` that records each environment in `live_trial` when it is created and when it has stopped.
 
         Each stop runs in a task of its own, added to `stop_tasks`, so that a cancelled trial does not cancel it.
         """
 
-        def create_and_note(*arguments, **options):
+        def create_and_record(*arguments, **options):
             environment = create(*arguments, **options)
             session = options["session_id"]
-            live_trial.note(session, self.describe_environment(options))
-            stop = self.make_stop(environment)
+            live_trial.record(session, self.describe_environment(options))
+            stop = self.make_stop_function(environment)
 
-            async def stop_and_note(delete):
+            async def stop_and_record(delete):
                 await stop(delete)
-                live_trial.note(session, None)
+                live_trial.record(session, None)
 
             async def stop_in_own_task(delete):
-                stop_task = asyncio.create_task(stop_and_note(delete))
+                stop_task = asyncio.create_task(stop_and_record(delete))
                 stop_tasks.add(stop_task)
                 await asyncio.shield(stop_task)
 
             environment.stop = stop_in_own_task
             return environment
 
-        return create_and_note
+        return create_and_record
 
     def describe_environment(self, options):
         """Return what another process needs to stop an environment created with these options, as JSON values."""
@@ -273,7 +277,7 @@ class Library:
                 if os.fstat(file.fileno()).st_nlink == 0:
                     continue
                 try:
-                    facts, running = read_live_trial(file)
+                    facts, unstopped = read_live_trial(file)
                     is_here = facts["machine"] == os.uname().nodename
                 # A crash of the machine may leave an empty file. It must not stop all later trials.
                 except (ValueError, TypeError, KeyError) as error:
@@ -286,8 +290,8 @@ class Library:
                 if not is_here:
                     continue
                 try:
-                    for session, values in running.items():
-                        await self.stop_environment(path.name, facts["environment"], session, values)
+                    for session_id, description in unstopped.items():
+                        await self.stop_environment(path.name, facts["environment"], session_id, description)
                 # The environment may be a user's class and raise anything.
                 except Exception as error:
                     print(f"{path}: {error!r}", file=sys.stderr)
@@ -296,30 +300,30 @@ class Library:
                 path.unlink()
         return errors
 
-    async def stop_environment(self, trial_name, settings, session, values):
+    async def stop_environment(self, trial_name, settings, session_id, description):
         """Stop an environment that another process started. Its containers have the session's id.
 
-        `values` come from `describe_environment`: the environment of a verifier has other files than the task's.
+        `description` come from `describe_environment`: the environment of a verifier has other files than the task's.
         """
-        extra_files = {"extra_docker_compose": values["extra_docker_compose"]}
+        extra_files = {"extra_docker_compose": description["extra_docker_compose"]}
         config = self.configs.EnvironmentConfig.model_validate(settings | extra_files)
         policy_class = self.task_configs.NetworkPolicy
         network_policy, *phase_policies = (
-            policy and policy_class.model_validate(policy) for policy in values["network_policies"]
+            policy and policy_class.model_validate(policy) for policy in description["network_policies"]
         )
         environment = self.environments.create_environment_from_config(
             config=config,
-            environment_dir=pathlib.Path(values["environment_dir"]),
-            environment_name=values["environment_name"],
-            session_id=session,
+            environment_dir=pathlib.Path(description["environment_dir"]),
+            environment_name=description["environment_name"],
+            session_id=session_id,
             trial_paths=self.paths_class(pathlib.Path(self.settings["trials_dir"], trial_name)),
-            task_env_config=self.task_configs.EnvironmentConfig.model_validate(values["task_env_config"]),
+            task_env_config=self.task_configs.EnvironmentConfig.model_validate(description["task_env_config"]),
             network_policy=network_policy,
             phase_network_policies=phase_policies,
         )
-        await self.make_stop(environment)(config.delete)
+        await self.make_stop_function(environment)(config.delete)
 
-    def make_stop(self, environment):
+    def make_stop_function(self, environment):
         """Return the `stop` of an environment. It raises the error of docker compose that Harbor only logs."""
         stop = environment.stop
         run_compose = getattr(environment, "_run_docker_compose_command", None)
@@ -327,11 +331,11 @@ class Library:
             return stop
         errors = []
 
-        async def run_compose_and_note_error(command, *arguments, **options):
+        async def run_compose_and_keep_error(command, *arguments, **options):
             try:
                 return await run_compose(command, *arguments, **options)
             except asyncio.CancelledError:
-                # Harbor does not end the program. Containers that it starts after `down` would stay.
+                # Harbor does not end its docker compose. Containers that `up` starts after `down` would stay.
                 if command[0] == "up":
                     await self.end_children()
                 raise
@@ -347,7 +351,7 @@ class Library:
             if errors:
                 raise errors[0]
 
-        environment._run_docker_compose_command = run_compose_and_note_error
+        environment._run_docker_compose_command = run_compose_and_keep_error
         return stop_or_raise
 
     async def end_children(self):
@@ -359,6 +363,7 @@ class Library:
                 for pid in children:
                     with contextlib.suppress(ProcessLookupError):
                         self.process_tree.send_signal(pid, signal_number)
+            # After the first SIGTERM send nothing more until the deadline.
             signal_number = signal.SIGKILL if time.monotonic() > deadline else None
             await asyncio.sleep(0.05)
 
@@ -372,7 +377,7 @@ class LiveTrial:
         self.file = file
         self.environments = {}
 
-    def note(self, session, values):
+    def record(self, session, values):
         self.environments[session] = values
         self.file.write(json.dumps([session, values]) + "\n")
         self.file.flush()
@@ -384,7 +389,9 @@ def read_live_trial(file):
     Raises ValueError or TypeError for a damaged file.
     """
     facts, *changes = map(json.loads, file)
-    running = {session: values for session, values in dict(changes).items() if values is not None}
-    if not all(isinstance(values, dict) for values in running.values()):
+    unstopped = {
+        session_id: description for session_id, description in dict(changes).items() if description is not None
+    }
+    if not all(isinstance(description, dict) for description in unstopped.values()):
         raise TypeError("an environment has no description")
-    return facts, running
+    return facts, unstopped

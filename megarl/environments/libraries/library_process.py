@@ -89,21 +89,21 @@ class LibraryChild:
         self._settings = settings
         self._lock = asyncio.Lock()
         self._process: LibraryProcess | None = None
-        self._starting: asyncio.Task[LibraryProcess] | None = None
+        self._start_task: asyncio.Task[LibraryProcess] | None = None
         self._is_closed = False
 
-    async def process(self) -> LibraryProcess:
+    async def get_process(self) -> LibraryProcess:
         """Return the running process, started if needed. Raises ChildError if the start fails, and after `close`."""
         async with self._lock:
             if self._is_closed:
                 raise ChildError("the process of an environment library was called after its end")
             if self._process is None or self._process.has_ended:
-                self._starting = asyncio.create_task(self._start())
+                self._start_task = asyncio.create_task(self._start())
                 try:
-                    self._process = await self._starting
+                    self._process = await self._start_task
                 finally:
                     # If the caller is cancelled, its start must end too.
-                    self._starting.cancel()
+                    self._start_task.cancel()
             return self._process
 
     async def _start(self) -> LibraryProcess:
@@ -120,9 +120,9 @@ class LibraryChild:
     async def close(self) -> None:
         """Kill the process, even during its start, and wait for its end."""
         self._is_closed = True
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.wait([self._starting])
+        if self._start_task is not None:
+            self._start_task.cancel()
+            await asyncio.wait([self._start_task])
         if self._process is not None:
             await self._process.close()
 
@@ -180,10 +180,10 @@ class LibraryProcess:
         forks.
         """
         self._num_requests += 1
-        number = self._num_requests
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        request_id = self._num_requests
+        answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send_message({"id": number, **message})
+            self._send_message({"id": request_id, **message})
             async with asyncio.timeout(seconds):
                 return _read_value(await answer)
         except TimeoutError:
@@ -192,9 +192,9 @@ class LibraryProcess:
             self.kill()
             raise ChildError(f"the answer of the environment's child process is not valid: it sent {error}") from None
         finally:
-            del self._answers[number]
+            del self._answers[request_id]
             if answer.cancelled():
-                self._cancel(number)
+                self._cancel_request(request_id)
 
     def kill(self) -> None:
         self.has_ended = True
@@ -220,13 +220,13 @@ class LibraryProcess:
         except UnsendableError as error:
             raise ChildError(f"the request to the environment's child process is not JSON: {error}") from None
 
-    def _cancel(self, number: int) -> None:
-        """End the fork of request `number`. If the process has no forks, end the process."""
+    def _cancel_request(self, request_id: int) -> None:
+        """End the fork of request `request_id`. If the process has no forks, end the process."""
         if self.introduction.get("is_forked") is not True:
             self.kill()
         # A closing process ends all forks itself.
         elif not self.has_ended and not self._is_closing:
-            self._writer.write(encode_message({"cancel": number}))
+            self._writer.write(encode_message({"cancel": request_id}))
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
         """Pass answers to the waiting requests. When the process ends, fail those still waiting."""

@@ -41,16 +41,16 @@ class LibraryTasks:
         self._heldout = heldout
         check_installed(self._python, library, library)
 
-    async def process(self) -> LibraryProcess:
+    async def get_process(self) -> LibraryProcess:
         """Return the process that has loaded the tasks, started at the first call. Raises ChildError."""
         child_key = self._library, self._python, json.dumps(self._settings)
         settings = make_child_settings(
             self._library, self._settings, python=self._python, end_seconds=self._end_seconds
         )
         child = get_shared(child_key, lambda: LibraryChild(settings))
-        return await child.process()
+        return await child.get_process()
 
-    def number_for(self, problem: Mapping[str, Any], process: LibraryProcess) -> int:
+    def choose_task_number(self, problem: Mapping[str, Any], process: LibraryProcess) -> int:
         """Return the number of a problem's task. Raises ChildError for an invalid number of tasks."""
         return choose_task(problem["index"], problem["record"].get("split"), _count_tasks(process), self._heldout)
 
@@ -60,7 +60,7 @@ class LibraryTasks:
         Raises ConfigError if this fails.
         """
         try:
-            process = run_alone(self.process)
+            process = run_alone(self.get_process)
             if _count_tasks(process) < 2:
                 raise ChildError(
                     f"{source} has less than two tasks; at least one each is needed for training and validation"

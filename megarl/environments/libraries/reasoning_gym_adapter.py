@@ -55,7 +55,10 @@ class Problem:
 
 
 def read_answer(text, place):
-    """Return a completion's last answer, or None. Listing many candidates gains nothing."""
+    """Return the last answer at a completion's `place` (tags, boxed or text), or None.
+
+    Listing many candidates gains nothing, because only the last one counts.
+    """
     if place == "text":
         return text.strip()
     pattern = r"<answer>\s*(.*?)\s*</answer>" if place == "tags" else r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -81,7 +84,7 @@ def make_problem(task, config, seed, is_heldout):
     """
     import reasoning_gym
 
-    # Draw seeds until the question's hash falls into the wanted part.
+    # Draw seeds until the question's hash falls into the wanted split.
     for draw_number in range(MAX_DRAWS):
         dataset = reasoning_gym.create_dataset(
             task, seed=(seed + draw_number * DRAW_STEP) % MAX_SEED, size=1, **json.loads(config)

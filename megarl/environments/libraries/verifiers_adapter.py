@@ -27,9 +27,9 @@ class Library:
 
 async def play_task(environment, task, base_url):
     """Play a task and return its reward. Raises RuntimeError with the errors of the episode."""
-    vf = importlib.import_module("verifiers.v1")
-    client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
-    context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
+    verifiers = importlib.import_module("verifiers.v1")
+    client = verifiers.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
+    context = verifiers.ModelContext(client=client, model="policy", sampling=verifiers.SamplingConfig())
     async with environment.serving():
         episode = await environment.run_episode(task, context)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

@@ -79,7 +79,7 @@ def code(
         )
         seconds += program_run.cpu_seconds
         retries += program_run.retries
-        wall_timeouts += program_run.is_by_clock
+        wall_timeouts += program_run.is_wall_clock_timeout
         if program_run.outcome == "ok":
             try:
                 outcome = "passed" if trial.passes(program_run.stdout) else "wrong"

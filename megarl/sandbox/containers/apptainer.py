@@ -36,7 +36,7 @@ def exec_arguments(settings: Mapping[str, Any], folder: str | None) -> list[str]
     return [*arguments, "--pwd", folder or "/", settings["image"]]
 
 
-class ApptainerPlace:
+class ApptainerRuntime:
     """Runs each program below this process, by `apptainer exec` above a common layer of files."""
 
     # The kernel would also count the user's other processes. So the request loop counts `process_ids` instead.
@@ -49,7 +49,7 @@ class ApptainerPlace:
         if program is None:
             raise FileNotFoundError("apptainer is not installed")
         self._program, self._settings = program, settings
-        self._run("true")
+        self._run_script("true")
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
         arguments = exec_arguments(self._settings, request["folder"])
@@ -69,12 +69,12 @@ class ApptainerPlace:
         kill_descendants()
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
-        self._run(PUT_SCRIPT, folder, stdin=pack_files(files))
+        self._run_script(PUT_SCRIPT, folder, stdin=pack_files(files))
 
     def get(self, path: str, max_bytes: int) -> bytes:
-        return decode_file(self._run(GET_SCRIPT, path, str(max_bytes + 1)), path, max_bytes)
+        return decode_file(self._run_script(GET_SCRIPT, path, str(max_bytes + 1)), path, max_bytes)
 
-    def _run(self, script: str, *arguments: str, stdin: str = "") -> str:
+    def _run_script(self, script: str, *arguments: str, stdin: str = "") -> str:
         command = [self._program, *exec_arguments(self._settings, None), "sh", "-c", script, "sh", *arguments]
         command_end = run_command(command, seconds=SHORT_SECONDS, stdin=stdin)
         if command_end.returncode != 0:
@@ -82,26 +82,26 @@ class ApptainerPlace:
         return command_end.stdout
 
 
-def hold(
+def start_in_namespaces(
     settings: Mapping[str, Any],
-    serve: Callable[[Callable[[], ApptainerPlace]], None],
+    serve: Callable[[Callable[[], ApptainerRuntime]], None],
     *,
-    is_alone: bool,
+    is_isolated: bool,
     disk_bytes: int,
 ) -> tuple[int, socket.socket | None]:
     """Create a container's namespaces, and call `serve` in their first process. The container ends with this process.
 
-    `serve` gets a function that starts the container there, and raises OSError if it does not start. With `is_alone`
+    `serve` gets a function that starts the container there, and raises OSError if it does not start. With `is_isolated`
     the container can reach only the endpoint. Returns the id of the first process, and a socket listening in the
     container's network, or None.
     """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     user, group = os.geteuid(), os.getegid()
     # Only root may mount. Other users become root of a new user namespace, and apptainer accepts this root.
-    flags = CLONE_NEWNS | (CLONE_NEWUSER if user else 0) | (NETWORK_NAMESPACE if is_alone else 0)
+    flags = CLONE_NEWNS | (CLONE_NEWUSER if user else 0) | (NETWORK_NAMESPACE if is_isolated else 0)
     own_end, child_end = socket.socketpair()
 
-    def start_place() -> ApptainerPlace:
+    def start_runtime() -> ApptainerRuntime:
         """In the new namespaces: map users, mount the layer's folder, send the listening socket, start a container."""
         if user:
             map_users(proc, user=user, group=group)
@@ -110,15 +110,15 @@ def hold(
         mount("tmpfs", _LAYER_FOLDER, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0700")
         Path(_LAYER_FOLDER, "layer").mkdir()
         # A socket stays in the network where it was opened, whichever process accepts on it.
-        if is_alone:
+        if is_isolated:
             with open_loopback() as listener:
                 socket.send_fds(child_end, [b"listening"], [listener.fileno()])
         child_end.close()
-        return ApptainerPlace(settings)
+        return ApptainerRuntime(settings)
 
     def run_first_process() -> None:
         own_end.close()
-        serve(start_place)
+        serve(start_runtime)
 
     first_process = fork_child(run_first_process, lambda: clone(flags))
     os.close(proc)

@@ -63,7 +63,7 @@ def run_arguments(settings: Mapping[str, Any], owner: int) -> list[str]:
     return [*arguments, "--entrypoint", "sh", settings["image"], "-c", _MAIN]
 
 
-class CommandLinePlace:
+class CommandLineRuntime:
     """A container of podman or docker. `exec` starts its programs."""
 
     has_own_users = False
@@ -80,7 +80,7 @@ class CommandLinePlace:
         self._environment = dict(os.environ)
         self._remove_leftovers()
         # If a program inherited the writing end, the container would outlive the keeper.
-        read_end, self._writing = os.pipe2(os.O_CLOEXEC)
+        read_end, self._input_write_end = os.pipe2(os.O_CLOEXEC)
         with os.fdopen(read_end, "rb") as stdin:
             self._main = LaunchedProgram(
                 [program, *run_arguments(settings, os.getppid())], stdin=stdin, stdout=DEVNULL, stderr=PIPE
@@ -115,9 +115,17 @@ class CommandLinePlace:
 
     def command(self, request: Mapping[str, Any]) -> tuple[list[str], dict[str, str], str | None]:
         # Names only: values would show keys of the attempt in the list of processes.
-        names = [part for name in request["environment"] for part in ("--env", name)]
-        folder = ["--workdir", request["folder"]] if request["folder"] else []
-        command = [self._program, "exec", "--interactive", *names, *folder, self._name, *request["command"]]
+        variable_options = [part for name in request["environment"] for part in ("--env", name)]
+        folder_options = ["--workdir", request["folder"]] if request["folder"] else []
+        command = [
+            self._program,
+            "exec",
+            "--interactive",
+            *variable_options,
+            *folder_options,
+            self._name,
+            *request["command"],
+        ]
         return command, {**self._environment, **request["environment"]}, None
 
     def process_ids(self) -> list[int]:
@@ -137,19 +145,21 @@ class CommandLinePlace:
                     os.waitpid(pid, 0)
         # `kill -9 -1` spares the container's first process.
         with suppress(OSError):
-            self._run("exec", self._name, "sh", "-c", "kill -9 -1")
+            self._run_client("exec", self._name, "sh", "-c", "kill -9 -1")
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
-        self._run("exec", "--interactive", self._name, "sh", "-c", PUT_SCRIPT, "sh", folder, stdin=pack_files(files))
+        self._run_client(
+            "exec", "--interactive", self._name, "sh", "-c", PUT_SCRIPT, "sh", folder, stdin=pack_files(files)
+        )
 
     def get(self, path: str, max_bytes: int) -> bytes:
-        content = self._run("exec", self._name, "sh", "-c", GET_SCRIPT, "sh", path, str(max_bytes + 1))
+        content = self._run_client("exec", self._name, "sh", "-c", GET_SCRIPT, "sh", path, str(max_bytes + 1))
         return decode_file(content, path, max_bytes)
 
     def close(self) -> None:
-        os.close(self._writing)
+        os.close(self._input_write_end)
         with suppress(OSError):
-            self._run("rm", "--force", self._name)
+            self._run_client("rm", "--force", self._name)
 
     def _wait_until_running(self) -> int:
         """Return the id of the container's first process. Raises OSError if it does not start."""
@@ -160,7 +170,7 @@ class CommandLinePlace:
                     raise OSError(" ".join(errors.read().decode(errors="replace").split())[-400:])
             # `inspect` fails until the container exists. It prints 0 until the first process starts.
             with suppress(OSError):
-                pid = int(self._run("inspect", "--format", "{{.State.Pid}}", self._name) or 0)
+                pid = int(self._run_client("inspect", "--format", "{{.State.Pid}}", self._name) or 0)
                 if pid:
                     return pid
         self.close()
@@ -168,7 +178,7 @@ class CommandLinePlace:
 
     def _remove_leftovers(self) -> None:
         """Remove containers whose owner has ended. They are left if the daemon was killed together with the owner."""
-        containers = self._run("ps", "--all", "--quiet", "--filter", f"label={_owner_label()}").split()
+        containers = self._run_client("ps", "--all", "--quiet", "--filter", f"label={_owner_label()}").split()
         if not containers:
             return
         # Only `inspect` has a template common to podman and docker. It fails if a container was removed meanwhile.
@@ -180,9 +190,9 @@ class CommandLinePlace:
             if owner.isdigit() and (stat_fields(int(owner)) or ["Z"])[0] == "Z":
                 # Another start may remove it at the same time.
                 with suppress(OSError):
-                    self._run("rm", "--force", container)
+                    self._run_client("rm", "--force", container)
 
-    def _run(self, *arguments: str, stdin: str = "") -> str:
+    def _run_client(self, *arguments: str, stdin: str = "") -> str:
         command_end = run_command([self._program, *arguments], seconds=SHORT_SECONDS, stdin=stdin)
         if command_end.returncode != 0:
             raise OSError(" ".join(command_end.stderr.split())[-400:] or f"exit code {command_end.returncode}")

@@ -27,7 +27,7 @@ from megarl.processes.frames import (
 from megarl.processes.launcher import LaunchedProgram
 from megarl.processes.process_tree import kill_by_descriptor
 from megarl.processes.supervised_process import SupervisedProcess
-from megarl.sandbox.containers.outliving import connect_to, launch_outliving, remove_socket
+from megarl.sandbox.containers.outliving import connect_to_container, launch_outliving, remove_socket
 from megarl.sandbox.containers.requests import MAX_MESSAGE_BYTES, Limits
 
 # Time for six renewals (`serving.agent.containers._RENEW_SECONDS`), so a few late ones do no harm.
@@ -96,14 +96,14 @@ class Container:
         self.url = ""
         """Base URL of the policy's endpoint for the container's programs."""
         self.seconds_to_start = 0.0
-        self.running = ""
+        self.running_label = ""
         """Label of the program that was running when the container was adopted; empty: none."""
         self.seconds_running = 0.0
-        """Seconds since the start of the program in `running`; 0: there is none."""
-        self._launched: LaunchedProgram | None = None
-        self._supervisor: int | None = None
+        """Seconds since the start of the program in `running_label`; 0: there is none."""
+        self._launched_supervisor: LaunchedProgram | None = None
+        self._supervisor_pidfd: int | None = None
         """Pidfd of the process that ends last, for a container that outlives its host."""
-        self._numbers = count(1)
+        self._request_ids = count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: SupervisedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -114,9 +114,11 @@ class Container:
         start_time = time.monotonic()
         try:
             if self.settings.outlives_host:
-                self._launched, connection = launch_outliving(self.settings.name, *_keeper_command(self.settings))
+                self._launched_supervisor, connection = launch_outliving(
+                    self.settings.name, *_keeper_command(self.settings)
+                )
                 # Set before the keeper answers, so that `stop` can limit its wait.
-                self._supervisor = os.pidfd_open(self._launched.pid)
+                self._supervisor_pidfd = os.pidfd_open(self._launched_supervisor.pid)
             else:
                 self._process = start_keeper(self.settings)
                 # A duplicate: stopping the process closes its own descriptor.
@@ -134,7 +136,7 @@ class Container:
     async def adopt(self) -> None:
         """Take over a container of an earlier host. Raises ContainerError if it has ended."""
         try:
-            await self._read_greeting(connect_to(self.settings.name))
+            await self._read_greeting(connect_to_container(self.settings.name))
             self.renew()
         except (EOFError, OSError, FrameError) as error:
             raise ContainerError("ContainerLost: the container has ended") from error
@@ -147,9 +149,9 @@ class Container:
             if self._process is not None:
                 await self._process.stop()
             raise ContainerError(f"ContainerError: it does not start: {greeting['refused']}")
-        self.url, self.running, self.seconds_running = greeting["url"], greeting["running"], greeting["seconds"]
-        if self.settings.outlives_host and self._supervisor is None:
-            self._supervisor = os.pidfd_open(greeting["supervisor"])
+        self.url, self.running_label, self.seconds_running = greeting["url"], greeting["running"], greeting["seconds"]
+        if self.settings.outlives_host and self._supervisor_pidfd is None:
+            self._supervisor_pidfd = os.pidfd_open(greeting["supervisor"])
         self._reading_task = asyncio.create_task(self._pass_on_answers(reader))
 
     async def execute(
@@ -206,9 +208,9 @@ class Container:
             self._writer.close()
         if self._reading_task is not None:
             await self._reading_task
-        if self._supervisor is not None:
-            os.close(self._supervisor)
-            self._supervisor = None
+        if self._supervisor_pidfd is not None:
+            os.close(self._supervisor_pidfd)
+            self._supervisor_pidfd = None
 
     async def stop(self) -> None:
         """End the container, and wait for its end."""
@@ -233,16 +235,16 @@ class Container:
         if self._writer is not None:
             self._send({"do": "stop"})
             self._writer.write_eof()
-        elif self._launched is not None:
+        elif self._launched_supervisor is not None:
             # The start was cancelled before the keeper could be asked to end.
-            self._launched.kill()
-        if self._supervisor is not None:
-            if not await _is_readable(self._supervisor, _REMOVAL_SECONDS):
-                kill_by_descriptor(self._supervisor)
-            os.close(self._supervisor)
-            self._supervisor = None
-        if self._launched is not None:
-            await self._launched.wait_for_end()
+            self._launched_supervisor.kill()
+        if self._supervisor_pidfd is not None:
+            if not await _is_readable(self._supervisor_pidfd, _REMOVAL_SECONDS):
+                kill_by_descriptor(self._supervisor_pidfd)
+            os.close(self._supervisor_pidfd)
+            self._supervisor_pidfd = None
+        if self._launched_supervisor is not None:
+            await self._launched_supervisor.wait_for_end()
         remove_socket(self.settings.name)
 
     async def _request(self, do: str, **fields: Any) -> dict[str, Any]:
@@ -251,13 +253,13 @@ class Container:
         # Without the reading task, a new request would never be answered.
         if self._reading_task.done():
             raise ContainerError("ContainerLost: the container has ended")
-        number = next(self._numbers)
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        request_id = next(self._request_ids)
+        future = self._answers[request_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"do": do, "id": number, **fields})
+            self._send({"do": do, "id": request_id, **fields})
             answer = await future
         finally:
-            self._answers.pop(number, None)
+            self._answers.pop(request_id, None)
         del answer["id"]
         if "error" in answer:
             raise ContainerError(f"{answer.get('kind', 'OSError')}: {answer['error']}")
@@ -319,8 +321,8 @@ async def _is_readable(descriptor: int, seconds: float) -> bool:
     return True
 
 
-def start_fault(settings: ContainerSettings) -> str | None:
-    """Start a container as a trial, and remove it at once. Return why it did not start; None: it started."""
+def find_start_fault(settings: ContainerSettings) -> str | None:
+    """Start a container on trial, and remove it at once. Returns the reason if it did not start; None: it started."""
     keeper = start_keeper(settings)
     try:
         return receive(keeper.connection, MAX_MESSAGE_BYTES, time_limit(_TRIAL_SECONDS)).get("refused")

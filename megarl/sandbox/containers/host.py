@@ -23,9 +23,9 @@ class ContainerHost:
 
     def __init__(self) -> None:
         self._containers: dict[str, Container] = {}
-        self._starting: dict[str, asyncio.Task[Any]] = {}
+        self._start_tasks: dict[str, asyncio.Task[Any]] = {}
         """Tasks that start or adopt a container, by its name."""
-        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._program_tasks: dict[str, asyncio.Task[Any]] = {}
         """Tasks that run a program, by the name of its container."""
 
     async def request(self, verb: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,17 +61,17 @@ class ContainerHost:
         await container.stop()
         return {}
 
-    async def _start_and_store(self, container: Container, starting: Coroutine[Any, Any, None]) -> None:
+    async def _start_and_store(self, container: Container, start_coroutine: Coroutine[Any, Any, None]) -> None:
         """Start a container and store it. A stop request meanwhile cancels the start."""
         task = asyncio.current_task()
         assert task is not None, "requests are carried out in tasks"
         name = container.settings.name
-        self._starting[name] = task
+        self._start_tasks[name] = task
         try:
             try:
-                await starting
+                await start_coroutine
             finally:
-                del self._starting[name]
+                del self._start_tasks[name]
         # The container may already run, but `close` ends only the containers in `_containers`.
         except BaseException:
             await container.stop()
@@ -87,13 +87,13 @@ class ContainerHost:
     async def _await_end(self, name: str, program_end: Coroutine[Any, Any, Executed]) -> dict[str, Any]:
         """Return a program's end as JSON values. A cancelled request, or the request `cancel`, ends the program."""
         program_task = asyncio.create_task(program_end)
-        self._running[name] = program_task
+        self._program_tasks[name] = program_task
         try:
             # `wait` does not raise the task's cancellation, so it differs from a cancellation of this request.
             await asyncio.wait({program_task})
         finally:
             program_task.cancel()
-            del self._running[name]
+            del self._program_tasks[name]
         # `_cancel` cancelled the program; the host continues.
         if program_task.cancelled():
             raise ContainerError("Cancelled: the program was ended")
@@ -101,8 +101,8 @@ class ContainerHost:
 
     async def _cancel(self, name: str) -> dict[str, Any]:
         """End the program running in the container `name`, if any. The container continues."""
-        if (running := self._running.get(name)) is not None:
-            running.cancel()
+        if (program_task := self._program_tasks.get(name)) is not None:
+            program_task.cancel()
         return {}
 
     async def _put(self, name: str, folder: str, files: Mapping[str, tuple[int, str]]) -> dict[str, Any]:
@@ -115,9 +115,9 @@ class ContainerHost:
     async def _stop(self, name: str) -> dict[str, Any]:
         """End a container, or its start."""
         # An agent on another node does not notice that the driver cancelled its start.
-        if (starting := self._starting.get(name)) is not None:
-            starting.cancel()
-            await asyncio.wait({starting})
+        if (start_task := self._start_tasks.get(name)) is not None:
+            start_task.cancel()
+            await asyncio.wait({start_task})
         # Remove it before the wait, so that a second stop and renewals skip it.
         if (container := self._containers.pop(name, None)) is not None:
             await container.stop()
@@ -127,7 +127,7 @@ class ContainerHost:
         """Renew all leases. Returns living containers, the machine with its memory limit, and free memory."""
         for container in self._containers.values():
             container.renew()
-        # Jobs and containers of one machine have separate memory limits.
+        # Jobs and containers of one machine have separate memory limits, so the limit is part of its name.
         machine = f"{boot_id()} {machine_bytes()}"
         return {"names": [*self._containers], "machine": machine, "free_bytes": available_bytes()}
 

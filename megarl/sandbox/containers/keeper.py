@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 from megarl.processes.frames import send
 from megarl.processes.process_tree import die_with, fork_child
 from megarl.sandbox.containers import apptainer
-from megarl.sandbox.containers.command_lines import CommandLinePlace
-from megarl.sandbox.containers.places import MachinePlace, NamespacePlace
+from megarl.sandbox.containers.command_lines import CommandLineRuntime
 from megarl.sandbox.containers.relay import Relay
-from megarl.sandbox.containers.requests import DEFAULT_DISK_BYTES, Limits, Place, RequestLoop
+from megarl.sandbox.containers.requests import DEFAULT_DISK_BYTES, Limits, RequestLoop, Runtime
 from megarl.sandbox.containers.root_folder import (
     NAMESPACES,
     NETWORK_NAMESPACE,
@@ -29,8 +28,9 @@ from megarl.sandbox.containers.root_folder import (
     drop_rights,
     map_users,
     open_loopback,
-    root_as,
+    open_user_namespace,
 )
+from megarl.sandbox.containers.runtimes import MachineRuntime, NamespaceRuntime
 from megarl.sandbox.kernel import CLONE_NEWNS, clone, unshare
 from megarl.sandbox.namespaces import become_user, unprivileged_users
 
@@ -61,51 +61,53 @@ def _keep_machine_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
     """Serve a container whose programs are plain processes of this machine, without isolation."""
-    url, address = _url(settings["address"]), tuple(settings["address"])
+    url, address = _address_url(settings["address"]), tuple(settings["address"])
     if listener is not None:
         # Programs reach the driver through the relay. Without a driver, it lets their connections wait.
         relay_listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         Relay(relay_listener, address, settings["lease_seconds"])
-        url = _url(relay_listener.getsockname())
-    _serve(settings, connection, listener, MachinePlace(), url, os.getppid())
+        url = _address_url(relay_listener.getsockname())
+    _serve(settings, connection, listener, MachineRuntime(), url, os.getppid())
 
 
 def _keep_command_line_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
     """Keep a container of podman or docker."""
-    place = CommandLinePlace(settings)
+    runtime = CommandLineRuntime(settings)
     try:
         if settings["network"] == "endpoint":
-            Relay(place.listen(), tuple(settings["address"]), _patience(settings))
-        _serve(settings, connection, listener, place, _endpoint_url(settings), os.getppid())
+            Relay(runtime.listen(), tuple(settings["address"]), _relay_patience(settings))
+        _serve(settings, connection, listener, runtime, _endpoint_url(settings), os.getppid())
     finally:
-        place.close()
+        runtime.close()
 
 
 def _keep_apptainer_container(
     settings: dict[str, Any], connection: socket.socket, listener: socket.socket | None
 ) -> None:
     """Keep a container of apptainer in new namespaces, and relay its connections until its first process ends."""
-    is_alone, supervisor = settings["network"] == "endpoint", os.getppid()
+    is_isolated, supervisor = settings["network"] == "endpoint", os.getppid()
 
-    def serve(start_place: Callable[[], Place]) -> None:
+    def serve(start_runtime: Callable[[], Runtime]) -> None:
         """Start the container, then answer the host's requests. Called in the container's first process.
 
-        `start_place` starts it, and returns the `Place` of its programs. A failed start is reported to the host.
+        `start_runtime` starts it, and returns the `Runtime` of its programs. A failed start is reported to the host.
         """
         try:
-            _use_cpus(settings["limits"]["cpus"])
-            place = start_place()
+            _bind_to_cpus(settings["limits"]["cpus"])
+            runtime = start_runtime()
         except OSError as error:
             send(connection, {"refused": error.strerror or str(error)})
             return
-        _serve(settings, connection, listener, place, _endpoint_url(settings), supervisor)
+        _serve(settings, connection, listener, runtime, _endpoint_url(settings), supervisor)
 
-    first_process, relay_listener = apptainer.hold(settings, serve, is_alone=is_alone, disk_bytes=_disk_bytes(settings))
+    first_process, relay_listener = apptainer.start_in_namespaces(
+        settings, serve, is_isolated=is_isolated, disk_bytes=_disk_bytes(settings)
+    )
     _close_connections(connection, listener)
     if relay_listener is not None:
-        Relay(relay_listener, tuple(settings["address"]), _patience(settings))
+        Relay(relay_listener, tuple(settings["address"]), _relay_patience(settings))
     _wait_for_end(first_process)
 
 
@@ -113,22 +115,22 @@ def _serve(
     settings: dict[str, Any],
     connection: socket.socket,
     listener: socket.socket | None,
-    place: Place,
+    runtime: Runtime,
     url: str,
     supervisor: int,
 ) -> None:
     greeting_fields = {"url": url, "supervisor": supervisor}
     limits = Limits(**settings["limits"])
-    RequestLoop(connection, place, limits, settings["lease_seconds"], facts=greeting_fields, listener=listener).run()
+    RequestLoop(connection, runtime, limits, settings["lease_seconds"], facts=greeting_fields, listener=listener).run()
 
 
-def _patience(settings: dict[str, Any]) -> float:
+def _relay_patience(settings: dict[str, Any]) -> float:
     return settings["lease_seconds"] if settings["outlives_host"] else 0.0
 
 
 def _endpoint_url(settings: dict[str, Any]) -> str:
     """Return the endpoint's URL for programs of a container: a relay's if the container has a network of its own."""
-    return f"http://127.0.0.1:{RELAY_PORT}" if settings["network"] == "endpoint" else _url(settings["address"])
+    return f"http://127.0.0.1:{RELAY_PORT}" if settings["network"] == "endpoint" else _address_url(settings["address"])
 
 
 def _disk_bytes(settings: dict[str, Any]) -> int:
@@ -149,11 +151,11 @@ def _keep_namespace_container(
     # Open /proc first: user maps can be written only in the machine's /proc, and the new root has none.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     if is_root:
-        _build_and_drop_root(root, proc)
+        _build_root_as_other_user(root, proc)
         # The kernel forgets the death signal when the user changes, so set it again.
         die_with(supervisor)
     user, group = os.geteuid(), os.getegid()
-    is_alone = settings["network"] == "endpoint"
+    is_isolated = settings["network"] == "endpoint"
     own_end, child_end = socket.socketpair()
 
     def run_first_process() -> None:
@@ -165,9 +167,9 @@ def _keep_namespace_container(
             if not is_root:
                 root.build()
             complete_root_folder()
-            _use_cpus(settings["limits"]["cpus"])
+            _bind_to_cpus(settings["limits"]["cpus"])
             # A socket stays in the network where it was opened, whichever process accepts on it.
-            if is_alone:
+            if is_isolated:
                 with open_loopback() as relay_listener:
                     socket.send_fds(child_end, [b"listening"], [relay_listener.fileno()])
             child_end.close()
@@ -175,9 +177,9 @@ def _keep_namespace_container(
         except OSError as error:
             send(connection, {"refused": error.strerror or str(error)})
             return
-        _serve(settings, connection, listener, NamespacePlace(), _endpoint_url(settings), supervisor)
+        _serve(settings, connection, listener, NamespaceRuntime(), _endpoint_url(settings), supervisor)
 
-    first_process = fork_child(run_first_process, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_alone else 0)))
+    first_process = fork_child(run_first_process, lambda: clone(NAMESPACES | (NETWORK_NAMESPACE if is_isolated else 0)))
     os.close(proc)
     # If this end stayed open, `recv_fds` would never return for a child without a listener.
     child_end.close()
@@ -185,7 +187,7 @@ def _keep_namespace_container(
     # No listener: the container uses the machine's network, or did not start.
     _, listeners, _, _ = socket.recv_fds(own_end, 16, 1)
     if listeners:
-        Relay(socket.socket(fileno=listeners[0]), tuple(settings["address"]), _patience(settings))
+        Relay(socket.socket(fileno=listeners[0]), tuple(settings["address"]), _relay_patience(settings))
     _wait_for_end(first_process)
 
 
@@ -199,15 +201,15 @@ _KEEPERS_BY_KIND = {
 """Functions that keep a container running, by the value of `rollout.agent.sandbox`."""
 
 
-def _build_and_drop_root(root: RootFolder, proc: int) -> None:
+def _build_root_as_other_user(root: RootFolder, proc: int) -> None:
     """Build a container's root folder, then become a user without rights. `proc`: descriptor of /proc."""
     # Build with root's rights, because perhaps only root can read the folders. The container's programs lose them.
     # Choose the user first, because the mounts' owners are mapped to this user.
-    user = unprivileged_user(proc)
-    users = root_as(user, proc)
+    user = _find_unprivileged_user(proc)
+    user_namespace = open_user_namespace(user, proc)
     unshare(CLONE_NEWNS)
-    root.build(users)
-    os.close(users)
+    root.build(user_namespace)
+    os.close(user_namespace)
     become_user(user)
 
 
@@ -224,7 +226,7 @@ def _close_connections(connection: socket.socket, listener: socket.socket | None
         listener.close()
 
 
-def unprivileged_user(proc: int) -> int:
+def _find_unprivileged_user(proc: int) -> int:
     """Return the id of a user without rights in this process's user namespace. Raises PermissionError if there is
     none.
     """
@@ -232,12 +234,12 @@ def unprivileged_user(proc: int) -> int:
         ranges = [tuple(map(int, line.split())) for line in file]
     for user in unprivileged_users():
         # Root of a rootless container can become only a user mapped into it.
-        if any(first <= user < first + length for first, _, length in ranges):
+        if any(first_user <= user < first_user + num_users for first_user, _, num_users in ranges):
             return user
     raise PermissionError("setresuid: this process cannot change to an unprivileged user")
 
 
-def _use_cpus(cpu_limit: float | None) -> None:
+def _bind_to_cpus(cpu_limit: float | None) -> None:
     """Restrict this process and its children to `cpu_limit` CPUs, rounded up. Raises OSError for a smaller machine."""
     if cpu_limit is None:
         return
@@ -249,6 +251,6 @@ def _use_cpus(cpu_limit: float | None) -> None:
     os.sched_setaffinity(0, random.sample(cpus, num_cpus))
 
 
-def _url(address: tuple[str, int]) -> str:
+def _address_url(address: tuple[str, int]) -> str:
     host, port = address
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

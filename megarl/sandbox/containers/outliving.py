@@ -40,9 +40,9 @@ def launch_outliving(
     Returns the supervisor and a connection to the keeper. Raises OSError.
     """
     folder = _make_socket_folder()
-    _remove_ended(folder)
+    _remove_ended_sockets(folder)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(os.fspath(folder / _file_name(name)))
+        listener.bind(os.fspath(folder / _socket_file_name(name)))
         listener.listen()
         listener_descriptor = listener.fileno()
         settings = {
@@ -53,7 +53,7 @@ def launch_outliving(
             "end_seconds": 0.0,
         }
         # Connect before the start. If the host were killed in between, the keeper would wait for a host for ever.
-        connection = connect_to(name)
+        connection = connect_to_container(name)
         try:
             supervisor = LaunchedProgram(
                 [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, str(PACKAGE.parent), json.dumps(settings)],
@@ -68,11 +68,11 @@ def launch_outliving(
         return supervisor, connection
 
 
-def connect_to(name: str) -> socket.socket:
+def connect_to_container(name: str) -> socket.socket:
     """Connect to a container of this machine by its name. Raises OSError if it does not exist."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(os.fspath(_make_socket_folder() / _file_name(name)))
+        connection.connect(os.fspath(_make_socket_folder() / _socket_file_name(name)))
     except BaseException:
         connection.close()
         raise
@@ -81,7 +81,7 @@ def connect_to(name: str) -> socket.socket:
 
 def remove_socket(name: str) -> None:
     with suppress(OSError):
-        (_make_socket_folder() / _file_name(name)).unlink(missing_ok=True)
+        (_make_socket_folder() / _socket_file_name(name)).unlink(missing_ok=True)
 
 
 def socket_folder() -> Path:
@@ -102,7 +102,7 @@ def _make_socket_folder() -> Path:
 
 
 @cache
-def _remove_ended(folder: Path) -> None:
+def _remove_ended_sockets(folder: Path) -> None:
     """Remove the sockets of containers that ended without a host. The cache limits this to once per process."""
     for file in folder.iterdir():
         with socket.socket(socket.AF_UNIX) as probe:
@@ -119,6 +119,6 @@ def _remove_ended(folder: Path) -> None:
                 pass
 
 
-def _file_name(name: str) -> str:
+def _socket_file_name(name: str) -> str:
     # A socket's path has at most 107 bytes (unix(7)), so hash the name.
     return hashlib.sha256(name.encode()).hexdigest()[:32]

@@ -23,21 +23,21 @@ class Relay:
 
     def __init__(self, listener: socket.socket, address: tuple[str, int], patience: float = 0.0) -> None:
         self._listener, self._address, self._patience = listener, address, patience
-        self._places = threading.Semaphore(_MAX_CONNECTIONS)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._free_connections = threading.Semaphore(_MAX_CONNECTIONS)
+        threading.Thread(target=self._accept_clients, daemon=True).start()
 
-    def _accept(self) -> None:
+    def _accept_clients(self) -> None:
         """Accept clients for ever, each with a thread of its own."""
         while True:
             # The kernel's queue holds further clients.
-            self._places.acquire()
+            self._free_connections.acquire()
             try:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+            threading.Thread(target=self._relay_client, args=(client,), daemon=True).start()
 
-    def _connect(self, client: socket.socket) -> None:
+    def _relay_client(self, client: socket.socket) -> None:
         """Copy bytes between a client and the endpoint until the endpoint closes."""
         try:
             with client, suppress(OSError), self._reach_endpoint() as server:
@@ -49,7 +49,7 @@ class Relay:
                     client.shutdown(socket.SHUT_RD)
                 sending.join()
         finally:
-            self._places.release()
+            self._free_connections.release()
 
     def _reach_endpoint(self) -> socket.socket:
         """Connect to the endpoint. Raises OSError if it is still absent after `patience` seconds."""

@@ -53,8 +53,8 @@ class Limits:
     """CPUs used at once. Namespaces have no quota, so their programs are bound to this number of CPUs, rounded up."""
 
 
-class Place(Protocol):
-    """The place where a container's programs run. It starts and kills them."""
+class Runtime(Protocol):
+    """What runs a container's programs: this machine, namespaces, podman, docker or apptainer."""
 
     has_own_users: bool
     """Whether the kernel counts the container's processes separately, because it has a user namespace."""
@@ -95,7 +95,7 @@ class RequestLoop:
     def __init__(
         self,
         connection: socket.socket,
-        place: Place,
+        runtime: Runtime,
         limits: Limits,
         lease_seconds: float,
         *,
@@ -104,22 +104,22 @@ class RequestLoop:
     ) -> None:
         """Create the loop. The first message to each host process contains `facts`."""
         self._connection: socket.socket | None = connection
-        self._place, self._limits, self._facts, self._listener = place, limits, facts, listener
+        self._runtime, self._limits, self._facts, self._listener = runtime, limits, facts, listener
         self._lease_seconds = lease_seconds
-        self._lease_ends = time.monotonic() + lease_seconds
-        self._label, self._program_started, self._answered_id = "", 0.0, 0
+        self._lease_end_time = time.monotonic() + lease_seconds
+        self._label, self._program_start_time, self._answered_id = "", 0.0, 0
         """Label, start time and request number of the running program."""
         self._results: dict[str, dict[str, Any]] = {}
         """Results of ended programs by label, for a later host if the earlier one ended first."""
-        self._deferred: dict[str, Any] | None = None
+        self._deferred_request: dict[str, Any] | None = None
         """Request to execute after the running program has ended."""
 
     def run(self) -> None:
         """Execute requests until the host closes the connection or the lease ends."""
         try:
-            self._greet()
+            self._send_greeting()
             while True:
-                request, self._deferred = self._deferred, None
+                request, self._deferred_request = self._deferred_request, None
                 request = request or self._receive_request(None)
                 # A program may end before the host's request to cancel it arrives.
                 if request is not None and request["do"] != "cancel":
@@ -128,7 +128,7 @@ class RequestLoop:
             return
         finally:
             # Do this whatever ends the loop, even an error of this module.
-            self._place.kill_all()
+            self._runtime.kill_all()
 
     def _execute_and_answer(self, request: Mapping[str, Any]) -> None:
         """Carry out a request, and send its answer. An OSError becomes the answer's `error`."""
@@ -136,17 +136,17 @@ class RequestLoop:
         try:
             match request["do"]:
                 case "exec":
-                    self._results[request["label"]] = answer = self._execute(request)
+                    self._results[request["label"]] = answer = self._execute_program(request)
                 case "join" if request["label"] in self._results:
                     answer = self._results[request["label"]]
                 case "join":
                     # The earlier host ended before it started the program.
                     answer = {"error": "the container has no such program", "kind": "ContainerLost"}
                 case "put":
-                    self._place.put(request["folder"], _decoded_files(request["files"]))
+                    self._runtime.put(request["folder"], _decoded_files(request["files"]))
                     answer = {}
                 case "get":
-                    content = self._place.get(request["path"], request["max_bytes"])
+                    content = self._runtime.get(request["path"], request["max_bytes"])
                     answer = {"content": base64.b64encode(content).decode()}
                 case other:
                     answer = {"error": f"unknown request {other!r}"}
@@ -154,9 +154,9 @@ class RequestLoop:
             answer = {"error": error.strerror or str(error)}
         self._send({"id": self._answered_id, **answer})
 
-    def _greet(self) -> None:
+    def _send_greeting(self) -> None:
         # An earlier program has ended, so it no longer has a time limit.
-        seconds = time.monotonic() - self._program_started if self._label else 0.0
+        seconds = time.monotonic() - self._program_start_time if self._label else 0.0
         self._send({"ready": True, **self._facts, "running": self._label, "seconds": seconds})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -164,9 +164,9 @@ class RequestLoop:
             if self._connection is not None:
                 send(self._connection, message)
         except OSError:
-            self._lose_host()
+            self._disconnect_host()
 
-    def _lose_host(self) -> None:
+    def _disconnect_host(self) -> None:
         """Close the connection to the host. Raises LeaseEndedError if no later host can connect."""
         if self._listener is None:
             raise LeaseEndedError
@@ -179,11 +179,11 @@ class RequestLoop:
 
         Raises LeaseEndedError.
         """
-        seconds_left = self._lease_ends - time.monotonic()
-        wait = seconds_left if seconds is None else min(seconds_left, seconds)
+        seconds_left = self._lease_end_time - time.monotonic()
+        wait_seconds = seconds_left if seconds is None else min(seconds_left, seconds)
         source = self._connection or self._listener
         assert source is not None, "without a host and a listener the lease has ended"
-        if select.select([source], [], [], max(wait, 0.0))[0]:
+        if select.select([source], [], [], max(wait_seconds, 0.0))[0]:
             try:
                 if self._connection is None:
                     self._accept_host(source)
@@ -191,16 +191,16 @@ class RequestLoop:
                 request = receive(self._connection, MAX_MESSAGE_BYTES, time_limit(_MESSAGE_SECONDS))
             except (EOFError, OSError, FrameError):
                 # After a broken frame the start of the next one is unknown: close this connection.
-                self._lose_host()
+                self._disconnect_host()
                 return None
             match request["do"]:
                 case "stop":
                     raise LeaseEndedError
                 case "renew":
-                    self._lease_ends = time.monotonic() + self._lease_seconds
+                    self._lease_end_time = time.monotonic() + self._lease_seconds
                 case _:
                     return request
-        if time.monotonic() >= self._lease_ends:
+        if time.monotonic() >= self._lease_end_time:
             raise LeaseEndedError
         return None
 
@@ -208,36 +208,36 @@ class RequestLoop:
         # This does not renew the lease: a host that looks for ended containers also connects.
         self._connection, _ = listener.accept()
         self._connection.set_inheritable(False)
-        self._greet()
+        self._send_greeting()
 
-    def _execute(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _execute_program(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Run a program to its end or a limit, kill all processes of the container, and return the program's output."""
-        command, environment, folder = self._place.command(request)
+        command, environment, folder = self._runtime.command(request)
         # Without a user namespace, the kernel would also count the user's other processes, for example the training's.
-        max_tasks = self._limits.processes if self._place.has_own_users else None
+        max_tasks = self._limits.processes if self._runtime.has_own_users else None
         program = _Program(command, environment, folder, base64.b64decode(request["stdin"]), max_tasks)
-        self._label, self._program_started = request["label"], time.monotonic()
+        self._label, self._program_start_time = request["label"], time.monotonic()
         try:
-            outcome = self._watch(program)
+            outcome = self._watch_program(program)
         finally:
             self._label = ""
             # First kill all writers of the pipes: a background child would keep them open.
-            self._place.kill_all()
-        program.drain()
+            self._runtime.kill_all()
+        program.drain_output()
         printed_texts = {
             name: tail.text() for name, tail in zip(("stdout", "stderr"), program.tails.values(), strict=True)
         }
-        return {"exit_code": program.exit_code, "outcome": outcome, "refused": program.refused, **printed_texts}
+        return {"exit_code": program.exit_code, "outcome": outcome, "refused": program.start_error, **printed_texts}
 
-    def _watch(self, program: _Program) -> str:
+    def _watch_program(self, program: _Program) -> str:
         """Wait for the end of a program. Returns the exceeded limit, as `KIND: text`; empty: none."""
-        while not program.has_ended(_TICK_SECONDS):
+        while not program.wait_for_end(_TICK_SECONDS):
             request = self._receive_request(0.0)
             if request is not None and request["do"] == "join" and request["label"] == self._label:
                 self._answered_id = request["id"]
             elif request is not None:
                 # A later host continues after the end of an earlier program.
-                self._deferred = None if request["do"] == "cancel" else request
+                self._deferred_request = None if request["do"] == "cancel" else request
                 return "Cancelled: the host ended the program"
             if excess := self._describe_exceeded_limit(program):
                 return excess
@@ -247,22 +247,22 @@ class RequestLoop:
     def _describe_exceeded_limit(self, program: _Program) -> str:
         """Return the limit that a program exceeds; empty: none."""
         limits = self._limits
-        if limits.output_bytes is not None and program.num_printed > limits.output_bytes:
+        if limits.output_bytes is not None and program.num_printed_bytes > limits.output_bytes:
             return f"OutputLimit: the program printed more than {limits.output_bytes} bytes"
         # A process may end between the two reads.
-        ids = self._place.process_ids()
-        stats = [fields for pid in ids if (fields := stat_fields(pid))]
+        process_ids = self._runtime.process_ids()
+        stats = [fields for pid in process_ids if (fields := stat_fields(pid))]
         # Field 20 of proc(5), stat: the number of threads. `fields` start with field 3.
         num_tasks = sum(int(fields[17]) for fields in stats)
         if limits.processes is not None and num_tasks > limits.processes:
             return f"ProcessLimit: the program has {num_tasks} processes and threads; {limits.processes} are allowed"
         if (
             limits.memory_bytes is not None
-            and (used_bytes := _memory_bytes(ids, limits.memory_bytes)) > limits.memory_bytes
+            and (used_bytes := _memory_bytes(process_ids, limits.memory_bytes)) > limits.memory_bytes
         ):
             return f"MemoryLimit: the program uses {used_bytes >> 20} MiB; {limits.memory_bytes >> 20} are allowed"
         # The size of the mounted tmpfs enforces this limit. Here a full one is only reported.
-        if limits.disk_bytes is not None and self._place.free_disk_bytes() == 0:
+        if limits.disk_bytes is not None and self._runtime.free_disk_bytes() == 0:
             return f"DiskLimit: the program's files fill {limits.disk_bytes >> 20} MiB"
         return ""
 
@@ -275,17 +275,17 @@ class _Program:
     ) -> None:
         """Start a program in a child process. Pipes carry its outputs, and the reason if it cannot start."""
         self.exit_code: int | None = None
-        self.refused = ""
-        self.num_printed = 0
+        self.start_error = ""
+        self.num_printed_bytes = 0
         self.tails: dict[int, OutputTail] = {}
-        self._closed: set[int] = set()
+        self._closed_outputs: set[int] = set()
         """Outputs that the program has closed, by descriptor."""
         output_ends: list[int] = []
         for _ in range(2):
             read_end, write_end = os.pipe2(os.O_CLOEXEC)
             self.tails[read_end] = OutputTail()
             output_ends.append(write_end)
-        self._refusal, refusal_end = os.pipe2(os.O_CLOEXEC)
+        self._error_read_end, error_write_end = os.pipe2(os.O_CLOEXEC)
         # A file, not a pipe: reading it never waits, and no thread must write it meanwhile.
         stdin_file = os.memfd_create("stdin", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(stdin_file), "wb") as file:
@@ -302,41 +302,41 @@ class _Program:
                     os.chdir(folder)
                 _limit_process(max_tasks)
             except OSError as error:
-                os.write(refusal_end, (error.strerror or str(error)).encode())
+                os.write(error_write_end, (error.strerror or str(error)).encode())
                 os._exit(127)
-            become_program(command, output_ends[0], output_ends[1], refusal_end)
+            become_program(command, output_ends[0], output_ends[1], error_write_end)
 
         self._child = fork_child(run_in_child)
-        for descriptor in (*output_ends, refusal_end, stdin_file):
+        for descriptor in (*output_ends, error_write_end, stdin_file):
             os.close(descriptor)
         self._pidfd = os.pidfd_open(self._child)
 
-    def has_ended(self, seconds: float) -> bool:
+    def wait_for_end(self, seconds: float) -> bool:
         """Read the output for up to `seconds`. Returns whether the program's first process has ended."""
         # Only the first process matters: children in the background are killed later.
-        outputs = self.tails.keys() - self._closed
+        outputs = self.tails.keys() - self._closed_outputs
         for descriptor in select.select([self._pidfd, *outputs], [], [], seconds)[0]:
-            if descriptor != self._pidfd and not self._read(descriptor):
-                self._closed.add(descriptor)
+            if descriptor != self._pidfd and not self._read_output(descriptor):
+                self._closed_outputs.add(descriptor)
         self.exit_code = reap(self._child)
         return self.exit_code is not None
 
-    def drain(self) -> None:
+    def drain_output(self) -> None:
         """Read the remaining output, after all writers have ended."""
         for descriptor in self.tails:
             # A process outside of the container may have the other end open.
             os.set_blocking(descriptor, False)
             with suppress(BlockingIOError):
-                while self._read(descriptor):
+                while self._read_output(descriptor):
                     pass
             os.close(descriptor)
-        self.refused = os.read(self._refusal, 1000).decode()
-        os.close(self._refusal)
+        self.start_error = os.read(self._error_read_end, 1000).decode()
+        os.close(self._error_read_end)
         os.close(self._pidfd)
 
-    def _read(self, descriptor: int) -> bool:
+    def _read_output(self, descriptor: int) -> bool:
         part = os.read(descriptor, _PART_BYTES)
-        self.num_printed += len(part)
+        self.num_printed_bytes += len(part)
         self.tails[descriptor].add(part)
         return bool(part)
 
@@ -348,10 +348,10 @@ def _limit_process(max_tasks: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (max_tasks + _SPARE_TASKS, max_tasks + _SPARE_TASKS))
 
 
-def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
+def _memory_bytes(process_ids: list[int], limit_bytes: int) -> int:
     """Return processes' anonymous memory in bytes: exact if above the limit, else an upper estimate."""
     anonymous_pages = 0
-    for pid in ids:
+    for pid in process_ids:
         try:
             _, resident_pages, shared_pages, *_ = Path(f"/proc/{pid}/statm").read_text().split()
         except OSError:
@@ -359,7 +359,7 @@ def _memory_bytes(ids: list[int], limit_bytes: int) -> int:
         anonymous_pages += int(resident_pages) - int(shared_pages)
     # Do not count pages shared with files: the kernel can drop them at any time.
     anonymous_bytes = anonymous_pages * resource.getpagesize()
-    return anonymous_bytes if anonymous_bytes <= limit_bytes else sum(map(_proportional_bytes, ids))
+    return anonymous_bytes if anonymous_bytes <= limit_bytes else sum(map(_proportional_bytes, process_ids))
 
 
 def _proportional_bytes(pid: int) -> int:

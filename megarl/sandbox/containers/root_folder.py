@@ -43,7 +43,7 @@ WORK_FOLDER, HOME_FOLDER = "/workspace", "/home/agent"
 RELAY_PORT = 11811
 """Port of the endpoint on the container's loopback. It is constant, so that all prompts show the same address."""
 _SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt")
-_BUILT_AT = "/sys"
+_NEW_ROOT = "/sys"
 """Mount point of the new root during construction. No program runs from /sys, and only this process sees the mount."""
 # From linux/sockios.h and linux/if.h.
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
@@ -63,28 +63,28 @@ class RootFolder:
     """Folders of megarl's own Python, shown besides the system folders."""
     disk_bytes: int
 
-    def build(self, users: int | None = None) -> None:
+    def build(self, user_namespace: int | None = None) -> None:
         """Mount the root folder, and enter it. Only this process and its children see it. Raises OSError.
 
-        `users` is the descriptor of a user namespace. Its root then owns the files belonging to root in the image and
-        in `folders`.
+        `user_namespace` is the descriptor of a user namespace. Its root then owns the files belonging to root in the
+        image and in `folders`.
         """
         # Folders created for mount points must be readable by the container's user.
         os.umask(0o022)
         # Private propagation: no mount below is seen outside this namespace.
         mount("", "/", "", MS_REC | MS_PRIVATE)
         # New files are in memory: they end with the last process, however it ends.
-        mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID | MS_NODEV, f"size={self.disk_bytes},mode=1777")
-        root = _BUILT_AT if self.image is None else _mount_image(self.image, users)
+        mount("tmpfs", _NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, f"size={self.disk_bytes},mode=1777")
+        root = _NEW_ROOT if self.image is None else _mount_image(self.image, user_namespace)
         for folder in ("/dev", "/dev/pts", "/dev/shm", "/proc", "/tmp", "/var/tmp", WORK_FOLDER, HOME_FOLDER):
             _make_writable(root + folder)
         if self.image is None:
-            _show_system(root, self.python)
+            _mount_system_folders(root, self.python)
         # After the system folders, because one of `folders` may be below them.
         for folder in self.folders:
-            _show(folder, root, users=users)
+            _mount_read_only(folder, root, user_namespace=user_namespace)
         for device in DEVICES:
-            _show(device, root, flags=MS_NOSUID)
+            _mount_read_only(device, root, flags=MS_NOSUID)
         # The kernel allows a new /proc only where the machine's /proc is fully visible. Later the container's /proc
         # covers it.
         mount("/proc", f"{root}/proc", "", MS_BIND | MS_REC)
@@ -93,31 +93,33 @@ class RootFolder:
         pivot_root()
 
 
-def _mount_image(image: str, users: int | None) -> str:
-    """Mount an image with a writable layer in memory, and return the path. `users`: as in `RootFolder.build`."""
+def _mount_image(image: str, user_namespace: int | None) -> str:
+    """Mount an image with a writable layer in memory, and return the path. `user_namespace`: as in `RootFolder.build`."""
     for name in ("image", "root", "new", "work"):
-        os.mkdir(f"{_BUILT_AT}/{name}")
+        os.mkdir(f"{_NEW_ROOT}/{name}")
         # `mkdir` applies the umask to its mode, so set the mode again.
-        os.chmod(f"{_BUILT_AT}/{name}", 0o1777)
-    root = f"{_BUILT_AT}/root"
-    _bind(image, f"{_BUILT_AT}/image", users)
-    layers = f"lowerdir={_BUILT_AT}/image,upperdir={_BUILT_AT}/new,workdir={_BUILT_AT}/work"
+        os.chmod(f"{_NEW_ROOT}/{name}", 0o1777)
+    root = f"{_NEW_ROOT}/root"
+    _bind_mount(image, f"{_NEW_ROOT}/image", user_namespace)
+    layers = f"lowerdir={_NEW_ROOT}/image,upperdir={_NEW_ROOT}/new,workdir={_NEW_ROOT}/work"
     # An ordinary user cannot write overlayfs's trusted.* attributes. `userxattr` avoids them, from Linux 5.11 on.
     mount("overlay", root, "overlay", MS_NOSUID | MS_NODEV, f"{layers},userxattr")
     return root
 
 
-def _show_system(root: str, python: Sequence[str]) -> None:
+def _mount_system_folders(root: str, python: Sequence[str]) -> None:
     """Mount the system's and megarl's Python folders read-only below `root`. Links remain links."""
     for folder in dict.fromkeys((*_SYSTEM_FOLDERS, *python)):
         # On merged systems /bin is a link to usr/bin. Programs expect this.
         if os.path.islink(folder):
             os.symlink(os.readlink(folder), root + folder)
         elif os.path.isdir(folder) and not os.path.exists(root + folder):
-            _show(folder, root)
+            _mount_read_only(folder, root)
 
 
-def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int | None = None) -> None:
+def _mount_read_only(
+    path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, user_namespace: int | None = None
+) -> None:
     """Mount a file or folder of the machine read-only under the same path below `root`."""
     mount_point = root + path
     if os.path.isdir(path):
@@ -125,7 +127,7 @@ def _show(path: str, root: str, *, flags: int = MS_NOSUID | MS_NODEV, users: int
     else:
         os.makedirs(os.path.dirname(mount_point), exist_ok=True)
         os.close(os.open(mount_point, os.O_WRONLY | os.O_CREAT, 0o644))
-    _bind(path, mount_point, users)
+    _bind_mount(path, mount_point, user_namespace)
     # A bind mount ignores these flags (mount(2)), so a second call sets them.
     restrict_mount(mount_point, MS_RDONLY | flags, recursive=True)
 
@@ -137,12 +139,12 @@ def _make_writable(folder: str) -> None:
         os.chmod(folder, 0o1777)
 
 
-def _bind(source: str, target: str, users: int | None) -> None:
-    """Mount a folder at another place. `users` maps its owners, if the file system supports this."""
-    if users is not None:
+def _bind_mount(source: str, target: str, user_namespace: int | None) -> None:
+    """Mount a folder at another place. `user_namespace` maps its owners, if the file system supports this."""
+    if user_namespace is not None:
         # NFS and older kernels cannot map owners. Programs can then read only files readable by everybody.
         with suppress(KernelError):
-            mount_mapped(source, target, users)
+            mount_mapped(source, target, user_namespace)
             return
     mount(source, target, "", MS_BIND | MS_REC)
 
@@ -156,7 +158,7 @@ def map_users(proc: int, *, user: int, group: int) -> None:
     write_process_file(proc, "self/gid_map", f"0 {group} 1")
 
 
-def root_as(user: int, proc: int) -> int:
+def open_user_namespace(user: int, proc: int) -> int:
     """Return the descriptor of a user namespace with `user` as root. Needs root's rights. Raises OSError."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     # The child keeps the namespace alive until the pipe is closed. By then it is open here.

@@ -22,7 +22,7 @@ from megarl.platform.memory.host_memory import machine_bytes
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.containers.container import ContainerError
 from megarl.sandbox.containers.host import ContainerHost
-from megarl.sandbox.containers.outliving import connect_to
+from megarl.sandbox.containers.outliving import connect_to_container
 from megarl.serving.agent.containers import AttemptContainer, Containers, Node, Request
 from megarl.serving.agent.node_memory import RunMemory
 from tests.child_processes import is_alive
@@ -304,11 +304,11 @@ async def test_a_container_whose_program_cannot_go_on_is_ended_by_the_next_drive
         await earlier.close()
         with pytest.raises(ContainerError, match="ContainerLost"):
             await program
-        connect_to(container.name).close()
+        connect_to_container(container.name).close()
         later.end_earlier([("driver", container.name), ("driver", "never-started"), ("lost-node", "unknown")])
         # `close` waits for the ends.
         await later.close()
         with pytest.raises(OSError):
-            connect_to(container.name)
-        assert held._launched is not None
-        await held._launched.wait_for_end()
+            connect_to_container(container.name)
+        assert held._launched_supervisor is not None
+        await held._launched_supervisor.wait_for_end()

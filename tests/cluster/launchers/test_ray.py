@@ -406,7 +406,7 @@ async def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(clu
     pool = EnvironmentPool(settings, num_processes=3, make_server=round_robin_over_nodes())
 
     async def place(answer: str, seconds: float | None, met: asyncio.Barrier | None) -> str:
-        async with pool.seat() as seat:
+        async with pool.reserve_process() as seat:
             if met is not None:
                 await met.wait()
             problem = Problem(0, ({"role": "user", "content": "Where?"},), (1,), answer)

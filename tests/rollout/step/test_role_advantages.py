@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import AlgorithmConfig
 from megarl.environments import Start
-from megarl.environments.validation import checked_start
+from megarl.environments.validation import copy_valid_start
 from megarl.rollout.state import RLState
 from megarl.rollout.step.advantages import weigh_batch
 from megarl.rollout.step.rl_batch import RLBatch
@@ -108,5 +108,5 @@ def test_a_sample_without_a_role_is_refused() -> None:
 @pytest.mark.parametrize("role", ["", "a/b", "two words", 3])
 def test_a_role_is_a_name(role: object) -> None:
     with pytest.raises(TypeError, match="returned a role that is not a name"):
-        checked_start(Start((), role=role))  # type: ignore[arg-type]
-    assert checked_start(Start((), role="player-1")).role == "player-1"
+        copy_valid_start(Start((), role=role))  # type: ignore[arg-type]
+    assert copy_valid_start(Start((), role="player-1")).role == "player-1"

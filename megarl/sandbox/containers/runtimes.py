@@ -1,4 +1,4 @@
-"""Where a container's programs run."""
+"""Runtimes of containers whose programs are child processes of this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VARIABLES = {
 }
 
 
-class MachinePlace:
+class MachineRuntime:
     """Programs of this machine, without isolation. They see the machine's files and network."""
 
     has_own_users = False
@@ -50,7 +50,7 @@ class MachinePlace:
         raise OSError(f"{path}: programs of the machine have no files of their own")
 
 
-class NamespacePlace:
+class NamespaceRuntime:
     """Runs programs below this process, the first one of its namespaces."""
 
     has_own_users = True
@@ -79,7 +79,7 @@ class NamespacePlace:
                 return
 
     def put(self, folder: str, files: Mapping[str, tuple[int, bytes]]) -> None:
-        _clear(folder)
+        _remove_folder(folder)
         os.makedirs(folder)
         for path, (mode, content) in files.items():
             file_path = os.path.join(folder, path)
@@ -100,7 +100,7 @@ class NamespacePlace:
         return content
 
 
-def _clear(folder: str) -> None:
+def _remove_folder(folder: str) -> None:
     """Remove a folder. If a program replaced a parent folder by a link or a file, remove that too."""
     path = ""
     for name in folder.strip("/").split("/"):
