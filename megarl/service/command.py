@@ -107,14 +107,14 @@ def prepare(
     """
     accounts = read_accounts(keys, host)
     # Report a missing or unknown SDK now, before any rank starts.
-    wire.messages()
+    wire.load_messages()
     user_recipe = load(file, overrides)
     if problems := list(_list_unfit_fields(user_recipe)):
         raise ConfigError(error_page(f"recipe {user_recipe.name} for a service", problems))
     display = Display()
     download_missing(user_recipe, display.info)
     # Remove the loop's models first: the memory is planned for the service alone.
-    recipe = with_memory_defaults(_without_training_loop(user_recipe), is_start=True)
+    recipe = with_memory_defaults(_remove_training_loop(user_recipe), is_start=True)
     parallel = check(recipe)
     served = _make_served_model(recipe, served_name, tokenizer)
     folder = Path(recipe.runs_folder) / recipe.name
@@ -177,11 +177,11 @@ def _list_unfit_fields(recipe: Recipe) -> Iterator[str]:
     if recipe.lora.dropout:
         yield f"lora.dropout = {recipe.lora.dropout}: models would share its random numbers; set it to 0"
     targets = set(recipe.lora.targets)
-    for kind in (_MLP, _ATTENTION):
-        if len(targets & kind) == 1:
+    for module_group in (_MLP, _ATTENTION):
+        if len(targets & module_group) == 1:
             yield (
                 f"lora.targets = {', '.join(recipe.lora.targets)}: clients choose between attention and MLP as a "
-                f"whole; name both of {' and '.join(sorted(kind))}, or neither"
+                f"whole; name both of {' and '.join(sorted(module_group))}, or neither"
             )
     if recipe.optimizer.name != "adam":
         yield f"optimizer.name = {recipe.optimizer.name}: clients send settings of AdamW; set adam"
@@ -202,9 +202,9 @@ def _list_unfit_fields(recipe: Recipe) -> Iterator[str]:
         yield f"trainer.drafter_learning_rate = {rate}: no client sends this loss; leave it out"
 
 
-def _without_training_loop(recipe: Recipe) -> Recipe:
+def _remove_training_loop(recipe: Recipe) -> Recipe:
     """Return the recipe without the loop's models and tasks: clients bring data, rewards and losses."""
-    # None could enable overlap. But gradients of several calls add up before one reduction.
+    # The default None may enable the overlap, but gradients of several calls add up before one reduction.
     trainer = recipe.trainer.model_copy(update={"overlap_grad_reduce": False, "share_prefixes": "off"})
     return recipe.model_copy(update={"trainer": trainer, "algorithm": AlgorithmConfig(), "reward": RewardConfig()})
 

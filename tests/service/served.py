@@ -27,7 +27,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve a trainer, and yield the URL."""
     desk = Desk(trainer, Checkpoints(folder, print), report=print, limits=limits)
-    server = make_server(desk, accounts or Accounts(None), hold_seconds=2.0)
+    server = make_server(desk, accounts or Accounts(None), max_wait_seconds=2.0)
     url = await server.start("127.0.0.1", 0)
     try:
         yield url

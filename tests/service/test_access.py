@@ -303,11 +303,11 @@ def test_other_machines_need_keys(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--keys"):
             read_accounts(None, host)
     for host in ("127.0.0.1", "::1", "localhost"):
-        assert read_accounts(None, host).owner_of("anything") == "local"
+        assert read_accounts(None, host).find_owner("anything") == "local"
     file = tmp_path / "keys"
     file.write_text(f"# team\nann {digest('tml-a')}\n")
     accounts = read_accounts(file, "0.0.0.0")
-    assert accounts.owner_of("tml-a") == "ann" and accounts.owner_of("tml-b") is None
+    assert accounts.find_owner("tml-a") == "ann" and accounts.find_owner("tml-b") is None
 
 
 async def test_a_save_whose_session_ends_is_finished_before_its_folder_moves(tmp_path: Path) -> None:
@@ -344,14 +344,14 @@ async def test_a_copy_whose_session_ends_while_it_is_made_is_forgotten(tmp_path:
             self.versions[version] = self.versions[None]
 
     trainer, checkpoints = SlowTrainer(), Checkpoints(tmp_path, print)
-    partial = checkpoints.begin("a1:train:0", "weights", "saved", "ann", overwrite=False)
-    checkpoints.complete(partial, "saved", {"owner": "ann"}, None)
+    partial = checkpoints.begin_checkpoint("a1:train:0", "weights", "saved", "ann", overwrite=False)
+    checkpoints.complete_checkpoint(partial, "saved", {"owner": "ann"}, None)
     published = PublishedWeights(trainer, checkpoints)
-    folder, record = checkpoints.find("tinker://a1:train:0/weights/saved", "ann")
+    folder, record = checkpoints.find_checkpoint("tinker://a1:train:0/weights/saved", "ann")
     weights = Weights("ann", "session", folder=folder, saved_at=record["time"])
 
     async def sample() -> None:
-        async with published.use(weights) as version:
+        async with published.hold_weights(weights) as version:
             assert version in trainer.versions and version is not None
 
     request = asyncio.create_task(sample())
@@ -368,7 +368,7 @@ async def test_a_load_drops_what_a_failed_call_left(tmp_path: Path) -> None:
         _, model_id = await make_model(client)
         address = {"model_id": model_id}
         saved = await client.result("save_weights", address | {"seq_id": 1, "path": "saved"})
-        failing = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=2, loss_fn="unknown")
+        failing = wire.load_messages().ForwardBackwardRequest(model_id=model_id, seq_id=2, loss_fn="unknown")
         assert (await client.post("forward_backward", raw=failing.SerializeToString()))[0] == 200
         body = {"seq_id": 3, "path": saved["path"], "optimizer": True}
         assert (await client.result("load_weights", address | body))["model_id"] == model_id

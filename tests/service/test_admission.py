@@ -19,19 +19,19 @@ from tests.service.test_access import Client, make_model
 
 def test_accounts_have_limits_of_their_own_and_one_together() -> None:
     admission = Admission(QueueLimits(tokens=100, tokens_per_key=60))
-    admission.check("large", 1000)
+    admission.check_tokens("large", 1000)
     admission.add("large", tokens=90, num_bytes=0)
     with pytest.raises(BusyError, match="90 tokens"):
-        admission.check("large", 1)
+        admission.check_tokens("large", 1)
     # Nothing of the second account waits, so others cannot keep it out.
-    admission.check("second", 50)
+    admission.check_tokens("second", 50)
     admission.add("second", tokens=50, num_bytes=0)
     with pytest.raises(BusyError, match="all keys"):
-        admission.check("second", 5)
+        admission.check_tokens("second", 5)
     admission.remove("large", tokens=90, num_bytes=0)
-    admission.check("second", 5)
+    admission.check_tokens("second", 5)
     with pytest.raises(BusyError, match="this key"):
-        admission.check("second", 11)
+        admission.check_tokens("second", 11)
 
 
 async def test_the_number_that_others_wait_for_is_always_accepted() -> None:
@@ -92,13 +92,13 @@ def test_bodies_are_read_up_to_a_limit_at_a_time() -> None:
     admission = Admission(QueueLimits(bytes_per_key=100))
     # One body is always read.
     with (
-        admission.reading("large", 150),
-        admission.reading("second", 60),
+        admission.count_while_reading("large", 150),
+        admission.count_while_reading("second", 60),
         pytest.raises(BusyError),
-        admission.reading("large", 10),
+        admission.count_while_reading("large", 10),
     ):
         raise AssertionError
-    with admission.reading("large", 60), admission.reading("large", 40):
+    with admission.count_while_reading("large", 60), admission.count_while_reading("large", 40):
         pass
 
 
@@ -142,7 +142,7 @@ def test_the_sdk_repeats_refused_requests(tmp_path: Path, monkeypatch: pytest.Mo
     trainer = FakeTrainer()
     trainer.seconds = 0.5
     refusals: list[BusyError] = []
-    check = Admission.check
+    check = Admission.check_tokens
 
     def noted(admission: Admission, owner: str, tokens: int) -> None:
         try:
@@ -151,7 +151,7 @@ def test_the_sdk_repeats_refused_requests(tmp_path: Path, monkeypatch: pytest.Mo
             refusals.append(error)
             raise
 
-    monkeypatch.setattr(Admission, "check", noted)
+    monkeypatch.setattr(Admission, "check_tokens", noted)
 
     async def run() -> tuple[float, float]:
         losses = []

@@ -45,12 +45,12 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_and_others_expire(
     now, reports = [0.0], []
     checkpoints = Checkpoints(tmp_path, reports.append, lambda: now[0])
     for run in ("a:train:0", "b:train:0"):
-        partial = checkpoints.begin(run, "weights", "one", "ann", overwrite=False)
-        checkpoints.complete(partial, "one", {"owner": "ann"}, 3600)
+        partial = checkpoints.begin_checkpoint(run, "weights", "one", "ann", overwrite=False)
+        checkpoints.complete_checkpoint(partial, "one", {"owner": "ann"}, 3600)
     refuse_deletion(monkeypatch, "a:train:0")
     with pytest.raises(UserError, match="disk of the service fails"):
-        checkpoints.delete("tinker://a:train:0/weights/one", "ann")
-    checkpoints.find("tinker://a:train:0/weights/one", "ann")
+        checkpoints.delete_checkpoint("tinker://a:train:0/weights/one", "ann")
+    checkpoints.find_checkpoint("tinker://a:train:0/weights/one", "ann")
     now[0] = 3601.0
     for _ in range(3):
         checkpoints.delete_expired()

@@ -48,7 +48,7 @@ class Compressed(bytes):
 
 def training_body(model_id: str, number: int, tokens: list[int], weight: float, num_chunks: int = 0) -> bytes:
     """Return the SDK's message of a call with one sequence, and empty chunks behind its tokens."""
-    module = wire.messages()
+    module = wire.load_messages()
     message = module.ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cross_entropy")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(tokens[:-1], "<i4").tobytes()
@@ -211,7 +211,7 @@ async def run_schedule(
 async def check_schedules(folder: Path, seeds: range) -> None:
     trainer = FakeTrainer()
     num_refused, num_busy = 0, 0
-    read, draw = Admission.reading, random.Random(7)
+    read, draw = Admission.count_while_reading, random.Random(7)
 
     @contextmanager
     def reading(admission: Admission, owner: str, num_bytes: int) -> Iterator[None]:
@@ -224,7 +224,7 @@ async def check_schedules(folder: Path, seeds: range) -> None:
             yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Admission, "reading", reading)
+        patch.setattr(Admission, "count_while_reading", reading)
         patch.setattr("megarl.service.http.routes._SMALL_BYTES", 0)
         patch.setattr("megarl.serving.body.MAX_BODY_BYTES", MAX_BYTES)
         patch.setattr("megarl.service.messages.wire._MAX_PARTS", MAX_PARTS)
@@ -312,11 +312,11 @@ async def test_a_number_that_never_arrives_is_skipped_in_its_turn() -> None:
     promises = {number: ledger.submit("m", number, b"%d" % number, note(number)) for number in (1, 4, 7)}
     for seconds in (GAP_SECONDS - 1, GAP_SECONDS + 1):
         now[0] = seconds
-        ledger.expire()
+        ledger.expire_results()
     assert await ledger.wait_for(promises[4], 5.0) and not promises[4].is_failed
     assert not promises[7].done.is_set(), "each missing number has the whole time to arrive"
     now[0] = 2 * GAP_SECONDS + 3
-    ledger.expire()
+    ledger.expire_results()
     assert await ledger.wait_for(promises[7], 5.0)
     skipped = [("skipped", f"request {number} did not arrive") for number in (2, 3, 5, 6)]
     assert order == [("ran", 1), *skipped[:2], ("ran", 4), *skipped[2:], ("ran", 7)]

@@ -124,10 +124,10 @@ async def test_a_checkpoint_that_cannot_be_read_fails_the_requests_for_it_alone(
 
 def test_an_earlier_checkpoint_stays_if_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints, rename = Checkpoints(tmp_path, print), Path.rename
-    first = checkpoints.begin("a:train:0", "weights", "one", "ann", overwrite=False)
+    first = checkpoints.begin_checkpoint("a:train:0", "weights", "one", "ann", overwrite=False)
     (first / "state").write_text("first")
-    checkpoints.complete(first, "one", {"owner": "ann"}, None)
-    second = checkpoints.begin("a:train:0", "weights", "one", "ann", overwrite=True)
+    checkpoints.complete_checkpoint(first, "one", {"owner": "ann"}, None)
+    second = checkpoints.begin_checkpoint("a:train:0", "weights", "one", "ann", overwrite=True)
 
     def fail_new_folder(path: Path, target: Path) -> Path:
         if path == second:
@@ -136,6 +136,6 @@ def test_an_earlier_checkpoint_stays_if_the_last_rename_fails(tmp_path: Path, mo
 
     monkeypatch.setattr(Path, "rename", fail_new_folder)
     with pytest.raises(OSError):
-        checkpoints.complete(second, "one", {"owner": "ann"}, None)
-    folder, _ = checkpoints.find("tinker://a:train:0/weights/one", "ann")
+        checkpoints.complete_checkpoint(second, "one", {"owner": "ann"}, None)
+    folder, _ = checkpoints.find_checkpoint("tinker://a:train:0/weights/one", "ann")
     assert (folder / "state").read_text() == "first"

@@ -89,7 +89,7 @@ async def test_a_protobuf_bomb_is_refused_before_it_is_parsed(tmp_path: Path, na
 
 
 def test_a_large_call_of_the_sdk_is_no_bomb() -> None:
-    message = wire.messages().ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    message = wire.load_messages().ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     for _ in range(1024):
         datum = message.data.add()
         for _ in range(20):
@@ -143,7 +143,7 @@ async def test_a_number_out_of_range_fails_its_promise(tmp_path: Path, number: i
         _, model_id = await make_model(client)
         reply = await client.result("optim_step", {"model_id": model_id, "seq_id": number, "adam_params": {}})
         assert reply["category"] == "user" and "next request" in reply["error"]
-        message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cispo")
+        message = wire.load_messages().ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="cispo")
         status, promise = await client.post("forward_backward", raw=message.SerializeToString())
         assert status == 200
         reply = json.loads(await read_result(http, url, promise["request_id"]))
@@ -215,14 +215,14 @@ async def test_a_long_name_is_not_sent_back(tmp_path: Path, values: dict[str, An
     async with serving(FakeTrainer(), tmp_path) as url, ClientSession() as http:
         client = Client(http, url, "tml-a")
         _, model_id = await make_model(client)
-        message = wire.messages().ForwardBackwardRequest(model_id=model_id, seq_id=1, **values)
+        message = wire.load_messages().ForwardBackwardRequest(model_id=model_id, seq_id=1, **values)
         for datum in message.data:
             datum.model_input.add().encoded_text.tokens = bytes(4)
             for name in ("target_tokens", "weights"):
                 datum.loss_fn_inputs[name].dense = bytes(8)
-                datum.loss_fn_inputs[name].dtype = wire.messages().DTYPE_INT64
+                datum.loss_fn_inputs[name].dtype = wire.load_messages().DTYPE_INT64
             for tensor in datum.loss_fn_inputs.values():
-                tensor.dtype = tensor.dtype or wire.messages().DTYPE_FLOAT32
+                tensor.dtype = tensor.dtype or wire.load_messages().DTYPE_FLOAT32
         _, promise = await client.post("forward_backward", raw=message.SerializeToString())
         reply = json.loads(await read_result(http, url, promise["request_id"]))
         assert reply["category"] == "user" and "xxx" in reply["error"] and len(reply["error"]) < 500, reply
@@ -341,5 +341,5 @@ async def test_thousands_of_open_futures_are_all_answered(tmp_path: Path) -> Non
         assert "metrics" in await step(http, url, model_id)
         trainer.goes_on.set()
         replies = await asyncio.gather(*(read_result(http, url, request_id) for request_id in ids))
-        parsed = [wire.messages().SampleResponse.FromString(reply) for reply in replies]
+        parsed = [wire.load_messages().SampleResponse.FromString(reply) for reply in replies]
         assert all(len(response.sequences) == 1 for response in parsed)

@@ -176,10 +176,10 @@ async def test_results_stay_until_long_after_they_were_read() -> None:
     await ledger.wait_for(read, 5.0)
     await asyncio.sleep(0.01)
     now[0] = READ_SECONDS - 1
-    ledger.expire()
+    ledger.expire_results()
     assert ledger.find(read.request_id, "owner") is read
     now[0] = READ_SECONDS + 1
-    ledger.expire()
+    ledger.expire_results()
     with pytest.raises(NotFoundError):
         ledger.find(read.request_id, "owner")
     assert ledger.find(unread.request_id, "owner") is unread

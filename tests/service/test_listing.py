@@ -43,9 +43,11 @@ async def test_the_rest_client_sees_what_its_key_has(tmp_path: Path) -> None:
 
 
 def save(checkpoints: Checkpoints, name: str, text: str, owner: str = "ann") -> None:
-    partial = checkpoints.begin(RUN, "weights", name, owner, overwrite=True)
+    partial = checkpoints.begin_checkpoint(RUN, "weights", name, owner, overwrite=True)
     (partial / "state").write_text(text)
-    checkpoints.complete(partial, name, {"owner": owner, "kind": "weights", "base_model": "m", "rank": 8}, None)
+    checkpoints.complete_checkpoint(
+        partial, name, {"owner": owner, "kind": "weights", "base_model": "m", "rank": 8}, None
+    )
 
 
 def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(
@@ -65,7 +67,7 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(
         with pytest.raises(KeyboardInterrupt):
             save(checkpoints, "kept", "second")
     assert not checkpoints.list_stored("ann")
-    folder, _ = Checkpoints(tmp_path, print).find(f"tinker://{RUN}/weights/kept", "ann")
+    folder, _ = Checkpoints(tmp_path, print).find_checkpoint(f"tinker://{RUN}/weights/kept", "ann")
     assert (folder / "state").read_text() == "first"
     assert [path.name for path in folder.parent.iterdir()] == ["kept"]
 
@@ -75,11 +77,11 @@ def test_a_checkpoint_that_is_read_is_neither_deleted_nor_replaced(tmp_path: Pat
     checkpoints = Checkpoints(tmp_path, print, lambda: now[0])
     save(checkpoints, "kept", "first")
     path = f"tinker://{RUN}/weights/kept"
-    folder, record = checkpoints.find(path, "ann")
+    folder, record = checkpoints.find_checkpoint(path, "ann")
     checkpoints.set_lifetime(path, "ann", 3600)
-    with checkpoints.reading(folder, record["time"]):
+    with checkpoints.keep_while_reading(folder, record["time"]):
         with pytest.raises(UserError, match="being loaded"):
-            checkpoints.delete(path, "ann")
+            checkpoints.delete_checkpoint(path, "ann")
         with pytest.raises(UserError, match="being loaded"):
             save(checkpoints, "kept", "second")
         now[0] += 3601
@@ -87,10 +89,10 @@ def test_a_checkpoint_that_is_read_is_neither_deleted_nor_replaced(tmp_path: Pat
         assert (folder / "state").exists()
     checkpoints.delete_expired()
     assert not folder.exists()
-    with pytest.raises(NotFoundError), checkpoints.reading(folder, record["time"]):
+    with pytest.raises(NotFoundError), checkpoints.keep_while_reading(folder, record["time"]):
         pass
     save(checkpoints, "kept", "second")
-    with pytest.raises(NotFoundError, match="replaced"), checkpoints.reading(folder, record["time"]):
+    with pytest.raises(NotFoundError, match="replaced"), checkpoints.keep_while_reading(folder, record["time"]):
         pass
 
 
@@ -101,7 +103,7 @@ def test_an_account_cannot_fill_the_disk(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="delete_checkpoint"):
         save(checkpoints, "three", "x")
     save(checkpoints, "other", "x", owner="bob")
-    checkpoints.delete(f"tinker://{RUN}/weights/one", "ann")
+    checkpoints.delete_checkpoint(f"tinker://{RUN}/weights/one", "ann")
     save(checkpoints, "three", "x")
 
 
@@ -110,4 +112,4 @@ def test_only_a_whole_name_is_a_name(tmp_path: Path, name: str) -> None:
     checkpoints = Checkpoints(tmp_path, print)
     save(checkpoints, "kept", "first")
     with pytest.raises(NotFoundError):
-        checkpoints.find(f"tinker://{RUN}/weights/{name}", "ann")
+        checkpoints.find_checkpoint(f"tinker://{RUN}/weights/{name}", "ann")

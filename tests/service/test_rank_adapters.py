@@ -73,9 +73,9 @@ def train(recipe: Recipe, parallel: ParallelConfig, orders: Sequence[Sequence[in
                 # Those without pending gradients go to disk, and their next calls bring them back.
                 names = [str(other) for other in calls]
                 _, failure = adapters.move_to_disk(names, folder / "missing")
-                assert bool(failure) == (len(calls) > 1) and not adapters._on_disk
+                assert bool(failure) == (len(calls) > 1) and not adapters._files_on_disk
                 adapters.move_to_disk(names, folder)
-                assert bool(adapters._on_disk) == (len(calls) > 1)
+                assert bool(adapters._files_on_disk) == (len(calls) > 1)
                 adapters.show("version")
                 assert adapters.read_back(str(model)) is None
                 adapters.save(str(model), folder / "saved")

@@ -46,7 +46,7 @@ class Recorder:
 
     async def train(self, tenant: str, tokens: int = 1, steps: int = 1) -> None:
         TENANT.set(tenant)
-        async with self.turns.training(tokens):
+        async with self.turns.training_turn(tokens):
             assert not self.training and not (self._is_shared and (self.sampling or self.is_awake))
             self.training += 1
             self.log.append(f"train {tenant}")
@@ -59,7 +59,7 @@ class Recorder:
 
     async def sample(self, tenant: str, version: str | None, tokens: int = 1, steps: int = 1) -> None:
         TENANT.set(tenant)
-        async with self.turns.sampling(version, tokens=tokens, num_sequences=2) as refund:
+        async with self.turns.sampling_turn(version, tokens=tokens, num_sequences=2) as refund:
             assert self.is_awake and version in self.slots.values()
             self.sampling.append(version)
             self.most_together = max(self.most_together, len(set(self.sampling)))
@@ -146,16 +146,16 @@ async def test_work_of_an_ended_session_fails_and_the_next_goes_on() -> None:
     engines = Recorder(1, is_shared=True)
     for _ in range(2):
         with pytest.raises(UserError):
-            async with engines.turns.training(1, ended):
+            async with engines.turns.training_turn(1, ended):
                 raise AssertionError
         with pytest.raises(UserError):
-            async with engines.turns.sampling("gone", tokens=1, num_sequences=1, check=ended):
+            async with engines.turns.sampling_turn("gone", tokens=1, num_sequences=1, check=ended):
                 raise AssertionError
     await engines.train("a")
     await engines.sample("a", "u")
     # Its version may still be in a slot.
     with pytest.raises(UserError):
-        async with engines.turns.sampling("u", tokens=1, num_sequences=1, check=ended):
+        async with engines.turns.sampling_turn("u", tokens=1, num_sequences=1, check=ended):
             raise AssertionError
     await engines.sample("a", "u")
 

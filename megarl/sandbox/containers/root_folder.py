@@ -94,7 +94,7 @@ class RootFolder:
 
 
 def _mount_image(image: str, user_namespace: int | None) -> str:
-    """Mount an image with a writable layer in memory, and return the path. `user_namespace`: as in `RootFolder.build`."""
+    """Mount an image with a writable layer in memory. Returns the path. `user_namespace`: as in `RootFolder.build`."""
     for name in ("image", "root", "new", "work"):
         os.mkdir(f"{_NEW_ROOT}/{name}")
         # `mkdir` applies the umask to its mode, so set the mode again.

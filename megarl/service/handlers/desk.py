@@ -63,10 +63,10 @@ class Desk:
         now = self._clock()
         # First the work that needs no turn of the trainer: a long call of one model must not delay the ledger's other
         # models.
-        self.ledger.expire()
+        self.ledger.expire_results()
         for session in self.sessions.silent_since(now - SILENT_SECONDS):
             self.models.end_session(session)
-        await self.models.move_idle(now - self._idle_seconds)
+        await self.models.move_idle_models(now - self._idle_seconds)
         self.checkpoints.delete_expired()
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ class Listing:
         checkpoints, cursor = _cut_page(stored_checkpoints, page)
         return {"checkpoints": [_describe_checkpoint(checkpoint) for checkpoint in checkpoints], "cursor": cursor}
 
-    def list_checkpoints_of(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
+    def list_run_checkpoints(self, run: str, owner: str, in_memory: Sequence[RunState]) -> dict[str, Any]:
         """Return a run's checkpoints, newest first. Raises NotFoundError unless some exist or it is `in_memory`."""
         stored_checkpoints = self._checkpoints.list_stored(owner, run)
         if not stored_checkpoints and all(state.run != run for state in in_memory):

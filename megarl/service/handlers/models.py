@@ -24,7 +24,7 @@ _SEEDS = 2**31
 class Models(RequestHandlers):
     """Creates models in the trainer, and frees their memory."""
 
-    _moved_until = -math.inf
+    _moved_if_used_before = -math.inf
     """Models last used before this time were already asked to move to disk."""
 
     def create(self, body: CreateModel, owner: str) -> Promise:
@@ -56,7 +56,7 @@ class Models(RequestHandlers):
             return self._accept_new_model(session, model_id, digest_of(body), load_new, body.user_metadata)
         if body.model_id is not None and body.seq_id is not None:
             session, model = self._sessions.find_model(body.model_id, owner)
-            self._sessions.note_use(session, model)
+            self._sessions.record_use(session, model)
             load_existing = partial(self._load_checkpoint, body, session, model.model_id, model)
             return self._ledger.submit(model.model_id, body.seq_id, digest_of(body), load_existing)
         raise MalformedError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
@@ -72,7 +72,7 @@ class Models(RequestHandlers):
             raise UserError(
                 "weights_access_token: is not supported; leave it out, and use the key that saved the checkpoint"
             )
-        folder, record = self._checkpoints.find(body.path, session.owner)
+        folder, record = self._checkpoints.find_checkpoint(body.path, session.owner)
         if body.base_model is not None:
             check_base(self._trainer.served, body.base_model)
         if body.optimizer_config is not None:
@@ -83,7 +83,7 @@ class Models(RequestHandlers):
 
         async def load_and_tidy() -> None:
             """Load the checkpoint, and free the model again if its session has ended meanwhile."""
-            with self._checkpoints.reading(folder, record["time"]):
+            with self._checkpoints.keep_while_reading(folder, record["time"]):
                 await self._trainer.load(model_id, folder, with_optimizer=body.optimizer)
             # `_accept_new_model` handles new models.
             if existing_model is None:
@@ -113,7 +113,7 @@ class Models(RequestHandlers):
 
     def describe_weights(self, path: str, owner: str) -> dict[str, Any]:
         """Return the adapter settings of a checkpoint."""
-        _, record = self._checkpoints.find(path, owner)
+        _, record = self._checkpoints.find_checkpoint(path, owner)
         served = self._trainer.served
         return {
             "base_model": record["base_model"],
@@ -134,12 +134,14 @@ class Models(RequestHandlers):
         # Do not await: the trainer's turn may come after minutes, and the SDK repeats requests without an answer.
         self._background.start(self._trainer.forget(models=list(session.models), versions=versions))
 
-    async def move_idle(self, latest: float) -> None:
-        idle = [model.model_id for model in self._sessions.models() if self._moved_until <= model.used_at < latest]
+    async def move_idle_models(self, latest: float) -> None:
+        idle_models = [
+            model.model_id for model in self._sessions.models() if self._moved_if_used_before <= model.used_at < latest
+        ]
         # Recorded first: a failed move is not repeated.
-        self._moved_until = latest
-        if idle:
-            await self._trainer.move_to_disk(idle)
+        self._moved_if_used_before = latest
+        if idle_models:
+            await self._trainer.move_to_disk(idle_models)
 
     def _accept_new_model(
         self,

@@ -44,7 +44,7 @@ class Sampling(RequestHandlers):
         if body.model_path is None:
             session.add_sampler(Sampler(sampler_id, Weights(owner, session.session_id)))
             return sampler_id
-        folder, record = self._checkpoints.find(body.model_path, owner)
+        folder, record = self._checkpoints.find_checkpoint(body.model_path, owner)
         check_record(self._trainer.served, record, body.model_path)
         # The first sampling request reads the weights.
         weights = Weights(owner, session.session_id, folder=folder, saved_at=record["time"])
@@ -73,7 +73,7 @@ class Sampling(RequestHandlers):
             # Different seeds, because equal seeds would give equal samples.
             seeds = [(first_seed + number) % _SEEDS for number in range(body.num_samples)]
             _refuse_unsupported(body, len(prompt))
-            async with self._published.use(sampler.weights) as version:
+            async with self._published.hold_weights(sampler.weights) as version:
                 samples = await self._trainer.sample(version, prompt, settings, seeds)
                 prompt_logprobs, top_tokens = None, None
                 if body.prompt_logprobs or body.topk_prompt_logprobs:
@@ -82,7 +82,7 @@ class Sampling(RequestHandlers):
                 # The SDK checks that only the last positions have values.
                 prompt_logprobs[: -body.prompt_logprobs_last_n] = np.nan
                 top_tokens.logprobs[: -body.prompt_logprobs_last_n] = -np.inf
-            reply = wire.sampling_reply(
+            reply = wire.encode_sampling_reply(
                 samples,
                 prompt_logprobs if body.prompt_logprobs else None,
                 top_tokens if body.topk_prompt_logprobs else None,

@@ -22,7 +22,7 @@ class Saves(RequestHandlers):
 
         async def save() -> Reply:
             body = read_fields(SaveWeights, values)
-            path = await self._save(model, "weights", body, owner, overwrite=body.overwrite)
+            path = await self._save_checkpoint(model, "weights", body, owner, overwrite=body.overwrite)
             return json_reply(path=path, type="save_weights")
 
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), save)
@@ -46,7 +46,7 @@ class Saves(RequestHandlers):
                 )
             if body.path is not None:
                 # In SDK 0.38 this call has no field for overwriting: a name in use is replaced.
-                path = await self._save(model, "sampler_weights", body, owner, overwrite=True)
+                path = await self._save_checkpoint(model, "sampler_weights", body, owner, overwrite=True)
                 return json_reply(path=path, type="save_weights_for_sampler")
             weights = await self._published.copy_model(model.model_id, owner, session.session_id)
             sampler = Sampler(secrets.token_hex(12), weights)
@@ -55,20 +55,22 @@ class Saves(RequestHandlers):
                 earlier_weights = model.moving_weights
                 model.moving_weights, sampler.model = weights, model
                 if earlier_weights is not None:
-                    await self._published.end(earlier_weights)
+                    await self._published.end_weights(earlier_weights)
             session.add_sampler(sampler)
             return json_reply(sampling_session_id=sampler.sampler_id, type="save_weights_for_sampler")
 
         return self._ledger.submit(model.model_id, address.seq_id, digest_of(values), save_or_copy)
 
-    async def _save(
+    async def _save_checkpoint(
         self, model: Model, kind: str, body: SaveWeights | SaveForSampler, owner: str, *, overwrite: bool
     ) -> str:
         """Save a model in a checkpoint of this kind, and return the SDK's name of the checkpoint."""
         name = body.path
         assert name is not None
         with _refuse_disk_faults(name):
-            partial = self._checkpoints.begin(model.model_id, kind, name, owner, overwrite=overwrite)
+            unfinished_folder = self._checkpoints.begin_checkpoint(
+                model.model_id, kind, name, owner, overwrite=overwrite
+            )
         record = {
             "owner": owner,
             "kind": kind,
@@ -79,13 +81,13 @@ class Saves(RequestHandlers):
         }
 
         async def write_checkpoint() -> None:
-            """Write the model into the folder `partial`, then give the folder its name. A fault deletes the folder."""
+            """Write the model into `unfinished_folder`, then rename this folder. A fault deletes it."""
             try:
                 with _refuse_disk_faults(name):
-                    await self._trainer.save(model.model_id, partial)
-                    self._checkpoints.complete(partial, name, record, body.ttl_seconds)
+                    await self._trainer.save(model.model_id, unfinished_folder)
+                    self._checkpoints.complete_checkpoint(unfinished_folder, name, record, body.ttl_seconds)
             except BaseException:
-                self._checkpoints.discard(partial)
+                self._checkpoints.discard(unfinished_folder)
                 raise
 
         await self._background.run_to_end(write_checkpoint())

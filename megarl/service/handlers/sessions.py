@@ -97,7 +97,7 @@ class Sessions:
             "display_name": session.display_name,
         }
 
-    def run_states(self, owner: str) -> list[RunState]:
+    def list_run_states(self, owner: str) -> list[RunState]:
         return [
             RunState(model.model_id, owner, session.seen_at + self._epoch, model.metadata)
             for session in self.owned_by(owner)
@@ -124,16 +124,16 @@ class Sessions:
         return self._sessions.get(session.session_id) is not session
 
     def read_address(self, values: dict[str, Any], owner: str) -> tuple[Numbered, Model]:
-        """Return a request's number and model before its other fields are read.
+        """Return a request's number and model.
 
-        A fault there then fails only the promise; a refused request would leave its number unused.
+        Its other fields are read later: a fault in them then fails only the promise, and the number counts as used.
         """
         address = read_fields(Numbered, values)
         session, model = self.find_model(address.model_id, owner)
-        self.note_use(session, model)
+        self.record_use(session, model)
         return address, model
 
-    def note_use(self, session: Session, model: Model) -> None:
+    def record_use(self, session: Session, model: Model) -> None:
         session.seen_at = model.used_at = self._clock()
 
     def find(self, session_id: str, owner: str) -> Session:

@@ -26,7 +26,7 @@ class TrainingCalls(RequestHandlers):
         """Accept a training call. Raises MalformedError for any body but the SDK's message."""
         message = wire.parse_training_call(raw)
         session, model = self._sessions.find_model(message.model_id, owner)
-        self._sessions.note_use(session, model)
+        self._sessions.record_use(session, model)
 
         async def add_gradients() -> Reply:
             """Run the forward and backward pass in the trainer, and return each datum's log-probs.
@@ -34,7 +34,7 @@ class TrainingCalls(RequestHandlers):
             If the pass fails, the model's gradients are incomplete, so its next step must fail too.
             """
             try:
-                settings = read_settings(message.loss_fn, wire.loss_settings(message))
+                settings = read_settings(message.loss_fn, wire.read_loss_settings(message))
                 # In a thread: reading many small tensors takes a second, and other clients would wait.
                 batch = await asyncio.to_thread(self._read_batch, message)
                 logprobs, losses = await self._trainer.forward_backward(
@@ -49,7 +49,7 @@ class TrainingCalls(RequestHandlers):
                 raise
             # The client combines metrics of its chunks by the names' endings, such as `:sum`.
             metrics = {"loss:sum": float(losses.astype(np.float64).sum())}
-            return Reply(wire.training_reply(split_values(logprobs, batch), metrics), wire.PROTOBUF)
+            return Reply(wire.encode_training_reply(split_values(logprobs, batch), metrics), wire.PROTOBUF)
 
         digest = hashlib.sha256(raw).digest()
         return self._ledger.submit(
@@ -102,7 +102,7 @@ class TrainingCalls(RequestHandlers):
         `is_training`: the next step fails too. Raises NotFoundError, and a BusyError until the client's patience ends.
         """
         session, model = self._sessions.find_model(model_id, owner)
-        self._sessions.note_use(session, model)
+        self._sessions.record_use(session, model)
         return self._ledger.fail_in_turn(model_id, number, error, is_training=is_training)
 
     def save_weights_external(self, values: dict[str, Any], owner: str) -> Promise:

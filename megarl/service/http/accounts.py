@@ -22,7 +22,7 @@ class Accounts:
     def __init__(self, hashes: dict[str, str] | None) -> None:
         self._hashes = hashes
 
-    def owner_of(self, key: str) -> str | None:
+    def find_owner(self, key: str) -> str | None:
         """Return the account of a key; None: there is none."""
         if self._hashes is None:
             return LOCAL
@@ -49,14 +49,14 @@ def read_accounts(file: Path | None, host: str) -> Accounts:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--keys = {file}: cannot be read: {error}") from error
     hashes: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
         match = _LINE.match(text)
         if match is None or match[1] in hashes:
             problem = "is not NAME and the SHA-256 of its key" if match is None else f"names {match[1]} again"
-            raise ConfigError(f"{file}:{number}: {problem}; make one with: printf %s KEY | sha256sum")
+            raise ConfigError(f"{file}:{line_number}: {problem}; make one with: printf %s KEY | sha256sum")
         hashes[match[1]] = match[2]
     if not hashes:
         raise ConfigError(f"--keys = {file}: has no account; add a line with NAME and the SHA-256 of its key")

@@ -53,27 +53,31 @@ class RestRoutes:
             ("PUT", f"{_CHECKPOINT}/ttl"): self._set_lifetime,
             ("GET", "sessions"): self._list_sessions,
             ("GET", "sessions/{session_id}"): self._describe_session,
-            **{route: _refuse(text) for route, text in REFUSED.items()},
+            **{route: _make_refusal(text) for route, text in REFUSED.items()},
         }
 
     async def _list_runs(self, request: web.Request, owner: str) -> web.StreamResponse:
         if "project_id" in request.query:
             raise UserError(_NO_PROJECTS)
-        return web.json_response(self._listing.list_runs(owner, _page(request), self._desk.sessions.run_states(owner)))
+        return web.json_response(
+            self._listing.list_runs(owner, _page(request), self._desk.sessions.list_run_states(owner))
+        )
 
     async def _describe_run(self, request: web.Request, owner: str) -> web.StreamResponse:
         run = request.match_info["run"]
-        return web.json_response(self._listing.describe_run(run, owner, self._desk.sessions.run_states(owner)))
+        return web.json_response(self._listing.describe_run(run, owner, self._desk.sessions.list_run_states(owner)))
 
     async def _list_checkpoints_of(self, request: web.Request, owner: str) -> web.StreamResponse:
         run = request.match_info["run"]
-        return web.json_response(self._listing.list_checkpoints_of(run, owner, self._desk.sessions.run_states(owner)))
+        return web.json_response(
+            self._listing.list_run_checkpoints(run, owner, self._desk.sessions.list_run_states(owner))
+        )
 
     async def _list_checkpoints(self, request: web.Request, owner: str) -> web.StreamResponse:
         return web.json_response(self._listing.list_checkpoints(owner, _page(request)))
 
     async def _delete_checkpoint(self, request: web.Request, owner: str) -> web.StreamResponse:
-        self._desk.checkpoints.delete(_checkpoint_path(request), owner)
+        self._desk.checkpoints.delete_checkpoint(_checkpoint_path(request), owner)
         return web.Response(status=204)
 
     async def _set_lifetime(self, request: web.Request, owner: str) -> web.StreamResponse:
@@ -95,7 +99,7 @@ class RestRoutes:
         return web.json_response(self._desk.sessions.describe(request.match_info["session_id"], owner))
 
 
-def _refuse(text: str) -> Handler:
+def _make_refusal(text: str) -> Handler:
     async def handle(request: web.Request, owner: str) -> web.StreamResponse:
         raise UserError(text)
 

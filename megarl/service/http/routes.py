@@ -55,8 +55,8 @@ _PROJECT_NOTICE = "project_id has no effect: this service has no projects; sessi
 Handler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
 
-def make_server(desk: Desk, accounts: Accounts, *, hold_seconds: float = HOLD_SECONDS) -> HttpServer:
-    return _Routes(desk, accounts, hold_seconds).server
+def make_server(desk: Desk, accounts: Accounts, *, max_wait_seconds: float = HOLD_SECONDS) -> HttpServer:
+    return _Routes(desk, accounts, max_wait_seconds).server
 
 
 class _Routes:
@@ -67,8 +67,8 @@ class _Routes:
     client's fault never gets them. A request above the limits of waiting work gets 429.
     """
 
-    def __init__(self, desk: Desk, accounts: Accounts, hold_seconds: float) -> None:
-        self._desk, self._accounts, self._hold_seconds = desk, accounts, hold_seconds
+    def __init__(self, desk: Desk, accounts: Accounts, max_wait_seconds: float) -> None:
+        self._desk, self._accounts, self._max_wait_seconds = desk, accounts, max_wait_seconds
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(self._list_routes())
         app.cleanup_ctx.append(self._expire_while_running)
@@ -86,7 +86,7 @@ class _Routes:
             "get_info": self._get_info,
             "create_sampling_session": self._create_sampler,
             "asample": self._sample,
-            "retrieve_future": self._retrieve,
+            "retrieve_future": self._retrieve_result,
             "weights_info": self._weights_info,
         }
         numbered_handlers: dict[str, Handler] = {
@@ -146,7 +146,7 @@ class _Routes:
         async def handle_checked(request: web.Request) -> web.StreamResponse:
             """Call `handler` with the request and the account of its key. Errors become answers with a status."""
             # Check the key before the body is read, so that strangers cannot fill the memory.
-            owner = self._accounts.owner_of(request.headers.get("X-API-Key", ""))
+            owner = self._accounts.find_owner(request.headers.get("X-API-Key", ""))
             if owner is None:
                 return _error_response("X-API-Key: this key is not known to the service", 401)
             # The server soon closes a connection without an admitted request, but a poll waits longer.
@@ -185,7 +185,7 @@ class _Routes:
         if BODY_BYTES.get() < _SMALL_BYTES:
             yield
             return
-        with self._desk.ledger.admission.reading(owner, BODY_BYTES.get()):
+        with self._desk.ledger.admission.count_while_reading(owner, BODY_BYTES.get()):
             yield
 
     def _make_numbered_handler(
@@ -299,10 +299,10 @@ class _Routes:
         model = {"model_name": served.name, "max_context_length": served.context_tokens}
         return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
 
-    async def _retrieve(self, request: web.Request, owner: str) -> web.StreamResponse:
+    async def _retrieve_result(self, request: web.Request, owner: str) -> web.StreamResponse:
         body = read_fields(RetrieveFuture, await _read_json(request))
         promise = self._desk.ledger.find(body.request_id, owner)
-        reply = await self._desk.ledger.wait_for(promise, self._hold_seconds)
+        reply = await self._desk.ledger.wait_for(promise, self._max_wait_seconds)
         if reply is None:
             return web.json_response({"type": "try_again", "request_id": body.request_id, "queue_state": "active"})
         return web.Response(body=reply.body, content_type=reply.content_type)

@@ -81,7 +81,7 @@ class StrictBody(Body):
         return values
 
 
-def _as_texts(values: dict[str, Any]) -> dict[str, str]:
+def _format_metadata(values: dict[str, Any]) -> dict[str, str]:
     """Return a client's metadata as texts. The SDK sends any values, but reads texts."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     if sum(len(name) + len(text) for name, text in texts.items()) > _MAX_METADATA:
@@ -89,7 +89,7 @@ def _as_texts(values: dict[str, Any]) -> dict[str, str]:
     return texts
 
 
-Metadata = Annotated[dict[str, Any], AfterValidator(_as_texts)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_format_metadata)]
 """A client's notes on a session, a run or a checkpoint. Only listings show them."""
 
 

@@ -29,7 +29,7 @@ _LITTLE_ENDIAN = {"float32": "<f4", "int64": "<i8", "int32": "<i4"}
 
 
 @cache
-def messages() -> ModuleType:
+def load_messages() -> ModuleType:
     """Return the SDK's generated module. Raises ConfigError if the SDK is missing or has another version."""
     # Find the package's folder without importing the package.
     spec = importlib.util.find_spec("tinker")
@@ -86,18 +86,18 @@ def parse_training_call(raw: bytes) -> Any:
     """
     from google.protobuf.message import DecodeError
 
-    for num_parts, (kind, number) in enumerate(_walk_parts(raw), 1):
+    for num_parts, (message_type, field_number) in enumerate(_walk_parts(raw), 1):
         # The parser would ignore it, although it may change the loss.
-        if number not in kind.fields_by_number:
+        if field_number not in message_type.fields_by_number:
             raise MalformedError(
-                f"the body's {kind.name} has field {number}, unknown to tinker {SDK_VERSION}; use this version of the "
-                "SDK"
+                f"the body's {message_type.name} has field {field_number}, unknown to tinker {SDK_VERSION}; use "
+                "this version of the SDK"
             )
         if num_parts > _MAX_PARTS:
             raise MalformedError(
                 f"the body has more than {_MAX_PARTS} datums, chunks and tensors; send fewer datums at once"
             )
-    message = messages().ForwardBackwardRequest()
+    message = load_messages().ForwardBackwardRequest()
     try:
         message.ParseFromString(raw)
     except DecodeError as error:
@@ -110,24 +110,24 @@ def _walk_parts(raw: bytes) -> Iterator[tuple[Any, int]]:
 
     A datum's fields are its chunks and tensors.
     """
-    call, datum = messages().ForwardBackwardRequest.DESCRIPTOR, messages().Datum.DESCRIPTOR
+    call, datum = load_messages().ForwardBackwardRequest.DESCRIPTOR, load_messages().Datum.DESCRIPTOR
     data_number = call.fields_by_name["data"].number
-    for number, start, end in _find_fields(raw, 0, len(raw)):
-        yield call, number
-        if number == data_number:
-            yield from ((datum, part_number) for part_number, *_ in _find_fields(raw, start, end))
+    for field_number, start, end in _find_fields(raw, 0, len(raw)):
+        yield call, field_number
+        if field_number == data_number:
+            yield from ((datum, part_field_number) for part_field_number, *_ in _find_fields(raw, start, end))
 
 
 def find_model_and_number(head: bytes) -> tuple[str, int] | None:
     """Return model id and sequence number from the first bytes of a forward_backward request in protobuf, or None."""
-    fields_by_name = messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
+    fields_by_name = load_messages().ForwardBackwardRequest.DESCRIPTOR.fields_by_name
     model_id, seq_id = None, None
     # The bytes end inside a field. SDK 0.38 writes model and number before the datums.
     with contextlib.suppress(MalformedError):
-        for number, start, end in _find_fields(head, 0, len(head)):
-            if number == fields_by_name["model_id"].number:
+        for field_number, start, end in _find_fields(head, 0, len(head)):
+            if field_number == fields_by_name["model_id"].number:
                 model_id = head[start:end].decode(errors="replace")
-            elif number == fields_by_name["seq_id"].number:
+            elif field_number == fields_by_name["seq_id"].number:
                 seq_id, _ = _read_varint(head, start, end)
     return None if model_id is None or seq_id is None else (model_id, seq_id)
 
@@ -176,7 +176,7 @@ def _read_varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
     raise MalformedError("the body is not a ForwardBackwardRequest: a varint is incomplete or longer than 64 bits")
 
 
-def loss_settings(message: Any) -> dict[str, float | str]:
+def read_loss_settings(message: Any) -> dict[str, float | str]:
     """Return a call's settings. The newer map, of numbers and texts, takes precedence."""
     if message.loss_fn_config_v2:
         return {
@@ -215,15 +215,15 @@ def _join_chunks(chunks: Sequence[Any], field_path: str) -> NDArray[np.int64]:
         kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
         if kind != "encoded_text":
             raise UserError(f"{field_path}.chunks[{number}] is {kind or 'empty'}: this service trains on text only")
-        parts.append(_from_bytes(chunk.encoded_text.tokens, "int32", f"{field_path}.chunks[{number}]"))
+        parts.append(_read_array(chunk.encoded_text.tokens, "int32", f"{field_path}.chunks[{number}]"))
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
 def _read_tensor(tensor: Any, field_path: str) -> NDArray[Any]:
     """Return a tensor [tokens]. Raises UserError for a sparse tensor, several columns, or another type."""
-    module = messages()
-    kinds = {module.DTYPE_FLOAT32: "float32", module.DTYPE_INT64: "int64"}
-    if tensor.dtype not in kinds:
+    module = load_messages()
+    element_types = {module.DTYPE_FLOAT32: "float32", module.DTYPE_INT64: "int64"}
+    if tensor.dtype not in element_types:
         raise UserError(f"{field_path}: has element type {tensor.dtype}; send float32 or int64")
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
         # Quote only the first sizes: a client may send millions.
@@ -231,23 +231,23 @@ def _read_tensor(tensor: Any, field_path: str) -> NDArray[Any]:
             f"{field_path}: has shape {list(tensor.shape[:4])}; several targets for one position are not supported: "
             "send one value per token"
         )
-    values = _from_bytes(tensor.dense, kinds[tensor.dtype], field_path)
+    values = _read_array(tensor.dense, element_types[tensor.dtype], field_path)
     if list(tensor.shape) not in ([], [len(values)]):
         raise UserError(f"{field_path}: has {len(values)} values, but shape {list(tensor.shape)}")
     return values
 
 
-def _from_bytes(raw: bytes, kind: str, place: str) -> NDArray[Any]:
-    dtype = np.dtype(_LITTLE_ENDIAN[kind])
+def _read_array(raw: bytes, element_type: str, field_path: str) -> NDArray[Any]:
+    dtype = np.dtype(_LITTLE_ENDIAN[element_type])
     if len(raw) % dtype.itemsize:
-        raise UserError(f"{place}: its {len(raw)} bytes are not whole values of type {kind}")
+        raise UserError(f"{field_path}: its {len(raw)} bytes are not whole values of type {element_type}")
     # Copy: a view of bytes is read-only, and torch warns about such arrays.
     return np.frombuffer(raw, dtype).copy()
 
 
-def training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
+def encode_training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
     """Return the reply to a forward_backward request, from each datum's log-probs [tokens]."""
-    module = messages()
+    module = load_messages()
     reply = module.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     # The SDK reads int64 offsets in bytes, one more than there are datums.
     byte_offsets = np.cumsum([0, *(values.nbytes for values in logprobs)], dtype="<i8")
@@ -259,14 +259,14 @@ def training_reply(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str
     return reply.SerializeToString()
 
 
-def sampling_reply(
+def encode_sampling_reply(
     samples: Sequence[Sample], prompt_logprobs: NDArray[np.float32] | None, prompt_top: TopTokens | None
 ) -> bytes:
     """Return the reply to an asample request.
 
     `prompt_logprobs` [prompt] are NaN where missing. `prompt_top` has the most likely tokens at each position.
     """
-    module = messages()
+    module = load_messages()
     reply = module.SampleResponse()
     for sample in samples:
         sequence = reply.sequences.add()

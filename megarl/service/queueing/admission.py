@@ -43,7 +43,7 @@ class Admission:
         self._read_bytes: Counter[str] = Counter()
         """By account: bytes of the bodies now being read."""
 
-    def check(self, owner: str, tokens: int) -> None:
+    def check_tokens(self, owner: str, tokens: int) -> None:
         """Raise BusyError if a request of this many tokens would exceed a limit of the account, or of all accounts.
 
         The only request of an account is never refused.
@@ -65,7 +65,7 @@ class Admission:
     def has_room(self, owner: str, num_bytes: int) -> bool:
         return self._bytes[owner] + num_bytes <= self._limits.bytes_per_key
 
-    def no_room_message(self, owner: str, num_bytes: int) -> str:
+    def full_queue_message(self, owner: str, num_bytes: int) -> str:
         return (
             f"this key has requests with {self._bytes[owner] / 2**20:.0f} MiB waiting, and at most "
             f"{self._limits.bytes_per_key / 2**20:.0f} MiB; this one has {num_bytes / 2**20:.1f} MiB. Send smaller "
@@ -73,7 +73,7 @@ class Admission:
         )
 
     @contextmanager
-    def reading(self, owner: str, num_bytes: int) -> Iterator[None]:
+    def count_while_reading(self, owner: str, num_bytes: int) -> Iterator[None]:
         """Count a request's body while it is read.
 
         Raises BusyError if the bodies that an account sends now exceed its limit of bytes.

@@ -207,7 +207,7 @@ class Ledger:
         # Always accept the number that later requests wait for: otherwise these never finish, and their bytes stay
         # counted. Do not refuse a later number with a status: the client may send the missing one only after it.
         if not is_awaited and not self.admission.has_room(sequence.owner, num_bytes):
-            message = self.admission.no_room_message(sequence.owner, num_bytes)
+            message = self.admission.full_queue_message(sequence.owner, num_bytes)
             reason = f"request {number} was too large to wait" if is_training else None
             work, num_bytes = _make_failing_work(sequence, reason, message), 0
         promise = self._make_promise(sequence.owner, digest, model_id, tokens=tokens, num_bytes=num_bytes)
@@ -223,7 +223,7 @@ class Ledger:
         """
         sequence, message = self._sequences[model_id], str(error)
         if (promise := self._find_promise_of_used_number(sequence, model_id, number)) is None:
-            should_repeat = isinstance(error, BusyError) and self._note_busy(sequence, number)
+            should_repeat = isinstance(error, BusyError) and self._record_busy(sequence, number)
             if should_repeat:
                 raise error
             reason = f"request {number} was refused: {message}" if is_training else None
@@ -253,13 +253,13 @@ class Ledger:
                 owner, model_id, f"{request_key}: was used by another request; use a new number", num_sequences
             )
         if tokens:
-            self.admission.check(owner, tokens)
+            self.admission.check_tokens(owner, tokens)
         if not self.admission.has_room(owner, BODY_BYTES.get()):
-            raise BusyError(self.admission.no_room_message(owner, BODY_BYTES.get()))
+            raise BusyError(self.admission.full_queue_message(owner, BODY_BYTES.get()))
         promise = self._unordered[request_key] = self._make_promise(
             owner, digest, model_id, num_sequences, tokens=tokens, num_bytes=BODY_BYTES.get()
         )
-        task = asyncio.create_task(self._run(promise, work))
+        task = asyncio.create_task(self._run_request(promise, work))
         # asyncio keeps only weak references to tasks, and could collect this one.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -282,7 +282,7 @@ class Ledger:
         self._start_expiry(promise)
         return promise.reply
 
-    def expire(self) -> None:
+    def expire_results(self) -> None:
         """Drop results `READ_SECONDS` after their first read, and unread ones `UNREAD_SECONDS` after their end.
 
         If a request's sequence number is missing for `GAP_SECONDS`, the requests after it go on. Dropped and skipped
@@ -297,10 +297,14 @@ class Ledger:
             if (promise.read_at is not None and promise.read_at < read_before)
             or (promise.finished_at is not None and promise.finished_at < finished_before)
         }
-        self._promises = {name: promise for name, promise in self._promises.items() if promise not in old_promises}
+        self._promises = {
+            request_id: promise for request_id, promise in self._promises.items() if promise not in old_promises
+        }
         self._unordered = {key: promise for key, promise in self._unordered.items() if promise not in old_promises}
         for sequence in self._sequences.values():
-            sequence.promises = {n: promise for n, promise in sequence.promises.items() if promise not in old_promises}
+            sequence.promises = {
+                number: promise for number, promise in sequence.promises.items() if promise not in old_promises
+            }
         waiting_before = self._clock() - GAP_SECONDS
         for model_id, sequence in self._sequences.items():
             if sequence.waiting_since is not None and sequence.waiting_since < waiting_before:
@@ -342,27 +346,27 @@ class Ledger:
         Do not raise it once the client has repeated the request for PATIENCE_SECONDS.
         """
         try:
-            self.admission.check(sequence.owner, tokens)
+            self.admission.check_tokens(sequence.owner, tokens)
             if not self.admission.has_room(sequence.owner, BODY_BYTES.get()):
-                raise BusyError(self.admission.no_room_message(sequence.owner, BODY_BYTES.get()))
+                raise BusyError(self.admission.full_queue_message(sequence.owner, BODY_BYTES.get()))
         except BusyError:
-            should_repeat = self._note_busy(sequence, number)
+            should_repeat = self._record_busy(sequence, number)
             if should_repeat:
                 raise
 
-    def _note_busy(self, sequence: _Sequence, number: int) -> bool:
+    def _record_busy(self, sequence: _Sequence, number: int) -> bool:
         """Record a number's BusyError. Returns whether the client should repeat: PATIENCE_SECONDS have not passed."""
         return self._clock() - sequence.busy_since.setdefault(number, self._clock()) <= PATIENCE_SECONDS
 
     def _find_promise_of_used_number(self, sequence: _Sequence, model_id: str, number: int) -> Promise | None:
         """Return the promise of a number that no request can take any more, or None."""
         # A repeated number may be below the next one: look it up before the check of the range.
-        if (earlier := sequence.promises.get(number)) is not None:
-            return earlier
+        if (earlier_promise := sequence.promises.get(number)) is not None:
+            return earlier_promise
         if sequence.next_number <= number < sequence.next_number + MAX_AHEAD:
             return None
-        text = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
-        return self._make_failed_promise(sequence.owner, model_id, text)
+        message = f"seq_id = {number}: the next request of this model has number {sequence.next_number}"
+        return self._make_failed_promise(sequence.owner, model_id, message)
 
     def _use_up_number(
         self, sequence: _Sequence, model_id: str, number: int, reason: str | None, message: str
@@ -411,9 +415,9 @@ class Ledger:
 
     async def _run_in_order(self, sequence: _Sequence) -> None:
         while True:
-            await self._run(*await sequence.ready.get())
+            await self._run_request(*await sequence.ready.get())
 
-    async def _run(self, promise: Promise, work: Work) -> None:
+    async def _run_request(self, promise: Promise, work: Work) -> None:
         """Run a request and keep its result. An error fails the promise, never the ledger."""
         TENANT.set(promise.owner)
         try:

@@ -26,9 +26,9 @@ class ModelMemory:
         """Models on the ranks, least recently used first. A request of an ended session may name a model that is
         gone.
         """
-        self._on_disk: set[str] = set()
+        self._models_on_disk: set[str] = set()
         """Models whose state is on the disks of all ranks, and not in host memory."""
-        self._with_files: set[str] = set()
+        self._models_with_files: set[str] = set()
         """Models with a state on any rank's disk. A rank with a full disk keeps its part in memory."""
         self._versions: set[str] = set()
         """Versions on the ranks."""
@@ -58,32 +58,32 @@ class ModelMemory:
 
     def select_movable(self, models: Sequence[str]) -> list[str]:
         """Return those of `models` that are not yet on the disks of all ranks."""
-        return [model_id for model_id in models if model_id not in self._on_disk]
+        return [model_id for model_id in models if model_id not in self._models_on_disk]
 
     def remove(self, *, models: Collection[str] = (), versions: Collection[str] = ()) -> None:
         """Remove models and versions from the records, so that their waiting calls fail. The models' files stay."""
         for model_id in models:
             self._models.pop(model_id, None)
-        self._on_disk.difference_update(models)
+        self._models_on_disk.difference_update(models)
         self._versions.difference_update(versions)
 
     def forget_files(self, models: Collection[str]) -> None:
-        self._with_files.difference_update(models)
+        self._models_with_files.difference_update(models)
 
     async def bring_to_memory(self, model_id: str, *, is_replaced: bool = False) -> None:
         """Make room for a model, and bring it into memory. Raises UserError.
 
         `is_replaced`: the call loads another state of the model, so its present state is not needed.
         """
-        if model_id not in self._models or model_id in self._on_disk:
+        if model_id not in self._models or model_id in self._models_on_disk:
             await self._make_room(num_models=1, needed_model=model_id)
         # The last model is the most recently used one.
         self._models.pop(model_id, None)
         self._models[model_id] = None
-        if model_id in self._with_files and not is_replaced:
+        if model_id in self._models_with_files and not is_replaced:
             await self._read_back(model_id)
-        self._on_disk.discard(model_id)
-        self._with_files.discard(model_id)
+        self._models_on_disk.discard(model_id)
+        self._models_with_files.discard(model_id)
 
     async def add_version(self, version: str, model_id: str | None = None) -> None:
         """Make room for a version's weights, copied from `model_id` (None: from a folder), and record it."""
@@ -97,8 +97,8 @@ class ModelMemory:
         answers = await self._ranks.trainers.call("adapters.move_to_disk", list(models), self._idle_folder)
         # A rank with a full disk still has the model in memory.
         models_by_rank = [set(names) for names, _ in answers]
-        self._on_disk |= set.intersection(*models_by_rank) & self._models.keys()
-        self._with_files |= set.union(*models_by_rank)
+        self._models_on_disk |= set.intersection(*models_by_rank) & self._models.keys()
+        self._models_with_files |= set.union(*models_by_rank)
         return next((error for _, error in answers if error is not None), None)
 
     async def _read_back(self, model_id: str) -> None:
@@ -124,9 +124,9 @@ class ModelMemory:
 
         Raises UserError if they do not fit: models with gradients since their last step stay in memory.
         """
-        movable_models = [name for name in self._models if name not in self._on_disk and name != needed_model]
+        movable_models = [name for name in self._models if name not in self._models_on_disk and name != needed_model]
         while host := self._limits.find_full_host(
-            num_models=len(self._models) - len(self._on_disk) + num_models,
+            num_models=len(self._models) - len(self._models_on_disk) + num_models,
             num_copies=len(self._versions) + num_copies,
         ):
             if not movable_models:

@@ -29,7 +29,7 @@ def policy_loss(logprobs: Tensor, batch: Microbatch, *, name: str, settings: Map
     return loss
 
 
-def sequence_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
+def compute_gspo_loss(logprobs: Tensor, batch: Microbatch, *, settings: Mapping[str, float]) -> Tensor:
     """Return GSPO's loss, [places]. Each sequence has one ratio, over the tokens in the row's mask."""
     # A context-parallel rank has a part of a sequence, but the ratio needs the whole sequence.
     loss, _ = compute_sequence_loss(gspo, (logprobs, *_old_logprobs_and_advantages(batch)), batch, dict(settings))
@@ -48,7 +48,7 @@ def _clip_bounds(settings: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
+def select_token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
     """Return the loss function `name` of `messages.losses.LOSSES`, with a client's settings."""
     if name == "cross_entropy":
         return cross_entropy
@@ -59,14 +59,14 @@ def token_loss(name: str, settings: Mapping[str, float]) -> TokenLoss:
     if name == "cispo":
         return partial(policy_loss, name="cispo", settings=_clip_bounds(settings))
     if name == "gspo":
-        return partial(sequence_loss, settings=_clip_bounds(settings))
+        return partial(compute_gspo_loss, settings=_clip_bounds(settings))
     assert name == "dro", "the driver refuses other names"
     return partial(policy_loss, name="dro", settings={"beta": settings["beta"]})
 
 
 def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tuple[Tensor, Tensor, Measured]]:
     """Return a call's objective for `TrainingEngine.accumulate`. Its loss [1] sums over the micro-batch's tokens."""
-    loss_of_tokens = token_loss(name, settings)
+    compute_token_losses = select_token_loss(name, settings)
 
     def objective(output: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor, Measured]:
         """Return the micro-batch's loss [1], a token count of 1, and its log-probs and losses [2, tokens].
@@ -76,7 +76,7 @@ def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tu
         model_logprobs = output[0]
         # Detach masked tokens too: a gradient of zero times an infinite slope is NaN.
         logprobs = torch.where(batch.mask, model_logprobs, model_logprobs.detach())
-        losses = torch.where(batch.mask, loss_of_tokens(logprobs, batch), 0.0)
+        losses = torch.where(batch.mask, compute_token_losses(logprobs, batch), 0.0)
         # Megatron's schedules require a token count. It is not used.
         token_count = torch.ones((), dtype=torch.int, device=losses.device)
         return losses.sum(), token_count, (torch.stack([model_logprobs, losses]).detach(), batch)
@@ -84,7 +84,7 @@ def make_objective(name: str, settings: Mapping[str, float]) -> Callable[..., tu
     return objective
 
 
-def measure(
+def measure_losses(
     output: Tensor, batch: Microbatch, non_loss_data: bool, *, name: str, settings: Mapping[str, float]
 ) -> Measured:
     """Return log-probs and losses [2, tokens], in a pass without gradients."""

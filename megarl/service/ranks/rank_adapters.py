@@ -26,7 +26,7 @@ from megarl.models.lora import adapters_of
 from megarl.models.policy import PolicyModel
 from megarl.platform.memory.host_memory import available_bytes
 from megarl.service.ranks.memory_limits import RankMemory
-from megarl.service.ranks.objectives import make_objective, measure
+from megarl.service.ranks.objectives import make_objective, measure_losses
 from megarl.service.ranks.rank_saves import SaveOutcome, save_model
 from megarl.service.ranks.rank_top_tokens import TopTokensHead, select_scores
 from megarl.service.storage.deletion import delete_file
@@ -59,11 +59,11 @@ class Adapters:
 
     def __init__(self, policy: TrainingEngine, parallel: ParallelConfig) -> None:
         self._policy, self._parallel = policy, parallel
-        self._live: str | None = None
+        self._live_model: str | None = None
         """The model in the policy; None: the policy may be overwritten."""
         self._states_in_memory: dict[str, TrainedState] = {}
-        self._on_disk: dict[str, Path] = {}
-        self._versions: dict[str, list[Tensor]] = {}
+        self._files_on_disk: dict[str, Path] = {}
+        self._weights_by_version: dict[str, list[Tensor]] = {}
         # Only the last stage computes log-probs.
         last_stages = [chunk for chunk in policy.chunks if isinstance(chunk, PolicyModel) and chunk.post_process]
         self._top_tokens_heads = [TopTokensHead(model) for model in last_stages]
@@ -83,7 +83,7 @@ class Adapters:
         drop_moments(self._policy)
         # The main weights are still copies of the weights that the optimizer was built with.
         self._policy.optimizer.reload_model_params()
-        self._live = name
+        self._live_model = name
 
     def accumulate(
         self, rows: Rows, name: str, loss: str, settings: Mapping[str, float]
@@ -98,7 +98,7 @@ class Adapters:
     ) -> list[NDArray[np.float32]] | None:
         """Return the results of `accumulate`, from a pass without gradients."""
         self._bring_into_policy(name)
-        measure_row = partial(measure, name=loss, settings=settings)
+        measure_row = partial(measure_losses, name=loss, settings=settings)
         return self._policy.unpack_outputs(self._policy.run_forward(self._policy.share_rows(rows), measure_row))
 
     def clear(self, name: str) -> None:
@@ -154,19 +154,19 @@ class Adapters:
         # A restore always reads the moments. They can only be dropped afterwards.
         if not with_optimizer:
             drop_moments(self._policy)
-        self._live = name
+        self._live_model = name
         return None
 
     def publish(self, name: str, version: str) -> None:
         self._bring_into_policy(name)
-        self._versions[version] = self._copy_weights()
+        self._weights_by_version[version] = self._copy_weights()
 
     def publish_folder(self, folder: Path, version: str) -> str | None:
         """Copy a saved state's adapters under the name of a version. Returns a fault like `load`."""
         if (fault := self.load(version, folder, False)) is None:
-            self._versions[version] = self._copy_weights()
+            self._weights_by_version[version] = self._copy_weights()
             # Do not keep the loaded state as a model: nobody trains it.
-            self._live = None
+            self._live_model = None
         return fault
 
     def show(self, version: str | None) -> None:
@@ -179,7 +179,9 @@ class Adapters:
                     adapter.b.zero_()
                 return
             # The main weights do not change. The next `_bring_into_policy` restores them together with the weights.
-            for parameter, values in zip(trained_parameters(self._policy), self._versions[version], strict=True):
+            for parameter, values in zip(
+                trained_parameters(self._policy), self._weights_by_version[version], strict=True
+            ):
                 parameter.copy_(values)
 
     def score(self, rows: Rows, version: str | None, num_top_tokens: int) -> list[NDArray[np.float32]] | None:
@@ -206,11 +208,11 @@ class Adapters:
         A model with gradients since its last step stays. Returns the models on disk, and the first disk error.
         """
         fault = self._write_idle(names, folder)
-        return [name for name in names if name in self._on_disk], fault
+        return [name for name in names if name in self._files_on_disk], fault
 
     def _write_idle(self, names: Sequence[str], folder: Path) -> str | None:
         """Write the models' states to files until the first disk error, and return it."""
-        if self._live in names:
+        if self._live_model in names:
             self.copy_live_to_host()
         for name in names:
             state = self._states_in_memory.get(name)
@@ -224,7 +226,7 @@ class Adapters:
                     delete_file(file, _LOG.warning)
                     return f"{file}: {type(error).__name__}: {error!s:.300}"
                 del self._states_in_memory[name]
-                self._on_disk[name] = file
+                self._files_on_disk[name] = file
         return None
 
     def read_back(self, name: str) -> str | None:
@@ -232,7 +234,7 @@ class Adapters:
 
         After a fault the file stays, and the call can be repeated. Not a collective.
         """
-        file = self._on_disk.get(name)
+        file = self._files_on_disk.get(name)
         if file is None:
             return None
         try:
@@ -247,32 +249,32 @@ class Adapters:
     def forget(self, models: Sequence[str], versions: Sequence[str]) -> None:
         for name in models:
             self._discard(name)
-            self._live = None if self._live == name else self._live
+            self._live_model = None if self._live_model == name else self._live_model
         for name in versions:
-            self._versions.pop(name, None)
+            self._weights_by_version.pop(name, None)
 
     def _bring_into_policy(self, name: str) -> None:
         """Bring a model's state from host memory into the policy. The state must not be on disk (`read_back`)."""
-        if self._live == name:
+        if self._live_model == name:
             return
         self.copy_live_to_host()
         restore_state(self._policy, self._states_in_memory.pop(name))
-        self._live = name
+        self._live_model = name
 
     def _discard(self, name: str) -> None:
         self._states_in_memory.pop(name, None)
         self._discard_file(name)
 
     def _discard_file(self, name: str) -> None:
-        if (file := self._on_disk.pop(name, None)) is not None:
+        if (file := self._files_on_disk.pop(name, None)) is not None:
             # A rank's error would end the service. A file that stays only takes room.
             delete_file(file, _LOG.warning)
 
     def copy_live_to_host(self) -> None:
         """Copy the live model's state to host memory. Then the policy may be overwritten."""
-        if self._live is not None:
-            self._states_in_memory[self._live] = copy_state(self._policy)
-        self._live = None
+        if self._live_model is not None:
+            self._states_in_memory[self._live_model] = copy_state(self._policy)
+        self._live_model = None
 
     def _copy_weights(self) -> list[Tensor]:
         # Versions are kept in host memory: the device is needed for one model and the engines.

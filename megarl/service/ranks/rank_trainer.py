@@ -122,7 +122,7 @@ class RankTrainer:
         method = "adapters.measure" if is_forward_only else "adapters.accumulate"
 
         async def run_in_turn() -> NDArray[np.float32]:
-            async with self._turns.training(len(batch.token_ids), partial(self._memory.check_model, model_id)):
+            async with self._turns.training_turn(len(batch.token_ids), partial(self._memory.check_model, model_id)):
                 await self._memory.bring_to_memory(model_id)
                 return await self._model.gather(method, batch, model_id, loss, dict(settings))
 
@@ -186,7 +186,7 @@ class RankTrainer:
             return
 
         async def move_in_turn() -> str | None:
-            async with self._turns.training(1):
+            async with self._turns.training_turn(1):
                 return await self._memory.write_to_disk(in_memory)
 
         if error := await self._run_to_end(move_in_turn):
@@ -217,7 +217,7 @@ class RankTrainer:
             # The turn is paid for the longest possible completions. Unused tokens are refunded at its end.
             max_turn_tokens = len(prompt) + len(seeds) * settings.max_new_tokens
             check = partial(self._memory.check_version, version)
-            async with self._turns.sampling(
+            async with self._turns.sampling_turn(
                 version, tokens=max_turn_tokens, num_sequences=len(seeds), check=check
             ) as refund:
                 requests = [
@@ -260,7 +260,7 @@ class RankTrainer:
         )
 
         async def score_prompt() -> NDArray[np.float32]:
-            async with self._turns.training(len(prompt), partial(self._memory.check_version, version)):
+            async with self._turns.training_turn(len(prompt), partial(self._memory.check_version, version)):
                 return await self._model.gather("adapters.score", batch, version, num_top_tokens)
 
         score_rows = await self._run_to_end(score_prompt)
@@ -292,7 +292,7 @@ class RankTrainer:
         """
 
         async def call_in_turn() -> list[Any]:
-            async with self._turns.training(1, check):
+            async with self._turns.training_turn(1, check):
                 if prepare is not None:
                     await prepare()
                 return await self._ranks.trainers.call(f"adapters.{method}", *args)
@@ -302,7 +302,7 @@ class RankTrainer:
     async def _run_to_end(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Run a call of the ranks to its end, even if its request is cancelled: ranks cannot leave a collective."""
 
-        async def run_and_note_failure() -> Result:
+        async def run_and_record_failure() -> Result:
             """Run the work. Its first error ends the service, through `failure`."""
             try:
                 return await work()
@@ -312,4 +312,4 @@ class RankTrainer:
                     self.failure.set_exception(error)
                 raise
 
-        return await self._background.run_to_end(run_and_note_failure())
+        return await self._background.run_to_end(run_and_record_failure())

@@ -73,7 +73,7 @@ class Checkpoints:
     def path_of(self, run: str, kind: str, name: str) -> str:
         return f"tinker://{run}/{kind}/{name}"
 
-    def begin(self, run: str, kind: str, name: str, owner: str, *, overwrite: bool) -> Path:
+    def begin_checkpoint(self, run: str, kind: str, name: str, owner: str, *, overwrite: bool) -> Path:
         """Return a new empty folder for a checkpoint.
 
         Raises UserError if the name is in use, or the owner has reached a limit. Raises OSError if the disk is full.
@@ -94,22 +94,24 @@ class Checkpoints:
         unfinished_folder.mkdir(parents=True)
         return unfinished_folder
 
-    def complete(self, partial: Path, name: str, record: dict[str, Any], ttl_seconds: int | None) -> None:
+    def complete_checkpoint(
+        self, unfinished_folder: Path, name: str, record: dict[str, Any], ttl_seconds: int | None
+    ) -> None:
         """Rename a written folder to `name`. It replaces an earlier checkpoint, and expires after `ttl_seconds`.
 
         `record` names its owner. Raises UserError if the earlier checkpoint is being read, and OSError if the disk is
         full. The earlier one then stays.
         """
-        folder = partial.with_name(name)
+        folder = unfinished_folder.with_name(name)
         self._refuse_if_read(folder)
         now = self._clock()
         times = {"time": now, "expires": None if ttl_seconds is None else now + ttl_seconds}
-        size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+        size = sum(file.stat().st_size for file in unfinished_folder.rglob("*") if file.is_file())
         # Write the record before the rename, so that every named folder has an owner.
-        replace_text(partial / _RECORD, json.dumps(record | times | {"size_bytes": size}))
-        replace_folder(partial, folder)
+        replace_text(unfinished_folder / _RECORD, json.dumps(record | times | {"size_bytes": size}))
+        replace_folder(unfinished_folder, folder)
 
-    def find(self, path: str, owner: str) -> tuple[Path, dict[str, Any]]:
+    def find_checkpoint(self, path: str, owner: str) -> tuple[Path, dict[str, Any]]:
         """Return the folder and the record of an owner's checkpoint. Raises NotFoundError."""
         not_found = NotFoundError(f"path = {path:.200}: does not exist")
         path_parts = path.removeprefix("tinker://").split("/")
@@ -138,11 +140,11 @@ class Checkpoints:
                 checkpoints.append(Stored(*names, self.path_of(*names), record))
         return sorted(checkpoints, key=lambda checkpoint: (checkpoint.record["time"], checkpoint.path), reverse=True)
 
-    def delete(self, path: str, owner: str) -> None:
+    def delete_checkpoint(self, path: str, owner: str) -> None:
         """Delete an owner's checkpoint. Raises NotFoundError, and UserError if it is being read or the disk fails."""
-        folder, _ = self.find(path, owner)
+        folder, _ = self.find_checkpoint(path, owner)
         self._refuse_if_read(folder)
-        if not self._remove(folder):
+        if not self._remove_checkpoint(folder):
             raise UserError(f"path = {path}: was not deleted, because the disk of the service fails; try again later")
 
     def set_lifetime(self, path: str, owner: str, ttl_seconds: int | None) -> None:
@@ -150,12 +152,12 @@ class Checkpoints:
 
         Raises NotFoundError, and OSError if the disk is full.
         """
-        folder, record = self.find(path, owner)
+        folder, record = self.find_checkpoint(path, owner)
         record["expires"] = None if ttl_seconds is None else self._clock() + ttl_seconds
         replace_text(folder / _RECORD, json.dumps(record))
 
     @contextmanager
-    def reading(self, folder: Path, saved_at: float) -> Iterator[None]:
+    def keep_while_reading(self, folder: Path, saved_at: float) -> Iterator[None]:
         """Keep a checkpoint from deletion and replacement while ranks read it.
 
         `saved_at` is the time in its record. Raises NotFoundError if another checkpoint has replaced it. Raises
@@ -188,19 +190,19 @@ class Checkpoints:
             record = self._read_record(folder)
             # One unreadable record must not keep other checkpoints from expiring.
             if record is not None and self._is_expired(record) and not self._readers[folder]:
-                self._remove(folder)
+                self._remove_checkpoint(folder)
 
     def _recover(self) -> None:
         """After a kill, complete or undo the replacement of checkpoints, and delete unfinished folders."""
         for kind_folder in self._folder.glob("*/*"):
             end_replacements(kind_folder)
-        for partial in self._folder.glob(f"*/*/{_PARTIAL}*"):
-            self.discard(partial)
+        for unfinished_folder in self._folder.glob(f"*/*/{_PARTIAL}*"):
+            self.discard(unfinished_folder)
 
-    def discard(self, partial: Path) -> None:
-        delete_tree(partial, self._report)
+    def discard(self, unfinished_folder: Path) -> None:
+        delete_tree(unfinished_folder, self._report)
 
-    def _remove(self, folder: Path) -> bool:
+    def _remove_checkpoint(self, folder: Path) -> bool:
         # Delete the record first: a half-deleted folder then does not count as a checkpoint.
         if not delete_file(folder / _RECORD, self._report):
             return False

@@ -47,7 +47,7 @@ class PublishedWeights:
     def __init__(self, trainer: Trainer, checkpoints: Checkpoints) -> None:
         self._trainer, self._checkpoints = trainer, checkpoints
         self._published: list[Weights] = []
-        self._used: set[Weights] = set()
+        self._weights_in_use: set[Weights] = set()
         """Weights of running requests. Weights of a checkpoint may not be in memory yet."""
 
     async def copy_model(self, model_id: str, owner: str, session_id: str) -> Weights:
@@ -68,21 +68,21 @@ class PublishedWeights:
         return weights
 
     @asynccontextmanager
-    async def use(self, weights: Weights) -> AsyncIterator[str | None]:
+    async def hold_weights(self, weights: Weights) -> AsyncIterator[str | None]:
         """Mark weights as in use by a sampling request. Yields their version. Raises UserError if they ended."""
         # Counted before the first await: weights in use never leave the memory.
         weights.num_users += 1
-        self._used.add(weights)
+        self._weights_in_use.add(weights)
         try:
             yield await self._load_version(weights)
         finally:
             weights.num_users -= 1
             if not weights.num_users:
-                self._used.discard(weights)
+                self._weights_in_use.discard(weights)
                 if weights.is_ended:
                     await self._forget_weights([weights])
 
-    async def end(self, weights: Weights) -> None:
+    async def end_weights(self, weights: Weights) -> None:
         """End weights: no later request may use them. Running requests continue."""
         weights.is_ended = True
         if not weights.num_users:
@@ -91,7 +91,9 @@ class PublishedWeights:
     def end_session(self, session_id: str) -> list[str]:
         """End a session's weights, and return the versions that the trainer must forget."""
         # If the trainer is still copying a checkpoint, the last request forgets the copy.
-        ended_weights = [weights for weights in {*self._published, *self._used} if weights.session_id == session_id]
+        ended_weights = [
+            weights for weights in {*self._published, *self._weights_in_use} if weights.session_id == session_id
+        ]
         self._published = [weights for weights in self._published if weights not in ended_weights]
         versions = [weights.version for weights in ended_weights if weights.version is not None]
         for weights in ended_weights:
@@ -116,7 +118,7 @@ class PublishedWeights:
                 if weights.version is None:
                     version = secrets.token_hex(8)
                     # A later save under the same name must not change a sampling session's weights.
-                    with self._checkpoints.reading(weights.folder, weights.saved_at):
+                    with self._checkpoints.keep_while_reading(weights.folder, weights.saved_at):
                         await self._trainer.publish_folder(weights.folder, version)
                     weights.version = version
             # A parallel request listed them while this one waited.
