@@ -474,9 +474,9 @@ async def test_a_damaged_file_of_a_killed_trial_stops_no_later_trial(
 ) -> None:
     trials = Trials(tmp_path, monkeypatch)
     with trials.library.live_trial("lives") as live_trial:
-        live_trial.note("stopped", {})
-        live_trial.note("stopped", None)
-        live_trial.note("living", {})
+        live_trial.record("stopped", {})
+        live_trial.record("stopped", None)
+        live_trial.record("living", {})
         facts = (tmp_path / LIVE / "lives").read_bytes()
         for name, content in {"empty": b"", "cut": facts[:-4], "killed": facts.replace(b"living", b"dead")}.items():
             (tmp_path / LIVE / name).write_bytes(content)

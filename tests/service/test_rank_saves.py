@@ -54,7 +54,7 @@ def load_damaged(recipe: Recipe, parallel: ParallelConfig, folder: Path) -> tupl
         os.truncate(file, file.stat().st_size // 2)
     torch.distributed.barrier()
     faults = [adapters.load("loaded", folder, True), adapters.publish_folder(folder, "version")]
-    assert not adapters._versions and "loaded" not in adapters._states_in_memory
+    assert not adapters._weights_by_version and "loaded" not in adapters._states_in_memory
     adapters.clear("0")
     adapters.show(None)
     after = adapters._states_in_memory["0"].tensors

@@ -54,7 +54,7 @@ class Limits:
 
 
 class Runtime(Protocol):
-    """What runs a container's programs: this machine, namespaces, podman, docker or apptainer."""
+    """Starts and kills a container's programs: on this machine, in namespaces, or in podman, docker or apptainer."""
 
     has_own_users: bool
     """Whether the kernel counts the container's processes separately, because it has a user namespace."""
